@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from autopar.training.trainer import Trainer as Trainer
     from autopar.training.whole_batches import Accelerator as Accelerator
 else:
-    # The same; of the three that stand on transformers, accelerate and Lightning autopar.training says what is missing.
+    # The same; of the three that stand on transformers, accelerate and Lightning autopar.training says what is missing; with Plan comes
+    # what notebooks show of it.
     __getattr__, __dir__ = lazily(
         "autopar",
         {
@@ -70,7 +71,7 @@ else:
             "Layout": "autopar.layout",
             "LightningStrategy": "autopar.training",
             "Mesh": "autopar.mesh",
-            "Plan": "autopar.plans",
+            "Plan": "autopar.report.card",
             "Trainer": "autopar.training",
             "check": "autopar.api.planning",
             "compile": "autopar.api.compiling",

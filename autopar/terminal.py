@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 log = logging.getLogger("autopar")
 out, err = Console(), Console(stderr=True)
 _EVERY_S = 5.0  # between two lines in the log
+_EVERY_LINE_S = 10.0  # between two where no terminal shows one that changes
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*((?:[kmgt]i?)?b?)\s*$", re.IGNORECASE)
 PHASES = {
     "enumerate": "finding strategies",
@@ -116,27 +117,39 @@ def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str
 @contextmanager
 def _in_log(first: str, after_s: float) -> Iterator[Callable[[str], None]]:
     """What is going on after that long, and again from time to time, as INFO."""
+    if not log.isEnabledFor(logging.INFO):
+        yield lambda _: None
+        return
+    with _again_and_again(first, after_s, _EVERY_S, log.info) as tell:
+        yield tell
+
+
+@contextmanager
+def _again_and_again(first: str, after_s: float, every_s: float, write: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Write a line about what is going on after `after_s` seconds, and then every so many."""
     now, begin, done = [first], time.monotonic(), threading.Event()
 
     def watch() -> None:
         wait_s = after_s
         while not done.wait(wait_s):
-            log.info("%s … (%.0f s so far)", now[0], time.monotonic() - begin)
-            wait_s = _EVERY_S
+            write(f"{now[0]} … ({time.monotonic() - begin:.0f} s so far)")
+            wait_s = every_s
 
     thread = threading.Thread(target=watch, name="autopar progress", daemon=True)
-    if log.isEnabledFor(logging.INFO):
-        thread.start()
+    thread.start()
     try:
         yield lambda what: now.__setitem__(0, what)
     finally:
         done.set()
-        if thread.ident is not None:
-            thread.join()
+        thread.join()
 
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Say on the terminal what is going on; nothing where there is none."""
+    """Say on the terminal what is going on; into a file or pipe a line from time to time, of what takes long."""
+    if not err.is_terminal:
+        with _again_and_again(first, _EVERY_LINE_S, _EVERY_LINE_S, complain) as tell:
+            yield tell
+        return
     with err.status(f"{first} …") as status:
         yield lambda what: status.update(f"{what} …")

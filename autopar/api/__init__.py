@@ -2,7 +2,8 @@
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.compiling import Deferred, compile
-from autopar.api.planning import check, check_fits, plan, plan_model, verify
+from autopar.api.fitting import check_fits
+from autopar.api.planning import check, plan, plan_model, verify
 from autopar.api.what_if import WhatIf, flips, what_if
 
 __all__ = [

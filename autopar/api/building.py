@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of
+from autopar.api.fitting import check_fits
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of, told_trained
 from autopar.api.hardware import planned_for
-from autopar.api.planning import check_fits, plan_told
+from autopar.api.planning import plan_told
 from autopar.api.tracing import program_of, refuse_own_losses, settled, traced_for
 from autopar.capture import Trace
 from autopar.devices import HardwareLike, is_unshaped

@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, default_hardware, runs_on
 from autopar.api.choosing import Chooser
+from autopar.api.fitting import check_fits
 from autopar.api.hardware import as_hardware, of_plan
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
@@ -35,11 +36,12 @@ from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
 from autopar.devices import HardwareLike, is_unshaped
-from autopar.errors import InfeasibleError, PlanError, VerificationError
+from autopar.errors import InfeasibleError, VerificationError
 from autopar.keywords import named
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
+from autopar.report import card as card  # with it, notebooks show plans
 from autopar.run.executor import Batch, Outputs
 from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
@@ -183,51 +185,6 @@ def plan(
         constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
         num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision, inference=inference,
     )[1].plan  # fmt: skip
-
-
-def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
-    """That a plan is for this model and mesh.
-
-    Raises:
-        PlanError: saying exactly what differs.
-    """
-    differs = []
-    if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
-        differs.append(f"mesh: the plan is for {plan.mesh}, this is {mesh}")
-    if plan.fingerprint.model != trace.fingerprint:
-        other = plan.fingerprint.other_batch(trace.batch_in_words)
-        named = [*([other] if other else []), *_model_differences(plan, trace)]
-        differs += named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]
-    if plan.fingerprint.torch != torch.__version__.split("+")[0]:
-        log.warning("plan made with torch %s, this is %s: entries are matched by key", plan.fingerprint.torch, torch.__version__)
-    if differs:
-        what = "the plan was made for something else: " + "; ".join(differs)
-        alone = mesh.num_devices == 1 < plan.mesh.num_devices
-        start = f"start the script with: autopar run -n {plan.mesh.num_devices} SCRIPT; or " if alone else ""
-        raise PlanError(what, remedy=f"{start}plan again, or pass the plan of this model and mesh")
-
-
-def _model_differences(plan: Plan, trace: Trace) -> list[str]:
-    plans = plan.pipeline.stages if plan.pipeline else (plan,)
-    planned = {key.removesuffix("/parameter") for p in plans for key in p.node_choices() if key.endswith("/parameter")}
-    here = {p.name for p in trace.parameters}
-    lines = _asked_differences(plan, trace)
-    lines += [f"parameter {name} is in the plan, not in the model" for name in sorted(planned - here)[:5]]
-    lines += [f"parameter {name} is in the model, not in the plan" for name in sorted(here - planned)[:5]]
-    nodes = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
-    entries = {c.node.format(*i) for p in plans for e in p.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
-    lines += [f"op {key} is in the plan, not in the model" for key in sorted(entries - nodes)[:5]]
-    lines += [f"op {key} is in the model, not in the plan" for key in sorted(nodes - entries)[:5]]
-    return lines
-
-
-def _asked_differences(plan: Plan, trace: Trace) -> list[str]:
-    """Inputs that have a gradient in one of the two; none has in stages and microbatches."""
-    chosen = () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]
-    planned = {c.node.removesuffix("/input") for c in chosen if c.strategy.inputs}
-    here = {i.path for i in trace.given_back}
-    lines = [f"input {path} has a gradient in the plan, and requires none" for path in sorted(planned - here)]
-    return lines + [f"input {path} requires a gradient, which the plan does not give" for path in sorted(here - planned)]
 
 
 def verify(

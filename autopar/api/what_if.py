@@ -1,23 +1,27 @@
-"""`what_if`: an old plan on other hardware, beside the plan made there. `flips`: which hardware would turn a plan's choices."""
+"""`what_if`: an old plan on other hardware, beside the plan made there, or under other constraints.
+
+`flips`: which hardware would turn a plan's choices.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
+from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh
+from autopar.api.changing import changed, obeyed_by
+from autopar.api.fitting import check_fits
 from autopar.api.hardware import as_hardware, of_plan, planned_for
-from autopar.api.planning import check_fits, plan_told
-from autopar.api.recorded import options_of
+from autopar.api.planning import plan_told
+from autopar.api.recorded import options_of, recorded
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
-from autopar.constraints import read_constraint
+from autopar.constraints import Constraint
 from autopar.constraints.elsewhere import elsewhere
-from autopar.constraints.words import in_words
 from autopar.devices import HardwareLike
 from autopar.emit import returned_of
 from autopar.errors import PlanError
@@ -29,7 +33,7 @@ from autopar.planning.axes import notes, without_stages
 from autopar.planning.carrying import Carried, carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
-from autopar.plans import Flip, Plan
+from autopar.plans import Flips, Plan
 from autopar.run.returned import Returned
 from autopar.units import seconds, share, size
 
@@ -42,8 +46,9 @@ class WhatIf:
         plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
         best: the plan made there, with the same options and constraints. budget_bytes: per device there; where stages' devices have other
             budgets, peak and budget are those of the device that has least left.
-        flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
+        flips: the choices of `best` that the least change of the hardware would turn, where they were asked for, or why there are none.
         notes: what is to be known of axes that only one of the meshes has.
+        change: which of the plan's constraints `best` need not obey, and which it obeys beside the others.
     """
 
     plan: Plan
@@ -52,8 +57,9 @@ class WhatIf:
     peak_bytes: int
     best: Plan
     budget_bytes: int
-    flips: tuple[Flip, ...] = ()
+    flips: Flips = Flips()  # noqa: RUF009 - immutable
     notes: tuple[str, ...] = ()
+    change: str = ""
 
     @property
     def fits(self) -> bool:
@@ -74,18 +80,18 @@ class WhatIf:
         peak, budget = size(self.peak_bytes), size(self.budget_bytes)
         where = self.hardware if self.best.mesh.axes == self.plan.mesh.axes else f"{self.hardware} and mesh {self.best.mesh}"
         before, made = self.plan.prediction.step_s, self.best.prediction
-        forced = ", ".join(in_words(read_constraint(data)) for data in self.best.options.get("constraints", ()))
-        under = f", {forced} forced as well," if forced else ""
+        forced = ", ".join(obeyed_by(recorded(self.best)))
+        under = f", {forced} forced{'' if self.change else ' as well'}," if forced else ", nothing forced," if self.change else ""
         return "\n".join(
             (
                 f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: planned for {self.plan.fingerprint.profile},"
-                f" asked about {where}",
+                f" asked about {' '.join(filter(None, (where, self.change)))}",
                 f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on {self.plan.fingerprint.profile})"
                 f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
                 f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
                 f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
                 *self.notes,
-                *map(str, self.flips),
+                *filter(None, (str(self.flips),)),
             )
         )
 
@@ -99,12 +105,14 @@ def what_if(
     hardware: HardwareLike | None = None,
     mesh: MeshLike | None = None,
     memory_bytes: int | None = None,
+    constraints: Sequence[Constraint] = (),
+    without: Sequence[str | Constraint] = (),
     num_flips: int = 0,
 ) -> WhatIf:
-    """What a plan would take on other hardware, and how much a plan made there would gain.
+    """What a plan would take on other hardware, and how much a plan made there, or under other constraints, would gain.
 
     The plan's decisions are priced again there, its layouts, recomputation and collectives as they are. Then the model is planned
-    there anew with the options that the plan records.
+    there anew with the options that the plan records, but for the constraints that are left out or added.
 
     Args:
         batch: the example inputs that the plan was made with.
@@ -114,13 +122,16 @@ def what_if(
             are, so their axis keeps its size. What moves between the plan's layouts is the cheapest there.
         memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
             memory less 10 %.
+        constraints: what the plan made there obeys beside the plan's, as in `plan`; over the axes of the mesh there.
+        without: which of the plan's it need not obey: constraints, or texts: ``fsdp`` for all of that name, ``num_microbatches``, or one
+            as it was written, ``pipeline("node")``.
         num_flips: for so many choices of the plan made there, or of each of its stages, those with the closest runner-ups, also say at
             which change of the hardware they turn.
 
     Raises:
         PlanError: where the plan is for another model, or its decisions cannot be taken on that mesh: no axis has a name of the plan's, the
             stages' has another size, or a microbatch cannot be split as the plan splits it.
-        ConstraintError: where a constraint that the plan records cannot hold there.
+        ConstraintError: where a constraint cannot hold there, or the plan obeys none of those that are to be left out.
         InfeasibleError: where no plan fits the other hardware.
     """
     args, kwargs = as_call(batch)
@@ -129,25 +140,28 @@ def what_if(
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
+    change = changed(options, (without,) if isinstance(without, str | Constraint) else without, as_constraints(constraints))
     if there.axes == plan.mesh.axes:
         peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
         found = Carried(repriced(plan, part, there, devices, options), peaks)
     else:
         found = carried(plan, part, there, devices, options, _bytes_of(trace), _returned(plan, model, trace, args, kwargs))
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
-    options = options if there.axes == plan.mesh.axes else _elsewhere(plan, there, options)
+    options = change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
+    options = replace(options, constraints=(*options.constraints, *change.more))
     best = plan_told(model, there, args, kwargs, devices, options)[1].plan
-    turning: tuple[Flip, ...] = ()
+    turning = Flips()
     if num_flips:
         turning = all_flips(best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips)
-    return WhatIf(plan, devices.name, found.step_s, peak_bytes, best, budget_bytes, turning, notes(plan, there))
+    return WhatIf(plan, devices.name, found.step_s, peak_bytes, best, budget_bytes, turning, notes(plan, there), str(change))
 
 
 @collected_seldom()
 def flips(
     plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: HardwareLike | None = None
-) -> tuple[Flip, ...]:
-    """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them.
+) -> Flips:
+    """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them. A tuple, which
+    where it is empty says why, as `why` and when it is printed.
 
     The chosen strategy of an op and its runner-up are priced again where a link, or compute, is faster or slower, all else as in the
     plan. A plan made for that hardware may change other choices sooner.

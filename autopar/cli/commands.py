@@ -11,7 +11,21 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import DTYPES, Batch, DevicesPerNode, Dtype, Flips, Hf, ModelName, Module, PlanFile, Seq, check_dtype, check_there
+from autopar.cli.options import (
+    DTYPES,
+    Batch,
+    Constraints,
+    DevicesPerNode,
+    Dtype,
+    Flips,
+    Hf,
+    ModelName,
+    Module,
+    PlanFile,
+    Seq,
+    check_dtype,
+    check_there,
+)
 from autopar.cli.plan import plan_command
 from autopar.devices import read_mesh
 from autopar.terminal import check_writable, parse_size, progress, say, show
@@ -66,7 +80,7 @@ def explain_command(
     turning = turning_of(loaded, flips, hf, model, module or function, batch, seq, dtype)
     found = explain(loaded, module=only, flips=turning)
     show(found)
-    say_if_none(flips, turning)
+    say_if_none(turning)
     if turning and not found.flips:
         say(f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out to see them")
 
@@ -141,6 +155,11 @@ def what_if_command(
     hardware: Annotated[str | None, typer.Option(help="Name or path of the other hardware profile; by default the plan's.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name.")] = None,
     devices_per_node: DevicesPerNode = None,
+    constraint: Constraints = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Which of the plan's constraints need not hold: fsdp, or a whole call; several one by one."),
+    ] = None,
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
@@ -149,20 +168,23 @@ def what_if_command(
     dtype: Dtype = None,
     flips: Flips = 0,
 ) -> None:
-    """What a plan would take on other hardware, and how much a plan made there would gain."""
+    """What a plan would take on other hardware, and how much a plan made there, or under other constraints, would gain."""
     check_there(plan, hardware)
     there = None if mesh is None else read_mesh(mesh, devices_per_node)
     from autopar.api import what_if
-    from autopar.cli.models import asked, built, say_if_none
+    from autopar.cli.models import asked, built
+    from autopar.constraints.written import parse_constraint
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = built(hf, model, module, batch, seq, dtype, "meta", **asked(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
-        found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
+        more = [parse_constraint(text) for text in constraint or ()]
+        found = what_if(
+            loaded, network, example, hardware=hardware, mesh=there, constraints=more, without=without or (), num_flips=flips
+        )
     say(str(found))
-    say_if_none(flips, found.flips)
 
 
 @app.command("profile")
@@ -203,7 +225,7 @@ def report_command(
     loaded = Plan.load(plan)
     turning = turning_of(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")
-    say_if_none(flips, turning)
+    say_if_none(turning)
 
 
 @app.command("export")

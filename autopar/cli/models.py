@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, TypedDict, overload
 
 import torch
@@ -12,7 +11,7 @@ from autopar import hf
 from autopar.api import flips
 from autopar.cli.options import BATCH, DTYPE, RESTING, check_dtype, check_named
 from autopar.errors import AutoparError
-from autopar.plans import NO_FLIP, Flip, Plan
+from autopar.plans import Flips, Plan
 from autopar.terminal import progress, say
 
 
@@ -43,10 +42,10 @@ def read_dtype(name: str | None) -> torch.dtype | None:
 
 def turning_of(
     plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int | None, seq: int | None, dtype: str | None
-) -> tuple[Flip, ...]:
+) -> Flips:
     """What would turn close choices; nothing where that is not asked for."""
     if not num:
-        return ()
+        return Flips()
     if (config, name, function) == (None, None, None):
         what = "what would turn choices cannot be told without the model"
         raise AutoparError(what, remedy="pass one of --hf, --model and --module")
@@ -61,10 +60,10 @@ def asked(plan: Plan) -> Asked:
     return {"inference": bool(plan.options.get("inference")), "precision": plan.options.get("precision")}
 
 
-def say_if_none(num: int, found: Sequence[Flip]) -> None:
-    """That nothing turns the choices that were asked about, if so."""
-    if num and not found:
-        say(NO_FLIP)
+def say_if_none(found: Flips) -> None:
+    """Why nothing turns the choices that were asked about, if so."""
+    if found.why:
+        say(found.why)
 
 
 def built(

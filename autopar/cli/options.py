@@ -29,6 +29,12 @@ Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples
 DevicesPerNode = Annotated[
     int | None, typer.Option(min=1, help="Of axes: how many ranks in a row share a node; by default as many as the last axis has.")
 ]
+Constraints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--constraint", metavar="CALL", help="What is forced, as in Python: 'megatron(tp=8, zero=3)', fsdp; several are given one by one."
+    ),
+]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[
     str | None,

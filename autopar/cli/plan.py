@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from autopar.cli.options import Batch, DevicesPerNode, Dtype, Hf, ModelName, Module, Seq, check_named
+from autopar.cli.options import Batch, Constraints, DevicesPerNode, Dtype, Hf, ModelName, Module, Seq, check_named
 from autopar.devices import hardware_of, read_mesh
 from autopar.errors import AutoparError
 from autopar.schedules import AUTO, INTERLEAVED, SCHEDULES
@@ -42,10 +42,7 @@ def plan_command(
         typer.Option(metavar="SECONDS", help="Of planning; then the best plan so far is taken, with its gap. By default none."),
     ] = None,
     strict: Annotated[bool, typer.Option(help="Refuse ops that run replicated for want of a rule.")] = False,
-    constraint: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CALL", help="What is forced, as in Python: 'megatron(tp=8, zero=3)', fsdp; several are given one by one."),
-    ] = None,
+    constraint: Constraints = None,
     pipeline: Annotated[
         str | None, typer.Option(metavar="AXIS", help="Cut the model into stages along this axis of the mesh; auto: any, or none.")
     ] = None,

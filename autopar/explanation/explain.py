@@ -12,7 +12,6 @@ from autopar.explanation.stages import StagedExplanation, sections_of
 from autopar.explanation.whole import Explanation
 from autopar.hardware import Hardware
 from autopar.plans import Flip, Plan
-from autopar.plans.plan import summarized_by
 
 
 def explain(
@@ -57,6 +56,3 @@ def _of(flips: Sequence[Flip], stage: int | None, parts: Sequence[Part]) -> tupl
     """Those of one stage, and of the entries that are asked for."""
     keys = {entry.key for part in parts for entry in part.entries}
     return tuple(flip for flip in flips if flip.stage == stage and flip.key in keys)
-
-
-summarized_by(lambda plan: explain(plan).summary())

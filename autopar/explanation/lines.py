@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.breakdown import WAITING, step_parts
 from autopar.mesh import Mesh
 from autopar.plans import RESTING, Pipeline, Plan, idle_axes
 from autopar.units import seconds, share, size
 
 _SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
+_ROUNDING = 1e-9  # of a step: what is no longer is none
 _LEAST = 1e-30  # seconds of a step, so that shares of it are numbers
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 
@@ -56,7 +58,10 @@ def idle(plan: Plan) -> Iterator[str]:
     """Along which axes nothing is shared, if so."""
     if names := idle_axes(plan):
         costs = f"on {plan.fingerprint.profile} communication would cost more than it saves"
-        yield f"not parallelized over {' and '.join(names)}: {costs}. To force it: constraints=[autopar.constraints.fsdp()]"
+        named = "" if len(names) == sum(axis.size > 1 for axis in plan.mesh.axes) else repr(names[0] if len(names) == 1 else list(names))
+        stages = f" beside stages along {plan.pipeline.axis}" if plan.pipeline and plan.pipeline.axis else ""
+        force = f"To force it{stages}: constraints=[autopar.constraints.fsdp({named})]"
+        yield f"not parallelized over {' and '.join(names)}: {costs}. {force}"
 
 
 def num_kernels(plan: Plan) -> int:
@@ -101,6 +106,18 @@ def as_emitted(plan: Plan) -> str:
     return f"; simulated as emitted {simulated}" if simulated not in ("0 s", seconds(plan.prediction.step_s)) else ""
 
 
+def spent(plan: Plan) -> Iterator[str]:
+    """Of a plan with microbatches, what the step as emitted goes by in where devices are busy longest."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    parts = step_parts(plan)
+    there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
+    told = [f"{name} {seconds(time_s)}{f' ({share(time_s / parts.total_s)})' if name == WAITING else ''}" for name, time_s in there.items()]
+    who = "" if parts.rank is None else f"{'rank' if pipeline.rank_bytes else 'stage'} {parts.rank}, busy longest: "
+    yield f"{who}{' + '.join(told)} = {seconds(parts.total_s)} as emitted"
+
+
 def at_best(plan: Plan) -> str:
     """The bound in short."""
     proof = plan.proof
@@ -119,7 +136,7 @@ def covered(plan: Plan) -> Iterator[str]:
 
 def memory(plan: Plan) -> str:
     """The peak, and the kinds that make it up."""
-    memory, budget = plan.prediction.memory_bytes, plan.budget_of(_fullest(plan))
+    memory, budget = plan.prediction.memory_bytes, plan.budget_of(fullest(plan))
     kinds = {kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)}
     resting = " + ".join(f"{kind} {kinds[kind]}" for kind in RESTING if kind in kinds)
     either = " or ".join(f"{kind} {kinds[kind]}" for kind in _EITHER if kind in kinds)
@@ -156,7 +173,8 @@ def _which(pipeline: Pipeline, rank: int) -> str:
     return f"stage{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
 
 
-def _fullest(plan: Plan) -> int:
+def fullest(plan: Plan) -> int:
+    """The rank whose devices hold most at the peak; 0 without stages."""
     peaks = plan.pipeline.peaks if plan.pipeline else (0,)
     return max(range(len(peaks)), key=peaks.__getitem__)
 

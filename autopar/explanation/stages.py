@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import CROSSING, Part, breakdown, in_words
+from autopar.breakdown import Part, in_words, receiving_s
 from autopar.explanation.buckets import in_buckets
 from autopar.explanation.lines import (
     as_emitted,
@@ -28,6 +28,7 @@ from autopar.explanation.lines import (
     of_dispatch,
     of_loss,
     on_hosts,
+    spent,
     unequal,
 )
 from autopar.explanation.prices import Worth
@@ -132,6 +133,7 @@ class StagedExplanation(Readable):
             simulated = seconds(plan.prediction.simulated_s)
             yield f"{', '.join(map(seconds, hidden_s))} of a microbatch run beside compute, by stages: simulated, a step takes {simulated}"
         yield from in_buckets(pipeline.stages, "microbatch")
+        yield from spent(plan)
         peaks = pipeline.rank_bytes or [stage.prediction.peak_bytes for stage in pipeline.stages]
         which = "rank" if pipeline.rank_bytes else "stage"
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
@@ -162,6 +164,7 @@ class StagedExplanation(Readable):
         yield made_for(plan)
         how = self._schedule() if pipeline.axis else _in_turn(pipeline.num_microbatches)
         yield f"step {seconds(plan.prediction.step_s)}: {how}{as_emitted(plan)}"
+        yield from spent(plan)
         yield from idle(plan)
         yield f"peak {memory(plan)}"
         yield from unequal(plan)
@@ -224,11 +227,6 @@ class StagedExplanation(Readable):
                 layout = f"{crossed.layout}, {in_words(crossed.layout, names, 'activation')}"
                 back = f"comes back: {size(crossed.bytes)}" if crossed.returns else "none"
                 yield str(number), escape(crossed.node), layout, size(crossed.bytes), back
-
-
-def receiving_s(stage: Plan) -> float:
-    """Seconds of a microbatch that a stage spends receiving from its neighbours."""
-    return sum(t.time_s for part in breakdown(stage) if part.module in CROSSING for t in part.transfers if t.kind == "receive")
 
 
 def sections_of(explanations: tuple[Explanation, ...]) -> tuple[Section, ...]:

@@ -28,7 +28,7 @@ from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
 from autopar.planning.runner_up import local_load, variants_by_op
-from autopar.plans import COMPUTE, FARTHEST, Flip, Plan, load_of
+from autopar.plans import COMPUTE, FARTHEST, NO_CHOICE, NO_DEARER, NO_FLIP, NO_OTHER, Flip, Flips, Plan, load_of
 from autopar.problem import Hidden, Kernel, Kernels, OpStrategy, Problem
 from autopar.streams import Balance
 
@@ -36,17 +36,27 @@ _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is n
 _PRECISION = 1e-4  # relative, of the factor
 
 
-def all_flips(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int) -> tuple[Flip, ...]:
-    """`flips` of a plan, or of each of its stages, the least change first.
+def all_flips(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int) -> Flips:
+    """`flips` of a plan, or of each of its stages, the least change first; or why there are none.
 
     Args:
         trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the plan was made with.
     """
     found: list[Flip] = []
+    could_turn = False
     for number, part in enumerate(problems_of(plan, trace, mesh, hardware, options)):
+        could_turn = could_turn or bool(_closest(part.plan, part.priced, part.shared))
         turning = flips(part.plan, part.trace, part.priced, part.mesh, part.priced.profile, most=most, shared=part.shared)
         found += (replace(flip, stage=None if plan.pipeline is None else number) for flip in turning)
-    return tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor))))
+    return Flips(sorted(found, key=lambda flip: abs(math.log(flip.factor))), NO_FLIP if could_turn else _why_none(plan))
+
+
+def _why_none(plan: Plan) -> str:
+    """Of a plan of whose choices none has a runner-up that could take over."""
+    parts = plan.pipeline.stages if plan.pipeline else (plan,)
+    if any(entry.runner_up for part in parts for entry in part.entries):
+        return NO_DEARER
+    return NO_CHOICE if plan.options.get("constraints") else NO_OTHER
 
 
 def flips(

@@ -1,7 +1,7 @@
 """Plans and their parts."""
 
 from autopar.plans.bucket import Bucket, Member
-from autopar.plans.flip import COMPUTE, FARTHEST, NO_FLIP, Flip
+from autopar.plans.flip import COMPUTE, FARTHEST, NO_CHOICE, NO_DEARER, NO_FLIP, NO_OTHER, Flip, Flips
 from autopar.plans.idle import idle_axes
 from autopar.plans.load import beyond_shares_s, counted_time, forward_load, load_of, moved_load
 from autopar.plans.overlap import Overlap, Piece
@@ -26,7 +26,10 @@ __all__ = [
     "FARTHEST",
     "FORMAT",
     "KERNELS_BUFFERS",
+    "NO_CHOICE",
+    "NO_DEARER",
     "NO_FLIP",
+    "NO_OTHER",
     "RESTING",
     "VERSION",
     "Bucket",
@@ -35,6 +38,7 @@ __all__ = [
     "Entry",
     "Fingerprint",
     "Flip",
+    "Flips",
     "InKernel",
     "Kept",
     "Member",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 COMPUTE = "compute"
 FARTHEST = 64.0  # factors beyond are not looked at
+NO_CHOICE = "nothing can turn: the constraints leave no choice that another strategy could take"
+NO_OTHER = "nothing can turn: no op has another strategy on this mesh"
+NO_DEARER = "nothing can turn: no runner-up costs more, but where several stages decide together"
 NO_FLIP = (
     "none of the choices with the closest runner-ups turns where a link's bandwidth, or the speed of compute,"
     f" is from 1/{FARTHEST:g} to {FARTHEST:g} times what it is"
@@ -38,3 +42,21 @@ class Flip:
     def __str__(self) -> str:
         where = "" if self.stage is None else f"stage {self.stage}: "
         return f"{where}{self.key} would take {self.strategy} from {self.change} on"
+
+
+class Flips(tuple[Flip, ...]):
+    """Those that were found, the least change first; where there are none, `why`."""
+
+    why: str
+
+    def __new__(cls, found: Iterable[Flip] = (), why: str = "") -> Flips:
+        made = super().__new__(cls, found)
+        made.why = "" if made else why
+        return made
+
+    def __str__(self) -> str:
+        """One line each, or why there is none."""
+        return "\n".join(map(str, self)) or self.why
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self else f"() because {self.why}" if self.why else "()"

@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ from autopar.units import microbatches, seconds, size
 FORMAT = "autopar-plan"
 VERSION = 4
 
-_SUMMARIES: list[Callable[[Plan], Iterable[str]]] = []
+_SHOWN: list[Callable[[Plan], str]] = []
 
 
-def summarized_by(summary: Callable[[Plan], Iterable[str]]) -> None:
-    """Let notebooks show plans by these lines, which are made on a floor above."""
-    _SUMMARIES[:] = [summary]
+def shown_by(card: Callable[[Plan], str]) -> None:
+    """Let notebooks show plans by this HTML, which is made on a floor above."""
+    _SHOWN[:] = [card]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +178,8 @@ class Plan:
         return f"Plan({self.fingerprint.model_name or 'model'} on {self.mesh}{stages}: step {step_s}, peak {peak})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the lines with which `autopar.explain` begins, where that is imported."""
-        lines = [line for summary in _SUMMARIES for line in summary(self)] or [repr(self)]
-        return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+        """What a notebook shows: `autopar.report.card`, where that is imported, as it is by all that makes plans."""
+        return _SHOWN[0](self) if _SHOWN else f"<pre>{html.escape(repr(self))}</pre>"
 
     @property
     def hash(self) -> str:

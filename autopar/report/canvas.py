@@ -38,6 +38,7 @@ MEMORY_COLOURS = {
     "buffers": "#a77bb5",
     "inputs": "#cdb4d6",
 }
+LIGHT = ("replicated", "whole", "sharded", "ZeRO-2", "ZeRO-1")  # colours on which text is dark
 INK, FAINT = "#2b2b2b", "#8a8a8a"
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Shard
 
-from autopar.breakdown import INPUTS, Part, breakdown
-from autopar.plans import RESTING, Plan
-from autopar.report.canvas import COLOURS, FAINT, INK, MEMORY_COLOURS, canvas, quiet
+from autopar.breakdown import INPUTS, Part, breakdown, peak_kinds
+from autopar.plans import Plan
+from autopar.report.canvas import COLOURS, FAINT, INK, LIGHT, MEMORY_COLOURS, canvas, quiet
 from autopar.units import seconds, size
 
 if TYPE_CHECKING:
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _ROW_INCHES = 0.27
-_LIGHT = ("replicated", "whole", "sharded", "ZeRO-2", "ZeRO-1")  # colours on which text is dark
 
 
-def shown_parts(plan: Plan) -> tuple[Part, ...]:
-    """The parts that a figure shows: all but the batch itself."""
-    return tuple(part for part in breakdown(plan) if part.module != INPUTS)
+def shown(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Those that are drawn: all but the batch itself."""
+    return tuple(part for part in parts if part.module != INPUTS)
 
 
 def layouts_height(plan: Plan) -> float:
     """Inches that `layouts` needs."""
-    return 1.5 + _ROW_INCHES * len(shown_parts(plan))
+    return 1.5 + _ROW_INCHES * len(shown(breakdown(plan)))
 
 
 def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> Figure:
@@ -37,7 +36,7 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     Args:
         stage: what the title calls the plan where it is that of a stage, whose times are of one microbatch.
     """
-    parts = shown_parts(plan)
+    parts = shown(breakdown(plan))
     figure: Any = canvas(11.5, layouts_height(plan), inside)
     num_axes = len(plan.mesh.axes)
     computing, resting, times = figure.subplots(1, 3, sharey=True, width_ratios=(1.05 * num_axes, 0.95 * num_axes, 3.6))
@@ -49,8 +48,8 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     for tick, part in zip(computing.get_yticklabels(), parts, strict=True):
         tick.set_color(INK if len(part.instances) > 1 else "#5a5a5a")
     _times(times, parts, "microbatch" if stage else "step")
-    shown = {w for p in parts for w in (*p.parallelism, *_resting(p, num_axes)) if w}
-    _legend(figure, [kind for kind in COLOURS if kind in shown or kind in ("compute", "communication")])
+    seen = {w for p in parts for w in (*p.parallelism, *_resting(p, num_axes)) if w}
+    _legend(figure, [kind for kind in COLOURS if kind in seen or kind in ("compute", "communication")])
     name = stage or plan.fingerprint.model_name or "model"
     of = "a microbatch" if stage else "step"
     figure.suptitle(f"{name} on {plan.mesh}: {of} {seconds(plan.prediction.step_s)}", fontsize=11, x=0.01, ha="left", color=INK)
@@ -91,7 +90,7 @@ def _grid(axes: Axes, kinds: Sequence[Sequence[str]], texts: Sequence[Sequence[s
         for column, (kind, text) in enumerate(zip(row_kinds, row_texts, strict=True)):
             if kind:
                 axes.add_patch(Rectangle((column - 0.48, row - 0.44), 0.96, 0.88, facecolor=COLOURS[kind], edgecolor="none"))
-                ink = INK if kind in _LIGHT else "white"
+                ink = INK if kind in LIGHT else "white"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=ink)
     quiet(axes)
     axes.set_xlim(-0.5, len(heads) - 0.5)
@@ -139,7 +138,7 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     rows = list(kinds)
     for row, kind in enumerate(rows, start=1):
         axes.barh(row, kinds[kind], 0.66, color=MEMORY_COLOURS[kind])
-    peak_bar(axes, kinds)
+    peak_bar(axes, plan.prediction.memory_bytes)
     limit = max(peak / GIB, *kinds.values()) if kinds else 1.0
     budget = float(plan.options.get("memory_bytes") or 0.0)
     near = 0 < budget / GIB < 4 * limit
@@ -161,10 +160,9 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     return figure_of_it
 
 
-def peak_bar(axes: Axes, kinds: dict[str, float], row: int = 0) -> None:
-    """The peak as a stack: what rests always, the larger of activations and gradients, what is transient."""
-    either = max(("activations", "gradients"), key=lambda kind: kinds.get(kind, 0.0))
+def peak_bar(axes: Axes, kinds: Mapping[str, int], row: int = 0) -> None:
+    """The peak as a stack of its kinds of memory, in bytes."""
     left = 0.0
-    for kind in (*RESTING, either, "transient"):
-        axes.barh(row, kinds.get(kind, 0.0), 0.66, left=left, color=MEMORY_COLOURS[kind])
-        left += kinds.get(kind, 0.0)
+    for kind, num_bytes in peak_kinds(kinds).items():
+        axes.barh(row, num_bytes / GIB, 0.66, left=left, color=MEMORY_COLOURS[kind])
+        left += num_bytes / GIB

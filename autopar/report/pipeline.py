@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autopar.breakdown import rank_memory
 from autopar.planning.schedules import simulate
 from autopar.planning.steps import simulated_phases_s
 from autopar.plans import Pipeline, Plan
@@ -24,7 +24,7 @@ _ROW_INCHES = 0.34
 
 def schedule_height(plan: Plan) -> float:
     """Inches that `schedule` needs; `stage_memory` needs as much."""
-    return 1.3 + _ROW_INCHES * _num_ranks(_pipeline(plan))
+    return 1.3 + _ROW_INCHES * _pipeline(plan).num_ranks
 
 
 def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
@@ -37,7 +37,7 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
     times = [simulated_phases_s(stage) for stage in pipeline.stages]
-    rows, chunks = _num_ranks(pipeline), pipeline.num_chunks
+    rows, chunks = pipeline.num_ranks, pipeline.num_chunks
     bars = simulate(pipeline.schedule, [f for f, _ in times], [b for _, b in times], pipeline.num_microbatches, chunks)
     end = max(bar.start_s + bar.duration_s for bar in bars)
     for bar in bars:
@@ -63,13 +63,13 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     pipeline = _pipeline(plan)
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
-    ranks = [_rank_memory(pipeline, rank) for rank in range(_num_ranks(pipeline))]
+    ranks = [rank_memory(pipeline, rank) for rank in range(pipeline.num_ranks)]
     peaks = [peak / GIB for peak, _ in ranks]
     budgets = [plan.budget_of(rank) / GIB for rank in range(len(ranks))]
     near = 0 < max(budgets) < 4 * max(peaks)
     width = 1.18 * max(*peaks, max(budgets) if near else 0.0)
     for number, (peak, kinds) in enumerate(ranks):
-        peak_bar(axes, {kind: kinds.get(kind, 0) / GIB for kind in MEMORY_COLOURS}, number)
+        peak_bar(axes, kinds, number)
         said = f"{size(peak)}, {' and '.join(map(str, pipeline.num_in_flight[number :: len(ranks)]))} in flight"
         axes.text(peaks[number] + 0.006 * width, number, said, va="center", fontsize=8, color=INK)
     if near:
@@ -96,24 +96,9 @@ def _pipeline(plan: Plan) -> Pipeline:
     return plan.pipeline
 
 
-def _num_ranks(pipeline: Pipeline) -> int:
-    return len(pipeline.stages) // pipeline.num_chunks
-
-
-def _rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
-    """A rank's peak, and what makes it up."""
-    chunks = [stage.prediction for stage in pipeline.stages[rank :: _num_ranks(pipeline)]]
-    if not pipeline.rank_bytes:
-        return chunks[0].peak_bytes, chunks[0].memory_bytes
-    peak, kinds = pipeline.rank_bytes[rank], {kind: sum(p.memory_bytes.get(kind, 0) for p in chunks) for kind in MEMORY_COLOURS}
-    either = max(kinds["activations"], kinds["gradients"])
-    rests = sum(kinds.values()) - kinds["activations"] - kinds["gradients"] - kinds["transient"]
-    return peak, {**kinds, "transient": max(peak - rests - either, 0)}
-
-
 def _row_name(pipeline: Pipeline, number: int) -> str:
     """Of a rank: the parts of the model with which its stages begin."""
-    begins = [pipeline.modules[stage - 1] if stage else "the model" for stage in range(number, len(pipeline.stages), _num_ranks(pipeline))]
+    begins = [pipeline.modules[stage - 1] if stage else "the model" for stage in range(number, len(pipeline.stages), pipeline.num_ranks)]
     return f"{number}  {', '.join(begins)}"
 
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -125,7 +126,7 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
         if plan.sequence:
             found = with_sequence(graph, plan, found)
             if found.failure is not None:
-                _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
+                _refuse_part(graph, plan, found)
         return dict.fromkeys(axes, found)
     named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
     of_samples = [mesh.shape[axis] for axis in axes if named[mesh.names[axis]] is None]
@@ -177,7 +178,7 @@ def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
         what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
         raise ConstraintError(what, remedy="leave the constraint out for this model")
     if found.failure is not None:
-        _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
+        _refuse_part(graph, plan, found)
     return found
 
 
@@ -189,18 +190,24 @@ def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
     return found
 
 
-def _of_sequence(graph: Read, found: Spread) -> str:
-    """Why a node cannot be computed on a part: what was taken to be the sequence, and what of it the node reads."""
+def _refuse_part(graph: Read, plan: Parallelism, found: Spread) -> NoReturn:
+    """That a node cannot be computed on a part: what was taken to be the sequence, or holds features, and what of it the node reads."""
     assert found.failure is not None, "a node refuses"
     inputs = [i for i in graph.trace.inputs if isinstance(found.labels.get((i.node, 0)), Shard)]
-    taken = " and ".join(f"dim 1 of {i.path}, of {i.shape[1]}" for i in inputs)
+    taken = " and ".join(f"dim 1 of input {i.path}, {list(i.shape)}" for i in inputs)
     read = zip(graph.reads[found.failure.node], graph.calls[found.failure.node].inputs, strict=True)
-    parts = [f"{tensor.shape} as {label}" for ref, tensor in read if isinstance(label := found.labels.get(ref), Shard)]
+    parts = " and ".join(f"{tensor.shape} as {label}" for ref, tensor in read if isinstance(label := found.labels.get(ref), Shard))
+    if all(len(i.shape) == 2 and i.dtype.is_floating_point for i in inputs):
+        why = f"{taken}, which of (batch, features) is the features, is split over it as a sequence would be, and it reads all of them"
+        remedy = "leave the constraint out, which is for inputs with a sequence; ddp(), fsdp() and tensor_parallel() split others"
+        _refuse(graph, plan, found.failure.node, f"{why}: it has {parts}", remedy)
     split = f"the sequence ({taken}) is split over it, and it has no way to compute on a part of the sequence"
-    return f"{split}: it reads {' and '.join(parts)}"
+    _refuse(graph, plan, found.failure.node, f"{split}: it reads {parts}")
 
 
-def _refuse(graph: Read, plan: Parallelism, name: str, why: str) -> None:
+def _refuse(
+    graph: Read, plan: Parallelism, name: str, why: str, remedy: str = "leave the constraint out, or name other axes for it"
+) -> NoReturn:
     node = graph.nodes[name]
     what = f"{plan} cannot hold: {node.meta['key']} refuses, {why}"
-    raise ConstraintError(what, where=where_of(node), remedy="leave the constraint out, or name other axes for it")
+    raise ConstraintError(what, where=where_of(node), remedy=remedy)

@@ -168,6 +168,14 @@ def test_degrees_take_axes_from_the_last() -> None:
 
 def test_what_was_taken_to_be_the_sequence_is_said_where_an_op_refuses_it() -> None:
     model, batch = zoo_small.vit()  # of images: their channels are where others have tokens
-    said = r"native_layer_norm/.*the sequence \(dim 1 of pixel_values, of 3\).* it reads \(4, 17, 32\) as S\(2\)"
+    said = r"native_layer_norm/.*the sequence \(dim 1 of input pixel_values, \[4, 3, \d+, \d+\]\).* it reads \(4, 17, 32\) as S\(2\)"
     with pytest.raises(ConstraintError, match=said):
         autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(context_parallel("context"),))
+
+
+def test_of_a_batch_of_features_it_is_said_that_there_is_no_sequence_and_what_splits_such_a_model() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 8))
+    said = r"dim 1 of input 0, \[8, 16\], which of \(batch, features\) is the features, .*: it has \(8, 16\) as S\(1\)"
+    said += r"[\s\S]*what to do: .*fsdp\(\)"
+    with pytest.raises(ConstraintError, match=said):
+        autopar.plan(model, LINE, example_inputs=(torch.randn(8, 16),), hardware="h100-sxm", constraints=(context_parallel("context"),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,13 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import Trace
 from autopar.collective import faster
+from autopar.constraints import ddp, pipeline
 from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
 from autopar.planning.flips import flips, nearest_root
 from autopar.planning.repricing import decisions, problems_of
-from autopar.plans import COMPUTE, Plan
+from autopar.plans import COMPUTE, NO_CHOICE, NO_FLIP, NO_OTHER, Flip, Flips, Plan
 from autopar.problem import Problem
 from autopar.solve import evaluate
 
@@ -103,3 +105,19 @@ def test_the_nearest_root_is_found_on_either_side(root: float, sign: int) -> Non
 
 def test_without_a_change_of_sign_there_is_no_root() -> None:
     assert nearest_root(lambda factor: factor) is None
+
+
+def test_where_no_choice_turns_what_is_returned_says_why() -> None:
+    model, batch = Net(), {"x": torch.randn(64, 128)}
+    for mesh, forced, why in (
+        (autopar.Mesh({"stage": 2}), [pipeline("stage", microbatches=2)], NO_CHOICE),
+        (MESH, [ddp()], NO_FLIP),
+        (autopar.Mesh(1), [], NO_OTHER),
+    ):
+        plan = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=forced)
+        found = autopar.flips(plan, model, batch)
+        assert found == () and found.why == str(found) == why and why in repr(found)
+        assert pickle.loads(pickle.dumps(found)).why == why
+        assert why in str(autopar.what_if(plan, model, batch, num_flips=5))
+    some = Flips([Flip("up", "R -> R", 1.0, COMPUTE, 2.0)], NO_FLIP)
+    assert not some.why and str(some) == "up would take R -> R from 2 times the speed of compute on" and some == tuple(some)

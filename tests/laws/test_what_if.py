@@ -250,3 +250,23 @@ def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused
     wrong = replace(plan, entries=tuple(broken if e is entry else e for e in plan.entries))
     with pytest.raises(PlanError, match="cannot be done here"):
         autopar.what_if(wrong, model, batch, hardware="cpu-gloo")
+
+
+def test_the_plan_made_under_other_constraints_is_the_one_that_plan_makes_under_them() -> None:
+    plan, model, batch = built("stages")
+    found = autopar.what_if(plan, model, batch, hardware=GLOO, without=["pipeline"], constraints=[tensor_parallel(axes="stage")])
+    asked = (fsdp("data"), tensor_parallel(axes="stage"))
+    assert found.step_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
+    assert found.best == autopar.plan(model, plan.mesh, example_inputs=batch, hardware=GLOO, constraints=asked)
+    there = autopar.what_if(plan, model, batch, mesh={"stage": 2, "data": 1}, without=[fsdp("data")], constraints=[ddp("data")])
+    assert there.best.pipeline is not None and there.best.options["constraints"][-1] == ddp("data").to_json()
+    assert there.change == "without fsdp(axes=['data']), with ddp(axes=['data'])"
+
+
+def test_a_number_of_microbatches_is_left_out_by_its_name() -> None:
+    plan, model, batch = built("one stage")
+    found = autopar.what_if(plan, model, batch, hardware=GLOO, without="num_microbatches")
+    assert plan.options["num_microbatches"] == 2 and found.best.options["num_microbatches"] == "auto"
+    assert found.change == "without num_microbatches=2" and "ddp(axes=['data']) forced, takes" in str(found)
+    with pytest.raises(ConstraintError, match=r"no constraint pipeline[\s\S]*ddp\(axes=\['data'\]\), num_microbatches=2"):
+        autopar.what_if(plan, model, batch, hardware=GLOO, without="pipeline")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,12 +114,6 @@ def made_plan(*, recompute: bool = True) -> Plan:
     activations = (6 if recompute else 18) * MIB
     memory = {"parameters": 8 * MIB, "optimizer": 16 * MIB, "buffers": 0, "inputs": MIB, "gradients": 8 * MIB, "activations": activations}
     peak = sum(memory.values()) - min(activations, 8 * MIB) + MIB
-    timeline = (
-        ("net.embed", "forward", "compute", 0.0, 1e-3), ("net.layers.0", "forward", "communication", 1e-3, 1e-3),
-        ("net.layers.0", "forward", "compute", 2e-3, 6e-3), ("net.layers.1", "forward", "compute", 8e-3, 6e-3),
-        ("net.head", "forward", "compute", 14e-3, 1e-3), ("net.head", "backward", "compute", 15e-3, 1e-3),
-        ("net.layers.1", "backward", "compute", 16e-3, 7e-3),
-    )  # fmt: skip
     step_s = compute_s + communication_s
     return Plan(
         mesh=Mesh({"node": 2, "gpu": 4}),
@@ -127,7 +122,7 @@ def made_plan(*, recompute: bool = True) -> Plan:
         entries=entries,
         kept=tuple(kept),
         communications=communications,
-        prediction=Prediction(step_s, compute_s, communication_s, peak, {**memory, "transient": MIB}, timeline, 0.0, step_s),
+        prediction=Prediction(step_s, compute_s, communication_s, peak, {**memory, "transient": MIB}, _bars(_work(recompute)), 0.0, step_s),
         proof=Proof(
             step_s,
             step_s * 0.99,
@@ -147,6 +142,24 @@ def made_plan(*, recompute: bool = True) -> Plan:
 
 
 WIRE_S = 2e-3
+Work = tuple[str, str, str, float]  # a bar of the time line without its start
+
+
+def _work(recompute: bool) -> list[Work]:
+    """All of a step, in order."""
+    forward: list[Work] = [("net.embed", "forward", "compute", 1e-3)]
+    backward: list[Work] = [("net.head", "backward", "communication", 2e-3), ("net.head", "backward", "compute", 1e-3)]
+    for layer in range(3):
+        forward += [(f"net.layers.{layer}", "forward", "communication", 1e-3), (f"net.layers.{layer}", "forward", "compute", 6e-3)]
+        backward += [(f"net.layers.{2 - layer}", "backward", "compute", 2e-3)] if recompute else []
+    forward += [("net.head", "forward", "communication", 1e-3), ("net.head", "forward", "compute", 1e-3)]
+    return [*forward, *backward]
+
+
+def _bars(works: Sequence[Work]) -> tuple[tuple[str, str, str, float, float], ...]:
+    """One after another."""
+    starts = itertools.accumulate((work[3] for work in works), initial=0.0)
+    return tuple((*work[:3], start_s, work[3]) for work, start_s in zip(works, starts, strict=False))
 
 
 def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
@@ -184,20 +197,24 @@ def _stage(number: int) -> Plan:
     kept = tuple(replace(k, instances=layers) if k.instances == ALL else k for k in plan.kept)
     communications = tuple(replace(c, instances=layers) if c.instances == ALL else c for c in plan.communications)
     arrives: list[Entry] = []
-    bars = list(plan.prediction.timeline)
+    works = _work(recompute=number < 3)
     if number > 0:
         arrives.append(_arrives("input", 3 * number - 1))
-        bars.append(("from the stage before", "forward", "communication", 23e-3, WIRE_S))
+        works.insert(0, ("from the stage before", "forward", "communication", WIRE_S))
     if number < 3:
         arrives.append(_arrives("output", 3 * number + 2))
-        bars.append(("from the stage behind", "backward", "communication", 25e-3, WIRE_S))
+        works.insert(_turn(works), ("from the stage behind", "backward", "communication", WIRE_S))
     p, wire_s = plan.prediction, WIRE_S * len(arrives)
     whole_s = p.step_s + wire_s
     prediction = replace(
-        p, step_s=whole_s, communication_s=p.communication_s + wire_s, timeline=tuple(bars),
-        simulated_s=sum(bar[4] for bar in bars)
+        p, step_s=whole_s, communication_s=p.communication_s + wire_s, timeline=_bars(works), simulated_s=whole_s
     )  # fmt: skip
     return replace(plan, mesh=mesh, entries=(*entries, *arrives), kept=kept, communications=communications, prediction=prediction)
+
+
+def _turn(works: Sequence[Work]) -> int:
+    """Where backward begins."""
+    return next(place for place, work in enumerate(works) if work[1] == "backward")
 
 
 def _arrives(kind: str, layer: int) -> Entry:

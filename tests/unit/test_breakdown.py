@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from made_plan import ALL, entry, made_plan, strategy
+from made_plan import ALL, WIRE_S, entry, made_plan, made_staged_plan, strategy
 from torch import nn
 
 import autopar
-from autopar.breakdown import Part, breakdown, in_words, label
+from autopar.breakdown import WAITING, Part, breakdown, in_words, label, step_parts
 from autopar.breakdown.words import parallelism_of
+from autopar.constraints import fsdp, megatron, pipeline
+from autopar.explanation import explain
 from autopar.layout import Layout
+from autopar.units import seconds, share
+from benchmarks import zoo
 
 NAMES = ("node", "gpu")
 
@@ -142,3 +147,72 @@ def test_an_index_that_goes_through_no_layers_is_shown() -> None:
     assert not parts["layers.*.2"].matches("layers.1.0")
     alone = autopar.plan(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), 2, example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
     assert "0" in {part.module for part in breakdown(alone)}
+
+
+def test_the_parts_of_a_step_are_those_of_the_stage_that_is_busy_longest() -> None:
+    plan = made_staged_plan(microbatches=8)  # the second stage, which hears from both sides, is the slowest
+    parts = step_parts(plan)
+    assert parts.rank == 1 and plan.prediction.simulated_s == pytest.approx(parts.total_s)
+    assert (parts.compute_s, parts.again_s) == pytest.approx((8 * 21e-3, 8 * 6e-3))
+    assert (parts.exposed_s, parts.receiving_s) == pytest.approx((8 * 6e-3, 8 * 2 * WIRE_S))
+    assert parts.waiting_s == pytest.approx(27e-3 + 35e-3 + 37e-3 + 2 * WIRE_S - 2e-3)  # a microbatch in all others, 2 ms less in the last
+    assert f"stage 1, busy longest: compute {seconds(8 * 21e-3)} + run again" in "\n".join(explain(plan).summary())
+    whole = step_parts(made_plan())
+    assert whole.rank is None and whole.waiting_s == 0.0
+    assert (whole.compute_s, whole.again_s, whole.exposed_s) == pytest.approx((21e-3, 6e-3, 6e-3))
+
+
+def test_what_runs_beside_compute_is_not_exposed_and_slows_it() -> None:
+    plan = made_plan()
+    hiding = replace(plan, prediction=replace(plan.prediction, hidden_s=4e-3), overlap=replace(plan.overlap, slowdown=0.25))
+    parts = step_parts(hiding)
+    assert (parts.compute_s, parts.slowed_s, parts.exposed_s) == pytest.approx((21e-3, 1e-3, 2e-3))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.pow(2).mean()
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedule": "interleaved_1f1b", "chunks": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [None, *SCHEDULES], ids=str)
+def test_of_a_real_plan_the_parts_of_a_step_add_up_to_what_is_simulated(stages: str | None) -> None:
+    mesh = autopar.Mesh({"stage": 2, "data": 2}, devices_per_node=2)
+    along = (pipeline("stage", microbatches=4, **SCHEDULES[stages]),) if stages else ()
+    made = autopar.plan(
+        Deep(), mesh, example_inputs={"x": torch.randn(4096, 512)}, hardware="h100-sxm", constraints=[fsdp("data"), *along],
+        num_microbatches="auto" if stages else 4,
+    )  # fmt: skip
+    parts, said = step_parts(made), list(explain(made).summary())
+    assert made.pipeline is not None and parts.total_s == pytest.approx(made.prediction.simulated_s)
+    assert all(time_s >= -1e-12 for _, time_s in parts.named())
+    assert parts.compute_s + parts.again_s == pytest.approx(made.prediction.compute_s)
+    assert parts.slowed_s > 0.0
+    if not stages:
+        assert parts.rank is None and parts.receiving_s == 0.0 and parts.waiting_s == pytest.approx(0.0, abs=1e-12)
+        return
+    assert parts.receiving_s > 0.0
+    waits = 1 - 4 * max(sum(s.prediction.simulated_s for s in made.pipeline.stages[rank::2]) for rank in range(2)) / parts.total_s
+    ends = f"{WAITING} {seconds(parts.waiting_s)} ({share(waits)}) = {seconds(parts.total_s)} as emitted"
+    assert any(line.endswith(ends) for line in said)
+
+
+def test_what_a_real_plan_runs_again_is_a_part_of_its_own() -> None:
+    model, batch = zoo.build("llama", batch=8)
+    forced = megatron(dp=2, pp=2, recompute="full", microbatches=4)
+    made = autopar.plan(model, autopar.Mesh({"stage": 2, "data": 2}), example_inputs=batch, hardware="h100-sxm", constraints=[forced])
+    parts = step_parts(made)
+    assert made.pipeline is not None and parts.rank is not None
+    again_s = sum(part.recompute_s for part in breakdown(made.pipeline.stages[parts.rank]))
+    assert parts.again_s == pytest.approx(4 * again_s) and again_s > 0.0
+    assert parts.total_s == pytest.approx(made.prediction.simulated_s)

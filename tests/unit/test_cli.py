@@ -140,17 +140,27 @@ def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_draw
     assert code == 0 and "how long unequal devices wait for the slowest is the planner's word" in said
 
 
-def test_where_nothing_turns_a_choice_that_and_what_was_looked_at_is_said(here: Path, command: Command) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "constraint", "why"),
+    [
+        ("1", (), "no op has another strategy on this mesh"),
+        ("node=2,gpu=2", ("--constraint", "ddp"), "from 1/64 to 64 times what it is"),
+        ("node=2", ("--pipeline", "node", "--microbatches", "2"), "the constraints leave no choice"),
+    ],
+)
+def test_where_nothing_turns_a_choice_it_is_said_why(
+    here: Path, command: Command, mesh: str, constraint: tuple[str, ...], why: str
+) -> None:
     model = ("--module", "model.py:small")
-    command("plan", "--mesh", "1", "--hardware", "cpu-gloo", *model, "--out", "plan.json")
+    command("plan", "--mesh", mesh, "--hardware", "cpu-gloo", *constraint, *model, "--out", "plan.json")
     for asked in (
         ("what-if", "plan.json", *model),
         ("explain", "plan.json", *model),
         ("report", "plan.json", *model, "--out", "plan.svg"),
     ):
         code, said, complaint = command(*asked, "--flips", "3")
-        assert code == 0 and "turns where" in said and "from 1/64 to 64 times what it is" in said, complaint
-        assert "turns where" not in command(*asked)[1]
+        assert code == 0 and why in said and (" turns where " in said or "nothing can turn: " in said), complaint
+        assert "turns where" not in (quiet := command(*asked)[1]) and "nothing can turn" not in quiet
 
 
 def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> None:

@@ -68,6 +68,30 @@ def test_what_if_names_the_constraints_that_both_plans_obey(here: Path, command:
     assert "the plan made for a100-sxm-80gb, ddp(axes=['node']) forced as well, takes" in command("what-if", "forced.json", *asked)[1]
 
 
+def test_what_if_leaves_out_and_adds_constraints_as_plan_spells_them(here: Path, command: Command) -> None:
+    asked = ("--module", "model.py:small")
+    forced = ("--mesh", "node=2,gpu=2", "--constraint", "ddp('node')", "--constraint", "tensor_parallel('1d', axes='gpu')")
+    assert command(*SMALL, *forced, "--out", "forced.json")[0] == 0
+    assert command(*SMALL, "--mesh", "node=2,gpu=2", "--out", "free.json")[0] == 0
+    forced_s, free_s = (seconds(Plan.load(name).prediction.step_s) for name in ("forced.json", "free.json"))
+    _, said, complaint = command("what-if", "forced.json", *asked, "--without", "ddp", "--without", "tensor_parallel('1d', axes='gpu')")
+    assert "asked about h100-sxm without ddp(axes=['node']) and tensor_parallel('1d', axes=['gpu'])" in said, complaint
+    assert f"the plan takes {forced_s} a step there" in said and f"the plan made for h100-sxm, nothing forced, takes {free_s} " in said
+    _, said, complaint = command("what-if", "forced.json", *asked, "--without", "ddp", "--constraint", "fsdp('node')")
+    assert "asked about h100-sxm without ddp(axes=['node']), with fsdp(axes=['node'])" in said, complaint
+    assert "h100-sxm, tensor_parallel('1d', axes=['gpu']), fsdp(axes=['node']) forced, takes" in said
+    for more, complains in (
+        (("--without", "fsdp"), "the plan obeys no constraint fsdp"),
+        (("--without", "ddp('gpu')"), "the plan obeys no constraint ddp(axes=['gpu'])"),
+        (("--without", "ddp("), "no constraint"),
+        (("--constraint", "ddp('node')"), "the plan obeys ddp(axes=['node']) already"),
+    ):
+        code, _, complaint = command("what-if", "forced.json", *asked, *more)
+        assert code == 1 and complains in complaint
+    assert "obeys: ddp(axes=['node']), tensor_parallel(" in command("what-if", "forced.json", *asked, "--without", "fsdp")[2]
+    assert "the plan obeys none" in command("what-if", "free.json", *asked, "--without", "fsdp")[2]
+
+
 def test_diff_compares_what_is_simulated_too(here: Path, command: Command) -> None:
     for name in ("ddp", "fsdp"):
         assert command(*SMALL, "--mesh", "node=2,gpu=2", "--constraint", name, "--out", f"{name}.json")[0] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,9 +178,3 @@ def test_what_a_runner_up_costs_is_told_of_the_step_as_well() -> None:
         line = next(line for line in section.splitlines() if "S(0) R, R R -> S(0) R" in line)
         assert line.split("S(0) R, R R -> S(0) R")[1].split("  ")[-1].strip() == delta, line
     assert "step, about" in str(explain(made_staged_plan(schedule="interleaved_1f1b", microbatches=4)))
-
-
-def test_a_notebook_shows_a_plan_by_its_summary() -> None:
-    plan = made_plan()
-    shown = html.unescape(plan._repr_html_())
-    assert shown == f"<pre>{chr(10).join(explain(plan).summary())}</pre>" and plan._repr_html_() != f"<pre>{plan!r}</pre>"

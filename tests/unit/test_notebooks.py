@@ -32,7 +32,7 @@ def _text(notebook: Any) -> str:
 # The kernel's own libraries warn in this process about how it is reached; that is not for these tests to judge.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("models", [FEW_LAYERS, pytest.param(AS_IT_IS, marks=pytest.mark.slow)], ids=["few layers", "as it is"])
-def test_the_one_liner_runs_and_draws_layouts_memory_and_time_line(models: dict[str, str]) -> None:
+def test_the_one_liner_runs_shows_the_plan_and_draws_layouts_memory_and_time_line(models: dict[str, str]) -> None:
     notebook = nbformat.read(NOTEBOOKS / "01_one_liner.ipynb", as_version=4)
     for written, run in models.items():
         (cell,) = (cell for cell in notebook.cells if written in cell.source)
@@ -42,6 +42,8 @@ def test_the_one_liner_runs_and_draws_layouts_memory_and_time_line(models: dict[
             each.outputs = []  # what is judged below was made here
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     assert sum("image/png" in output.get("data", {}) for output in _outputs(notebook)) == 3
+    (shown,) = (cell.outputs[0]["data"]["text/html"] for cell in notebook.cells if cell.source == "plan")
+    assert "What each module does" in shown
     said = _text(notebook)
     assert "equal to the plain model" in said
     assert re.search(r"far is a link of kind intra[\s\S]*far is a link of kind inter", said)
@@ -60,5 +62,5 @@ def test_a_notebook_is_kept_with_its_outputs_without_paths_of_a_machine_and_smal
 
 
 def _shows(source: str) -> bool:
-    """Whether a cell ends in something that is shown: a call at the left margin."""
-    return bool(re.match(r"^(print|report\.|autopar\.(explain|diff))", source.splitlines()[-1]))
+    """Whether a cell ends in something that is shown: a call at the left margin, or a plan."""
+    return bool(re.match(r"^(print|plan$|report\.|autopar\.(explain|diff))", source.splitlines()[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from changed import with_options
 from made_plan import made_plan
 from mlp import traced
 
-from autopar.api.planning import check_fits
+from autopar.api.fitting import _first, check_fits
 from autopar.certificate.check import identity
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
@@ -164,9 +165,9 @@ def planned(width: int = 8, batch: int = 8, num_layers: int = 2) -> Plan:
 def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     trace, mesh = traced(8, 16, 8, num_layers=2, dtype=torch.float32), Mesh(2)
     check_fits(planned(), trace, mesh)
-    with pytest.raises(PlanError, match=r"parameter layers\.2\.down\.weight is in the plan, not in the model"):
+    with pytest.raises(PlanError, match=r"2 parameters in the plan, not in the model: layers\.2\.down\.weight, lay"):
         check_fits(planned(num_layers=3), trace, mesh)
-    with pytest.raises(PlanError, match=r"parameter layers\.1\.up\.weight is in the model, not in the plan"):
+    with pytest.raises(PlanError, match=r"2 parameters in the model, not in the plan: layers\.1\.down\.weight, lay"):
         check_fits(planned(num_layers=1), trace, mesh)
     for other, shape in ((planned(width=4), r"\[8, 4\]"), (planned(batch=4), r"\[4, 8\]")):
         with pytest.raises(PlanError, match=rf"another batch: x is float32 {shape} in the plan and float32 \[8, 8\] here"):
@@ -182,9 +183,19 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     del older["fingerprint"]["inputs"]
     assert Plan.loads(json.dumps(older)).fingerprint.other_batch(trace.batch_in_words) == ""
     biased = traced(8, 16, 8, num_layers=2, bias=True, dtype=torch.float32)
-    message = r"parameter layers\.0\.up\.bias is in the model, not in the plan(.|\n)*op layers\.0\.up/sum\S+ is in the model"
-    with pytest.raises(PlanError, match=message):
-        check_fits(planned(), biased, mesh)
+    with pytest.raises(PlanError) as refused:
+        check_fits(planned(batch=4), biased, Mesh(4))
+    first, on_mesh, batch, parameters, ops, *_, last = str(refused.value).splitlines()
+    assert first == "the plan was made for something else:" and last.startswith("  what to do: plan again")
+    assert on_mesh == "    mesh: the plan is for gpu=2, this is gpu=4" and batch.startswith("    the plan is for another batch: x is ")
+    assert parameters == "    4 parameters in the model, not in the plan: layers.*.down.bias (2 of them), layers.*.up.bias (2 of them)"
+    assert re.match(r"    \d+ ops in the .*: .*layers\.\*\.\S+ \(2 of them\)", ops)
+
+
+def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -> None:
+    names = {f"layers.{i}.{name}" for i in range(4) for name in ("up.weight", "down.weight", "up.bias", "down.bias")} | {"head.weight"}
+    assert _first(names) == "head.weight, layers.*.down.bias (4 of them), layers.*.down.weight (4 of them) and 8 more"
+    assert _first({"0.weight", "2.weight"}) == "*.weight (2 of them)" and _first({"up2/dot/forward/0"}) == "up2/dot/forward/0"
 
 
 @pytest.mark.parametrize("mesh", [Mesh(4), Mesh({"data": 2}), Mesh({"gpu": 2, "node": 1})])

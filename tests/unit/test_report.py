@@ -50,8 +50,8 @@ def test_the_time_line_has_every_bar_and_one_layer_in_detail() -> None:
     forward, backward, whole = timeline(plan).axes
     drawn = [path.get_extents() for lane in whole.collections for path in lane.get_paths()]
     assert sum(box.width for box in drawn) == pytest.approx(sum(bar[4] for bar in plan.prediction.timeline))
-    assert forward.get_title(loc="left") == "net.layers.1, forward: 6.00 ms"
-    assert backward.get_title(loc="left") == "net.layers.1, backward: 7.00 ms"
+    assert forward.get_title(loc="left") == "net.layers.1, forward: 7.00 ms"
+    assert backward.get_title(loc="left") == "net.layers.1, backward: 2.00 ms"
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])

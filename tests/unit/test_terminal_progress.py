@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import time
 
 import pytest
@@ -44,6 +45,23 @@ def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
         caplog.clear()
         shown(monkeypatch, after_s=0.01, takes_s=0.2, is_terminal=False)
         assert not caplog.records
+
+
+def lines_of_a_command(monkeypatch: pytest.MonkeyPatch, *, every_s: float, takes_s: float) -> list[str]:
+    told = io.StringIO()
+    monkeypatch.setattr(terminal, "err", Console(file=told, force_terminal=False, width=80))
+    monkeypatch.setattr(terminal, "_EVERY_LINE_S", every_s)
+    with terminal.progress("building the model") as tell:
+        tell("solving")
+        time.sleep(takes_s)
+    return told.getvalue().splitlines()
+
+
+def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = lines_of_a_command(monkeypatch, every_s=0.01, takes_s=0.5)
+    assert len(said) > 2 and "solving" in said[-1]
+    assert all(re.fullmatch(r"(building the model|solving) … \(\d+ s so far\)", line) for line in said)
+    assert lines_of_a_command(monkeypatch, every_s=30.0, takes_s=0.0) == []
 
 
 def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:

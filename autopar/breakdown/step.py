@@ -1,0 +1,79 @@
+"""What a step goes by in, as it is emitted: the parts add up to `Prediction.simulated_s`.
+
+Of a plan with stages they are those of the rank that is busy longest, of M microbatches with all its stages; what then is left of the step
+it *waits*. Of a microbatch, C seconds of compute, of which backward runs R again, of which h run beside communication that makes them s · h
+longer, and E seconds of communication beside which nothing runs, V of them for what neighbours send, take C + s · h + E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.breakdown.grouping import CROSSING
+from autopar.breakdown.parts import breakdown
+from autopar.plans import Plan
+
+WAITING = "waiting (the bubble)"
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of a step; they add up to `total_s`.
+
+    Attributes:
+        rank: of a plan with stages, the one along the pipeline's axis whose devices are busy longest; else None.
+        compute_s: all but what is run again. again_s: what backward runs again. slowed_s: by how much compute is slower for what runs
+            beside it. exposed_s: collectives that nothing runs beside. receiving_s: what comes from other stages. handing_s: outputs that
+            go to all stages. waiting_s: nothing to do.
+    """
+
+    rank: int | None
+    compute_s: float
+    again_s: float
+    slowed_s: float
+    exposed_s: float
+    receiving_s: float
+    handing_s: float
+    waiting_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(time_s for _, time_s in self.named())
+
+    def named(self) -> Iterator[tuple[str, float]]:
+        """All of it, each with what it is called."""
+        yield "compute", self.compute_s
+        yield "run again", self.again_s
+        yield "slowdown by communication beside it", self.slowed_s
+        yield "exposed communication", self.exposed_s
+        yield "receiving from other stages", self.receiving_s
+        yield "handing outputs to all stages", self.handing_s
+        yield WAITING, self.waiting_s
+
+
+def step_parts(plan: Plan) -> StepParts:
+    """Of a whole plan, not of a stage."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return StepParts(None, *_busy(plan), 0.0, 0.0)
+    ranks = [pipeline.stages[rank :: pipeline.num_ranks] for rank in range(pipeline.num_ranks)]
+    busy_s = [sum(stage.prediction.simulated_s for stage in stages) for stages in ranks]
+    rank = max(range(len(busy_s)), key=busy_s.__getitem__)
+    each = zip(*map(_busy, ranks[rank]), strict=True)
+    compute_s, again_s, slowed_s, exposed_s, arriving_s = (pipeline.num_microbatches * sum(part) for part in each)
+    waiting_s = plan.prediction.simulated_s - pipeline.num_microbatches * busy_s[rank] - pipeline.handed_s
+    where = rank if pipeline.axis else None
+    return StepParts(where, compute_s, again_s, slowed_s, exposed_s, arriving_s, pipeline.handed_s, waiting_s)
+
+
+def receiving_s(stage: Plan) -> float:
+    """Seconds of a microbatch that a stage spends receiving from its neighbours."""
+    return sum(t.time_s for part in breakdown(stage) if part.module in CROSSING for t in part.transfers if t.kind == "receive")
+
+
+def _busy(plan: Plan) -> tuple[float, float, float, float, float]:
+    """Of a step, or of a stage's microbatch: compute, run again, slowed, exposed collectives, receiving."""
+    p, arriving_s = plan.prediction, receiving_s(plan)
+    again_s = sum(entry.again_s * len(entry.instances) for entry in plan.entries)
+    return p.compute_s - again_s, again_s, plan.overlap.slowdown * p.hidden_s, p.exposed_s - arriving_s, arriving_s
