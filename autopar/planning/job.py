@@ -255,12 +255,8 @@ class Job:
         self.bound_s, self.multipliers = known.bound_s, known.multipliers
 
     def _solved(self, *, to_the_end: bool = False, met: Choices | None = None) -> Choices | Least:
-        """The solver's answer for layers as they are, or what it said of a stage that is alike.
-
-        Args:
-            to_the_end: until plan and bound are near, or limits are reached; else until there is a plan where that would take long.
-            met: an answer that is known.
-        """
+        """The solver's answer for layers as they are, or what it said of a stage that is alike; searched for until there is a plan, where
+        more would take long, or `to_the_end`: until plan and bound are near, or limits are reached. `met` is an answer that is known."""
         found = self._solution(Effort.END if to_the_end else Effort.WHOLE, met)
         assert not isinstance(found, Apart), "only a search for what decides apart ends with that"
         return found
