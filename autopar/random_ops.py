@@ -13,7 +13,9 @@ Wellons, "Prospecting for Hash Functions", 2018).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,17 @@ GAMMA_TRIES = 12  # all are refused less often than once in 10¹⁵
 _INNER = 2**31  # inner dims together have at most as many elements
 # What one element costs in eager mode: passes over 32-bit numbers, each of which reads and writes four bytes.
 NUM_PASSES = 25
+_ATEN = torch.ops.aten
+WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        _ATEN.rand.generator: _ATEN.rand.default,
+        _ATEN.randn.generator: _ATEN.randn.default,
+        _ATEN.randint.generator: _ATEN.randint.default,
+        _ATEN.randint.low_generator: _ATEN.randint.low,
+        _ATEN.randperm.generator: _ATEN.randperm.default,
+    }
+)
+"""torch's ops of a generator → what they are where it is None."""
 
 
 def initial_state(seed: int) -> Tensor:

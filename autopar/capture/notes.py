@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.outside import PLAIN, STEP, lines_of_draws, name_outside, outside_values
+from autopar.capture.outside import PLAIN, STEP, is_as_found, lines_of_draws, name_outside, outside_values
 from autopar.capture.refusals import is_torchs, user_line
 from autopar.capture.trace import ModuleAttribute, OutsideValue, Stamp
 
@@ -24,6 +24,7 @@ UNKNOWN = object()  # a value that is neither a constant nor tensors
 _HOOK = "_hooks[list("  # Dynamo's name of a hook
 _OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
 _OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
+_OF_THE_CALL = frozenset(("TempLocalSource", "LocalCellSource", "Source"))  # what forward makes itself has no place
 _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
 
 
@@ -195,9 +196,12 @@ def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str], every
     if any(_by_torch(stack) for stack in stacks):
         return  # torch's own caches
     if type(var).__name__ == "NewGlobalVariable":
-        yield from (_elsewhere(f"G[{name!r}]", name, stacks) for name in attributes or () if _reads(f"G[{name!r}]", seen))
+        for name, value in (attributes or {}).items():
+            inner = f"G[{name!r}]"
+            if _reads(inner, seen) and not is_as_found(inner, _value(value), scope, everywhere):
+                yield _elsewhere(inner, name, stacks)
         return
-    if getattr(var, "source", None) is None or type(var.source).__name__ == "TempLocalSource":
+    if getattr(var, "source", None) is None or type(var.source).__name__ in _OF_THE_CALL:
         return
     source = _name(var.source)
     place = _place(source, scope)
@@ -210,7 +214,7 @@ def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str], every
             left = _value(value) if hasattr(place.found, "__dict__") else UNKNOWN
             yield Write(at, place.found, name, left, _nodes(value, inner), _reads(inner, seen), _line(stacks, name))
         elif _reads(inner, seen):
-            yield _elsewhere(inner, name, stacks)
+            yield from () if is_as_found(inner, _value(value), scope, everywhere) else [_elsewhere(inner, name, stacks)]
         elif _HOOK in source:
             yield _elsewhere(inner, _of_hook(inner), stacks, read=False)
     if attributes is None and place is None:

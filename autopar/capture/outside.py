@@ -88,6 +88,16 @@ def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, An
     return "" if found is None else found[0]
 
 
+def is_as_found(source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]) -> bool:
+    """Whether what forward left at a place outside of the model is the plain value that it found there."""
+    try:
+        found = _found(source, local, everywhere)
+        value = None if found is None else value_at(found[1], found[2])
+    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
+        return False  # a name of another kind
+    return found is not None and isinstance(value, PLAIN) and type(left) is type(value) and left == value
+
+
 def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
     """The user's lines where what Python's generator drew is used, ``""`` where that is not known; none where it drew nothing.
 

@@ -13,6 +13,15 @@ _CHECKS = frozenset(
     )
 )  # fmt: skip
 
+_IN_PLACE = frozenset(("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"))
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a node of torch functions writes to its first operand."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    by_name = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
+    return bool(name in _IN_PLACE or by_name or node.kwargs.get("inplace"))
+
 
 def drop_checks(graph: fx.Graph) -> None:
     """Erase assertions about a tensor's values, and what was computed for them alone: there are no values to look at."""

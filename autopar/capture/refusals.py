@@ -35,7 +35,7 @@ _REMEDIES = {
     "autograd.grad consumed": "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes through the graph again",
     "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it decides a shape or a branch, "
-    "compute it before and pass it as a Python value",
+    "compute it before and pass it as a Python value, say a list: what forward makes of plain numbers (`torch.tensor(sizes)`) it may read",
 }
 _OUTSIDE = "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)`"
 _SHAPES = (

@@ -33,6 +33,8 @@ class PositionalDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("generator") is None and func in random_ops.WITHOUT_GENERATOR:
+            func, kwargs = random_ops.WITHOUT_GENERATOR[func], {name: value for name, value in kwargs.items() if name != "generator"}
         drawn = _DRAWN.get(func)
         if drawn is not None:
             return drawn(self, func, args, kwargs)

@@ -37,10 +37,10 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.channels(self.drop(torch.relu(self.up(x))))
-        y = self.drop(self.down(h)) + 0.1 * torch.randn_like(x) * torch.rand(x.shape)
+        y = self.drop(self.down(h)) + 0.1 * torch.randn_like(x) * torch.rand(x.shape) * torch.randn(x.shape, generator=None)
         y = y + torch.bernoulli(x.sigmoid().detach()) * torch.randint(1, 5, (8,)) + torch.empty_like(x).exponential_(2.0)
         y = y * torch.rand_like(x).uniform_(0.5, 2.0) + torch.empty_like(x).normal_(1.0, 0.1)
-        return y[:, torch.randperm(4)].pow(2).mean()
+        return y[:, torch.randperm(4, generator=None)].pow(2).mean()
 
 
 def noisy() -> tuple[nn.Module, dict[str, Any]]:

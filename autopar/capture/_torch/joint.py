@@ -26,10 +26,12 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from autopar.capture._torch.checks import checks_in_no_order
+from autopar.capture._torch.constants import known_values
 from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
 from autopar.capture._torch.inputs import refuse_changed_inputs
 from autopar.capture._torch.preparing import Prepared
+from autopar.capture._torch.python import know_operators, unlocked_properties
 from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._torch.traced_modules import without_graph
 from autopar.capture._transformers import model_loggers
@@ -37,6 +39,7 @@ from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
 from autopar.capture.calls import module_of, refused_by_forward
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
+from autopar.capture.known import settle_known
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
@@ -91,6 +94,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
     Raises:
         CaptureError: Dynamo or AOTAutograd cannot trace the model.
     """
+    know_operators()
     with contextlib.ExitStack() as stack:
         stack.enter_context(gpu_autocast(call.on_gpu))
         stack.enter_context(quiet(model, lambda: _call_again(model, call)))
@@ -99,6 +103,8 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(gradients_within())
         stack.enter_context(checks_in_no_order())
+        stack.enter_context(unlocked_properties())
+        stack.enter_context(known_values())
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(views_of_one_mode())
@@ -110,6 +116,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             refuse_branches(captured.graph)
             tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
+            settle_known(captured.graph)
             settle_rows(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)

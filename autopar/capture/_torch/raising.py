@@ -16,6 +16,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import LazyVariableTracker, SymNodeVariable, TensorVariable
 from torch.nn import functional
 
+from autopar.capture._torch.constants import or_its_value
 from autopar.capture.refusals import is_torchs
 
 _JUMPS = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE")
@@ -62,6 +63,7 @@ def _translators(kind: Any) -> Iterator[Any]:
 
 def _leaving_out(handler: _Handler, lines: list[str]) -> _Handler:
     def handle(translator: Any, instruction: Any) -> None:
+        translator.stack[-1] = or_its_value(translator.stack[-1])
         if not (_is_of_values(translator.stack[-1]) and _only_raises(translator, instruction)):
             handler(translator, instruction)
             return

@@ -23,6 +23,10 @@ def replace_random(graph: fx.Graph) -> fx.Node | None:
     What has none stays in the graph.
     """
     _replace_dropouts_that_keep_all(graph)
+    for node in calls(graph, *random_ops.WITHOUT_GENERATOR):
+        if node.kwargs.get("generator") is None:  # ``torch.randn(shape, generator=generator)`` of a caller who passes none
+            node.target = random_ops.WITHOUT_GENERATOR[node.target]
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "generator"}
     drawing = calls(graph, aten.native_dropout.default, *_REPLACEMENTS)
     if not drawing:
         return None

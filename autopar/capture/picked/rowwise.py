@@ -28,6 +28,8 @@ _ELEMENTWISE = frozenset(
 MAKING = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
 SHAPING = frozenset(("view", "reshape", "flatten", "expand", "unflatten"))
 """What splits rows, joins or repeats what is within them, where the first dim still counts rows afterwards."""
+SIZED = SHAPING | MAKING | {"repeat"}
+"""What takes sizes."""
 COMPUTING = frozenset(
     ["add", "sub", "mul", "div", "truediv", "true_divide", "pow", "iadd", "isub", "imul", "itruediv", "eq", "ne", "lt", "le", "gt", "ge"]
 )
@@ -68,7 +70,7 @@ _TAME = frozenset(
         "logical_not", "and_", "or_", "invert", "sum", "mean", "any", "all", "amax", "amin", "max", "min", "argmax", "argmin", "topk",
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss",
         "index_add", "index_put", "setitem", "masked_scatter", "masked_select", "nonzero", "scaled_dot_product_attention", "dropout",
-        *_IMAGES,
+        "repeat", *_IMAGES,
     ]
 )  # fmt: skip
 """What has a finite result and finite derivatives for whatever finite numbers."""
@@ -172,6 +174,12 @@ def _dropout(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> boo
     return argument(node, 1, "p", 0.5) == 0.0 or not argument(node, 2, "training", True)
 
 
+def _repeat(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    """Of what has no rows for each row all of it, of rows what is within them: rows after rows would be in another order."""
+    first = node.args[1][0] if isinstance(node.args[1], tuple | list) else node.args[1]
+    return not rows or first == 1
+
+
 def _einsum(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
     inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
     letters = inputs.split(",")
@@ -188,6 +196,7 @@ _SPECIAL: Mapping[str, Callable[[fx.Node, list[fx.Node], list[fx.Node]], bool]] 
     "bmm": lambda node, operands, rows: rows == operands,
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
+    "repeat": _repeat,
     "einsum": _einsum,
     "transpose": lambda node, operands, rows: 0 not in {dim % _rank(operands[0]) for dim in node.args[1:]} and len(node.args) == 3,
     "permute": lambda node, operands, rows: next(iter(node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:])) == 0,

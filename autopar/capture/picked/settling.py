@@ -12,8 +12,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.picked.adding import ended, is_loss, put_back, reduction_of
+from autopar.capture.picked.equal import join_equal_masks
 from autopar.capture.picked.rows import Mask, Writer, counted, first_dim, refusal, tensor_of, value_of
-from autopar.capture.picked.rowwise import COMPUTING, MAKING, SHAPING, is_tame, keeps_rows, name_of
+from autopar.capture.picked.rowwise import COMPUTING, SIZED, is_tame, keeps_rows, name_of
 from autopar.capture.refusals import reads_a_value, user_line
 from autopar.errors import CaptureError, Where
 
@@ -30,6 +31,7 @@ def settle_rows(graph: fx.Graph) -> None:
     """
     if not any(_depends(value_of(node)) for node in graph.nodes):
         return
+    join_equal_masks(graph)
     _Settling(graph).run()
 
 
@@ -185,7 +187,7 @@ class _Settling:
         name = name_of(node)
         for number in numbers:
             symbol, factor = counted(value_of(number)) or ("", 0)
-            if name in SHAPING | MAKING and symbol in self._masks:
+            if name in SIZED and symbol in self._masks:
                 self._swap(node, number, factor * self._masks[symbol].num_rows)
             elif name in COMPUTING:
                 node.replace_input_with(number, self._as_tensor(number, node, write))

@@ -12,14 +12,81 @@ import torch
 
 from autopar.api import captured, plan, tries
 from autopar.api.choosing import Chooser
-from autopar.constraints import Pipelined, pipeline
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.constraints import Pipelined, fsdp, pipeline
+from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, TooSlow
 from autopar.units import seconds
 
 ALONE_S = 1.0  # what is found without stages
+TRACE: Any = SimpleNamespace(loss=0, given_back=())
+
+
+def whole(step_s: float, compute_s: float = 0.0) -> Any:
+    """A plan without stages."""
+    prediction = SimpleNamespace(step_s=step_s, compute_s=compute_s)
+    return SimpleNamespace(plan=SimpleNamespace(prediction=prediction, pipeline=None, entries=()))
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "asked", "device", "looked"),
+    [
+        (0.8, {}, "h100-sxm", True),
+        (0.95, {}, "h100-sxm", False),  # what stages wait for would take as long
+        (0.8, {}, "cpu-gloo", False),
+        (0.8, {"num_microbatches": 1}, "h100-sxm", False),
+        (0.8, {"inference": True}, "h100-sxm", False),
+        (0.8, {"batch": "local"}, "h100-sxm", False),
+        (0.8, {"constraints": (fsdp(),)}, "h100-sxm", False),
+        (0.95, {"constraints": (pipeline(),)}, "h100-sxm", True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
+    compute_s: float, asked: dict[str, Any], device: str, looked: bool, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, before the search without stages goes on for long where it would, and else behind it."""
+    seen: list[tuple[str, float]] = []
+    limits: list[float] = []
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append((f"{num} along {wish.axis}", limit_s))
+        if limit_s <= 0.5:
+            raise TooSlow(0.6)
+        return whole(0.5)
+
+    def alone(self: Chooser, limit_s: float, elsewhere: Any = None) -> Any:
+        if goes_on and elsewhere is not None:
+            limits.append(elsewhere(ALONE_S, compute_s))
+        return whole(ALONE_S, compute_s)
+
+    monkeypatch.setattr(Chooser, "in_one_piece", alone)
+    monkeypatch.setattr(Chooser, "_scheduled", staged)
+    monkeypatch.setattr(tries, "covering", lambda found, line: found)
+    options, batch = PlanOptions(gap=0.1, **asked), {"x": torch.zeros(4, 2)}
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"a": 2, "b": 1}), HardwareProfile.load(device), options)
+    found = chooser._pipelines(math.inf)
+    assert found.plan.prediction.step_s == (0.5 if looked else ALONE_S)
+    assert [s for s in seen if s[1] == 0.9] == ([("2 along a", 0.9)] if looked else []), "a plan that saves more than the gap, once"
+    assert limits in ([], [0.45 if looked else math.inf]), "what stages take is what the search without them is to beat"
+
+
+def test_stages_that_nobody_asked_for_are_no_more_tried_once_samples_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def coupled(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(f"{num} along {wish.axis}")
+        raise CoupledError("samples meet in a norm", remedy="one microbatch")
+
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
+    monkeypatch.setattr(Chooser, "_scheduled", coupled)
+    monkeypatch.setattr(tries, "covering", lambda found, line: found)
+    batch = {"x": torch.zeros(4, 2)}
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"a": 2, "b": 2}), HardwareProfile.load("h100-sxm"), PlanOptions())
+    assert chooser._pipelines(math.inf).plan.prediction.step_s == ALONE_S
+    assert seen == ["2 along a"], "neither in one microbatch, nor along another axis"
 
 
 @pytest.mark.parametrize(("bound_s", "tried"), [(1.3, [4]), (1.2, [4, 8])])
@@ -31,17 +98,17 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
-        assert limit_s == ALONE_S
+        assert limit_s == ALONE_S * 0.99, "what saves less than the gap is not looked for"
         raise TooSlow(bound_s if len(seen) == 1 else 10.0)
 
-    found = SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(step_s=ALONE_S), pipeline=None, entries=()))
-    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s: found)
+    found = whole(ALONE_S)
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: found)
     monkeypatch.setattr(Chooser, "_scheduled", too_slow)
     monkeypatch.setattr(tries, "covering", lambda found, line: covered.append(line) or found)
     covered: list[str] = []
     options = PlanOptions(constraints=(pipeline(),))
     batch = {"x": torch.zeros(16, 2)}
-    chooser = Chooser(torch.nn.Identity(), None, (), batch, Mesh({"stage": 2}), HardwareProfile.load("h100-sxm"), options)  # type: ignore[arg-type]
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"stage": 2}), HardwareProfile.load("h100-sxm"), options)
     with caplog.at_level(logging.INFO, "autopar"):
         assert chooser._pipelines(float("inf")) is found
     assert seen == tried, "4/5 of 1.3 s are too slow, of 1.2 s are not; 8/9 of 10 s are"
@@ -69,8 +136,9 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
 
     def plan(step_s: float, num: int) -> Any:
         entry = SimpleNamespace(again_s=again_s / num, instances=((),))
-        stages = SimpleNamespace(stages=(SimpleNamespace(entries=(entry,)),), num_microbatches=num, num_chunks=1) if num > 1 else None
-        return SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(step_s=step_s), pipeline=stages, entries=(entry,)))
+        stages = SimpleNamespace(stages=(SimpleNamespace(entries=(entry,), prediction=SimpleNamespace(compute_s=0.0)),), num_microbatches=num, num_chunks=1) if num > 1 else None
+        prediction = SimpleNamespace(step_s=step_s, compute_s=step_s)
+        return SimpleNamespace(plan=SimpleNamespace(prediction=prediction, pipeline=stages, entries=(entry,)))
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
@@ -82,11 +150,11 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
         return plan(step_s, num)
 
     seen: list[int] = []
-    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s: plan(ALONE_S, 1))
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere=None: plan(ALONE_S, 1))
     monkeypatch.setattr(Chooser, "in_stages", staged)
     monkeypatch.setattr(tries, "covering", lambda found, line: found)
     options, batch = PlanOptions(**asked), {"x": torch.zeros(16, 2)}
-    chooser = Chooser(torch.nn.Identity(), None, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options)  # type: ignore[arg-type]
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options)
     found = chooser._pipelines(math.inf)
     tried = [] if asked.get("outputs") == "dtensor" else tried
     assert seen == tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
@@ -45,6 +46,10 @@ class Holder(nn.Module):
         self.seen: list[Any] = []
         self.recent: deque[Any] = deque(maxlen=3)
         self.by_name: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def halves(self) -> Tensor:
+        return torch.full((4,), 0.5).cumsum(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.does(self, self.linear(x)).sum()
@@ -200,6 +205,25 @@ def fills_what_is_missing(self: Any, y: Tensor) -> Tensor:
     return y * self.fresh
 
 
+class Recording:
+    on = False
+
+
+STATE = Recording()
+
+
+def sets_a_global_for_a_while(self: Any, y: Tensor) -> Tensor:
+    global SEEN
+    y, before, SEEN, STATE.on = (y * 2 if STATE.on else y), SEEN, 5, True
+    y = y * SEEN if STATE.on else y
+    SEEN, STATE.on = before, False
+    return y
+
+
+def asks_a_cached_property(self: Any, y: Tensor) -> Tensor:
+    return y * self.halves
+
+
 def gathers_and_clears(self: Any, y: Tensor) -> Tensor:
     self.seen.clear()
     self.seen.append(y.mean())
@@ -215,6 +239,8 @@ HARMLESS: dict[Forward, set[str]] = {
     fills_a_cache_by_width: set(),
     fills_what_is_missing: set(),
     gathers_and_clears: {"seen"},
+    sets_a_global_for_a_while: set(),
+    asks_a_cached_property: set(),
 }
 
 

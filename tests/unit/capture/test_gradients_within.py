@@ -57,6 +57,13 @@ def _unused(net: Any, x: Tensor) -> Tensor:
     return (given[0].square() + given[1]).mean()
 
 
+def _made_here(net: Any, x: Tensor) -> Tensor:
+    place = torch.linspace(0.0, 1.0, 4, dtype=x.dtype, requires_grad=True)
+    (gradient,) = torch.autograd.grad(net.score(place[None].tanh()).sum(), place, create_graph=True)
+    zeros = torch.zeros_like(x, requires_grad=net.training)
+    return (gradient - net.score(x + zeros)).square().mean()  # type: ignore[no-any-return]
+
+
 def _of_parameters(net: Any, x: Tensor) -> Tensor:
     gradients = torch.autograd.grad(net.score(x).square().mean(), list(net.head.parameters()), create_graph=True)
     return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
@@ -88,7 +95,7 @@ def _twice(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "loss", [_of_parameters, *(pytest.param(each, marks=of_tensors) for each in (_penalty, _equation, _unused, _forces))]
+    "loss", [_of_parameters, *(pytest.param(each, marks=of_tensors) for each in (_penalty, _equation, _unused, _forces, _made_here))]
 )
 def test_backward_goes_through_the_gradients_that_forward_takes(loss: Callable[[nn.Module, Tensor], Any]) -> None:
     torch.manual_seed(0)

@@ -77,7 +77,34 @@ def normed_apart(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     return hidden.square().mean()
 
 
+def mask_made_twice(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """Each ``~mask`` and each comparison is a tensor of its own."""
+    hidden = net.up(x).clone()
+    hidden[~mask] = net.norm(hidden[~mask])
+    hidden[labels == 3] += net.up(x[labels == 3]).tanh()
+    return hidden.square().mean() + (net.up(x)[labels > 2] - net.norm(hidden)[labels > 2]).square().mean()
+
+
+def mask_changed_between(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """``~mask`` is computed twice, of other values."""
+    mask, hidden = mask.clone(), net.up(x)
+    first = net.norm(hidden[~mask]).square().mean()
+    mask[:, 1:3] = True
+    return first + net.norm(hidden[~mask]).tanh().square().mean()
+
+
+def repeated(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """A query for each row, of a vector and of a matrix."""
+    rows = net.up(x)[mask]
+    queries = net.table.weight[None].repeat(len(rows), 1, 1) @ rows[..., None]
+    each = net.norm.weight.repeat(len(rows), 1) * rows.repeat(1, 2)[:, :CLASSES]
+    return queries.square().mean() + each.tanh().mean()
+
+
 WAYS: dict[str, Callable[..., Tensor]] = {
+    "a mask made twice": mask_made_twice,
+    "a mask that changes": mask_changed_between,
+    "repeated": repeated,
     "cross entropy": lambda net, x, m, y: F.cross_entropy(net.up(x)[m], y[m]),
     "cross entropy, smoothed and weighted": lambda net, x, m, y: F.cross_entropy(
         net.up(x)[m], y[m], weight=torch.arange(1.0, CLASSES + 1, dtype=x.dtype), label_smoothing=0.1
@@ -194,6 +221,8 @@ def test_the_log_says_where_and_how_many_rows_are_computed(caplog: pytest.LogCap
         (lambda net, x, m, y: net.up(x[m]).cumsum(0).mean(), "op cumsum"),
         (lambda net, x, m, y: net.up(x[m])[0].mean(), "op getitem"),
         (lambda net, x, m, y: net.up(x[m]).std(), "op std"),
+        (lambda net, x, m, y: net.up(x[m]).repeat(2, 1).square().mean(), "op repeat"),
+        (lambda net, x, m, y: (net.up(x)[m] * net.up(x)[~m]).mean(), "op mul"),
         (lambda net, x, m, y: F.dropout(net.up(x[m]), 0.5).mean(), "op dropout"),
         (lambda net, x, m, y: net.up(x[m])[net.up(x[m])[:, 0].argsort()][:, 1].mean(), "op argsort"),
         (lambda net, x, m, y: net.up(x[m]).mean() * torch.unique(y).numel(), "op unique"),
