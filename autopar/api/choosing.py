@@ -25,6 +25,8 @@ _LEAST_ROWS = 64  # below, a product no longer fills a device
 _AGAIN = 0.05  # share of a step that is spent on running ops again: from there on microbatches without stages may be worth it
 _IDLE = 0.1  # share of a step without computing, below which stages, which wait for each other, would save nothing
 
+_NO_STAGES = 'no stages: of these a call returns the loss alone, and other outputs are asked for; with outputs="loss" they are tried'
+
 
 @dataclass(frozen=True, slots=True)
 class Chooser(Staging):
@@ -89,7 +91,7 @@ class Chooser(Staging):
         """The fastest of the plans with and without stages that are asked for."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
-            return self._without_asking(limit_s) if self._may_have_stages else self._whole_or_cut(limit_s)
+            return self._without_asking(limit_s) if self._may_have_stages and self._returns_the_same else self._whole_or_cut(limit_s)
         if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish, tries = asked or ONE_STAGE, Tries()
@@ -161,8 +163,13 @@ class Chooser(Staging):
         return refusal
 
     def _may_be_cut(self, tries: Tries) -> bool:
-        """Whether microbatches that nobody asked for may be tried: the call returns the same of them."""
-        return tries.best is not None and self.options.outputs in ("loss", "full") and _run_again(tries.best.plan) >= _AGAIN
+        """Whether microbatches that nobody asked for may be tried."""
+        return tries.best is not None and self._returns_the_same and _run_again(tries.best.plan) >= _AGAIN
+
+    @property
+    def _returns_the_same(self) -> bool:
+        """Whether a call returns the same in stages and microbatches: the loss, or what can be put together."""
+        return self.options.outputs in ("loss", "full") or len(self.trace.outputs) == 1
 
     def _whole_or_cut(self, limit_s: float) -> Planned:
         """The plan of one microbatch; or of several, one after another, where these are faster and the call returns the same of them: the
@@ -171,7 +178,12 @@ class Chooser(Staging):
         tries.add("", 0, self.in_one_piece(limit_s))
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
-        return tries.fastest()
+        found = tries.fastest()
+        step_s, compute_s = found.plan.prediction.step_s, _computing_s(found.plan)
+        if not self._may_have_stages or step_s - compute_s < _IDLE * step_s:
+            return found
+        log.info(_NO_STAGES)
+        return covering(found, _NO_STAGES)
 
     def _one_after_another(self, limit_s: float, tries: Tries) -> None:
         """Try microbatches without stages, as long as much is run again for lack of memory, and more of them make the step faster."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api import captured, plan, tries
+from autopar.api import captured, choosing, plan, tries
 from autopar.api.choosing import Chooser
 from autopar.constraints import Pipelined, fsdp, pipeline
 from autopar.errors import ConstraintError, CoupledError, InfeasibleError
@@ -20,7 +20,20 @@ from autopar.planning import PlanOptions, TooSlow
 from autopar.units import seconds
 
 ALONE_S = 1.0  # what is found without stages
-TRACE: Any = SimpleNamespace(loss=0, given_back=())
+TRACE: Any = SimpleNamespace(loss=0, given_back=(), outputs=(0, 1))
+
+
+def uncovered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What plans would say that they cover, which these have no place for."""
+    told: list[str] = []
+
+    def covering(found: Any, line: str) -> Any:
+        told.append(line)
+        return found
+
+    for module in (tries, choosing):
+        monkeypatch.setattr(module, "covering", covering)
+    return told
 
 
 def whole(step_s: float, compute_s: float = 0.0) -> Any:
@@ -33,6 +46,8 @@ def whole(step_s: float, compute_s: float = 0.0) -> Any:
     ("compute_s", "asked", "device", "looked"),
     [
         (0.8, {}, "h100-sxm", True),
+        (0.8, {"outputs": "full"}, "h100-sxm", True),
+        (0.8, {"outputs": "dtensor"}, "h100-sxm", False),  # in stages a call would return other outputs
         (0.95, {}, "h100-sxm", False),  # what stages wait for would take as long
         (0.8, {}, "cpu-gloo", False),
         (0.8, {"num_microbatches": 1}, "h100-sxm", False),
@@ -49,7 +64,7 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
 ) -> None:
     """Once, before the search without stages goes on for long where it would, and else behind it."""
     seen: list[tuple[str, float]] = []
-    limits: list[float] = []
+    limits = list[float]()
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append((f"{num} along {wish.axis}", limit_s))
@@ -64,12 +79,13 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
 
     monkeypatch.setattr(Chooser, "in_one_piece", alone)
     monkeypatch.setattr(Chooser, "_scheduled", staged)
-    monkeypatch.setattr(tries, "covering", lambda found, line: found)
-    options, batch = PlanOptions(gap=0.1, **asked), {"x": torch.zeros(4, 2)}
+    told = uncovered(monkeypatch)
+    options, batch = PlanOptions(**{"gap": 0.1, "outputs": "loss", **asked}), {"x": torch.zeros(4, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"a": 2, "b": 1}), HardwareProfile.load(device), options)
     found = chooser._pipelines(math.inf)
     assert found.plan.prediction.step_s == (0.5 if looked else ALONE_S)
     assert [s for s in seen if s[1] == 0.9] == ([("2 along a", 0.9)] if looked else []), "a plan that saves more than the gap, once"
+    assert ("no stages" in "".join(told)) == (asked.get("outputs") == "dtensor")
     assert limits in ([], [0.45 if looked else math.inf]), "what stages take is what the search without them is to beat"
 
 
@@ -82,9 +98,9 @@ def test_stages_that_nobody_asked_for_are_no_more_tried_once_samples_depend_on_e
 
     monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
     monkeypatch.setattr(Chooser, "_scheduled", coupled)
-    monkeypatch.setattr(tries, "covering", lambda found, line: found)
-    batch = {"x": torch.zeros(4, 2)}
-    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"a": 2, "b": 2}), HardwareProfile.load("h100-sxm"), PlanOptions())
+    uncovered(monkeypatch)
+    batch, mesh, options = {"x": torch.zeros(4, 2)}, Mesh({"a": 2, "b": 2}), PlanOptions(outputs="loss")
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, HardwareProfile.load("h100-sxm"), options)
     assert chooser._pipelines(math.inf).plan.prediction.step_s == ALONE_S
     assert seen == ["2 along a"], "neither in one microbatch, nor along another axis"
 
@@ -104,8 +120,7 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
     found = whole(ALONE_S)
     monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: found)
     monkeypatch.setattr(Chooser, "_scheduled", too_slow)
-    monkeypatch.setattr(tries, "covering", lambda found, line: covered.append(line) or found)
-    covered: list[str] = []
+    covered = uncovered(monkeypatch)
     options = PlanOptions(constraints=(pipeline(),))
     batch = {"x": torch.zeros(16, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"stage": 2}), HardwareProfile.load("h100-sxm"), options)
@@ -136,8 +151,9 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
 
     def plan(step_s: float, num: int) -> Any:
         entry = SimpleNamespace(again_s=again_s / num, instances=((),))
-        stages = SimpleNamespace(stages=(SimpleNamespace(entries=(entry,), prediction=SimpleNamespace(compute_s=0.0)),), num_microbatches=num, num_chunks=1) if num > 1 else None
         prediction = SimpleNamespace(step_s=step_s, compute_s=step_s)
+        alone = SimpleNamespace(prediction=prediction, pipeline=None, entries=(entry,))
+        stages = SimpleNamespace(stages=(alone,), num_microbatches=num, num_chunks=1) if num > 1 else None
         return SimpleNamespace(plan=SimpleNamespace(prediction=prediction, pipeline=stages, entries=(entry,)))
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -152,7 +168,7 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
     seen: list[int] = []
     monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere=None: plan(ALONE_S, 1))
     monkeypatch.setattr(Chooser, "in_stages", staged)
-    monkeypatch.setattr(tries, "covering", lambda found, line: found)
+    uncovered(monkeypatch)
     options, batch = PlanOptions(**asked), {"x": torch.zeros(16, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options)
     found = chooser._pipelines(math.inf)

@@ -14,5 +14,5 @@ def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_h
     how["hardware"] = "cpu-gloo-frictionless"
     free = row(spec, "1x4", **how)
     each = [row(spec, mesh, **how) for mesh in ("gpu=4", "gpu0=2,gpu1=2")]
-    assert free["objective_s"] == min(made["objective_s"] for made in each)
+    assert 0.99 * free["objective_s"] <= min(made["objective_s"] for made in each) <= free["objective_s"], "what saves less is not tried"
     assert free["shape"] in ("gpu=4", "gpu0=2,gpu1=2") and [made["shape"] for made in each] == ["gpu=4", "gpu0=2,gpu1=2"]
