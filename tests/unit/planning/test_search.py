@@ -20,7 +20,8 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan, solving
+from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, solving
+from autopar.planning.alike import Alike, Effort
 from autopar.planning.clock import Clock
 from autopar.planning.job import Job
 from autopar.planning.ordering import Ordering
@@ -214,6 +215,50 @@ def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(monkeypatch: p
     assert found.prediction.peak_bytes <= 110 * KIB
     assert found.proof.bound_s <= free.prediction.step_s * (1 + 1e-9) and found.proof.gap > 0.0
     assert solves[0] and not orders, "a first plan is waited for, an order of its communications is not"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_once(
+    goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, answer = list[tuple[float, float]](), Job._mixed
+
+    def mixed(self: Job) -> object:
+        found = answer(self)
+        return replace(found, mixed={0: (0.5,)} if goes_on else {}) if isinstance(found, Choices) else found
+
+    def look(step_s: float, compute_s: float) -> float:
+        seen.append((step_s, compute_s))
+        return limit_s
+
+    def beside() -> Planned:
+        return make_plan(trace(), MESH, GLOO, PlanOptions(), elsewhere=look)
+
+    monkeypatch.setattr(Job, "_mixed", mixed)
+    limit_s = math.inf
+    free = beside()
+    assert free.plan == planned().plan and len(seen) == int(goes_on)
+    limit_s = free.plan.proof.bound_s / 2
+    if not goes_on:
+        assert beside().plan == free.plan
+        return
+    assert free.plan.proof.bound_s <= seen[0][0] and 0.0 < seen[0][1] < seen[0][0]
+    with pytest.raises(TooSlow) as refusal:
+        beside()
+    assert limit_s < refusal.value.args[0] <= free.plan.proof.objective_s and len(seen) == 2
+
+
+@pytest.mark.parametrize(("spent", "most"), [(0.0, 1e9), (1e12, 1.25e12)])
+def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_what_they_need(
+    spent: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[float]()
+    monkeypatch.setattr(solving, "choices_or_least", lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1])
+    asks = solving.Solving(PlanOptions(), Alike())
+    asks.common.work.spent = spent
+    for effort in (Effort.END, Effort.WHOLE, Effort.MIXED):
+        asks.answer(priced(MESH).problem, effort, learnt=False, regions=None)
+    assert asked == [most, math.inf, math.inf]
 
 
 def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import zoo_small
+from tight_problems import problems
 
 from autopar.choices import Choices
-from autopar.cost.moments import Liveness
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
 from autopar.problem import Problem
-from autopar.solve import Common, choices_or_least, common, evaluated, search, solve
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from benchmarks.random_plans import prepare
-
-NUM_LAYERS = 1
-
-
-def problems() -> list[Problem]:
-    """One that memory binds, with some of its moments, then others, and the first again."""
-    model, batch = zoo_small.llama(num_layers=NUM_LAYERS)
-    ready = prepare(model, batch, Mesh.parse("2"), HardwareProfile.load("h100-sxm"))
-    free = ready.priced.problem
-    ample = evaluated(free, solve(free))
-    moments = Liveness(ready.trace, ready.priced).certain()
-    tight = replace(free, budget_bytes=int(0.8 * max(ample.resting_bytes)))
-    return [replace(tight, moments=some) for some in (moments[::3], moments, moments[::3])]
+from autopar.solve import Common, choices_or_least, common, search, solve
 
 
 def answer(problem: Problem, shared: Common) -> Choices:

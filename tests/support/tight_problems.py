@@ -1,0 +1,43 @@
+"""Problems that memory binds, alike but for their moments."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import zoo_small
+from mlp import traced
+
+from autopar.capture import Trace, capture
+from autopar.cost.moments import Liveness
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.problem import Problem
+from autopar.solve import evaluated, solve
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.random_plans import prepared_trace
+
+NUM_LAYERS = 1
+
+
+def problems() -> list[Problem]:
+    """One that memory binds, with some of its moments, then others, and the first again."""
+    model, batch = zoo_small.llama(num_layers=NUM_LAYERS)
+    return tight(capture(model, (), batch))
+
+
+def small_problems() -> list[Problem]:
+    """Likewise, of a few linears."""
+    return tight(traced(32, 64, 64, num_layers=2))
+
+
+def tight(trace: Trace) -> list[Problem]:
+    """Those of a trace."""
+    ready = prepared_trace(trace, Mesh.parse("2"), HardwareProfile.load("h100-sxm"))
+    free = ready.priced.problem
+    ample = evaluated(free, solve(free))
+    moments = Liveness(ready.trace, ready.priced).certain()
+    bound = replace(free, budget_bytes=int(0.8 * max(ample.resting_bytes)))
+    return [replace(bound, moments=some) for some in (moments[::3], moments, moments[::3])]
