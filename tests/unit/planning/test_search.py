@@ -242,7 +242,7 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
     if not goes_on:
         assert beside().plan == free.plan
         return
-    assert free.plan.proof.bound_s <= seen[0][0] and 0.0 < seen[0][1] < seen[0][0]
+    assert free.plan.proof.bound_s <= seen[0][0] and 0.0 < seen[0][1] <= seen[0][0]
     with pytest.raises(TooSlow) as refusal:
         beside()
     assert limit_s < refusal.value.args[0] <= free.plan.proof.objective_s and len(seen) == 2
