@@ -157,8 +157,6 @@ class Chooser(Staging):
         """Stages along every axis that is asked for; why one has no plan that is faster than what was found."""
         refusal: AutoparError | TooSlow | None = None
         for axis in self.axes(wish):
-            if wish is WITHOUT_ASKING and self.coupled:
-                break
             refusal = self.along(replace(wish, axis=axis), limit_s, tries) or refusal
         return refusal
 

@@ -205,8 +205,7 @@ class Job:
         if isinstance(found, Least) or (isinstance(found, Choices) and (not found.mixed or self.options.is_late)):
             return found  # it is close enough, or was searched for to the end, or to that of the time
         if self.elsewhere is not None:
-            look, self.elsewhere = self.elsewhere, None
-            self.limit_s = min(self.limit_s, beside(look, self.priced.problem, found))
+            self.limit_s = min(self.limit_s, beside(self.elsewhere, self.priced.problem, found))
         if found.bound_s >= self.limit_s:
             raise TooSlow(found.bound_s)
         self.whole = True

@@ -85,6 +85,7 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
     found = chooser._pipelines(math.inf)
     assert found.plan.prediction.step_s == (0.5 if looked else ALONE_S)
     assert [s for s in seen if s[1] == 0.9] == ([("2 along a", 0.9)] if looked else []), "a plan that saves more than the gap, once"
+    assert len({name for name, _ in seen}) == len(seen)
     assert ("no stages" in "".join(told)) == (asked.get("outputs") == "dtensor")
     assert limits in ([], [0.45 if looked else math.inf]), "what stages take is what the search without them is to beat"
 

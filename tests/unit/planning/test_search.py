@@ -243,8 +243,11 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
         assert beside().plan == free.plan
         return
     assert free.plan.proof.bound_s <= seen[0][0] and 0.0 < seen[0][1] <= seen[0][0]
+    solves, choose = list[Problem](), solving.choices_or_least
+    monkeypatch.setattr(solving, "choices_or_least", lambda problem, **how: (solves.append(problem), choose(problem, **how))[1])
     with pytest.raises(TooSlow) as refusal:
         beside()
+    assert len(solves) == 1, "nor is it searched on"
     assert limit_s < refusal.value.args[0] <= free.plan.proof.objective_s and len(seen) == 2
 
 

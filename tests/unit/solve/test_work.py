@@ -42,6 +42,10 @@ def test_a_problem_takes_the_same_work_each_time_and_searches_that_share_add_the
         searched(one, shared=shared)
     assert alone[0].work.spent == alone[1].work.spent > 0.0
     spent = alone[0].work.spent
+    looked = Search(one, 0.0, 200)
+    for num in (1, 2):
+        looked.engine.relax()
+        assert looked.engine.work.spent >= num * 1000 * len(looked.engine.names)
     searched(other, shared=alone[0])
     assert alone[0].work.spent > spent
 
