@@ -273,6 +273,11 @@ class Problem:
     regions: tuple[int, ...] = ()
     host_budget_bytes: int = 0
 
+    @property
+    def computing_s(self) -> float:
+        """Seconds that a step computes at least, whatever its layouts are: every op with the strategy that computes for the shortest."""
+        return sum(op.count * min((s.time_s - s.communication_s for s in op.strategies), default=0.0) for op in self.ops)
+
 
 def at_best(problem: Problem) -> Problem:
     """Every op with the best route that it could have, for nothing: what is proven of that holds for the problem."""

@@ -23,9 +23,11 @@ log = logging.getLogger("autopar")
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
 _AGAIN = 0.05  # share of a step that is spent on running ops again: from there on microbatches without stages may be worth it
-_IDLE = 0.1  # share of a step without computing, below which stages, which wait for each other, would save nothing
+_IDLE = 0.1  # of a step beyond what it computes at least, below which stages, which wait for each other, would save nothing
 
 _NO_STAGES = 'no stages: of these a call returns the loss alone, and other outputs are asked for; with outputs="loss" they are tried'
+
+_SAVED = 0.05  # share of a step that stages are to save which nobody asked for: they are more to wait for, and to look into
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +125,22 @@ class Chooser(Staging):
 
     def _with_or_without(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
         """Plans without stages, and along every axis: these before a search for the one without that would go on for long, since what they
-        take may end it. Stages that nobody asked for, where a plan without them does something else than to compute for long enough."""
+        take may end it. Stages that nobody asked for, where one without them takes longer enough than each op in its least time, and where
+        they save enough.
+        """
         looked: list[AutoparError | TooSlow | None] = []
+        unasked, in_stages = wish is WITHOUT_ASKING, Tries()
+        saved = _SAVED if unasked else 0.0
 
-        def stages(step_s: float, compute_s: float, limit_s: float) -> None:
-            if not looked and (wish is not WITHOUT_ASKING or step_s - compute_s >= _IDLE * step_s):
+        def stages(step_s: float, compute_s: float) -> None:
+            if not looked and (not unasked or step_s - compute_s >= _IDLE * step_s):
                 looked.append(None)
-                looked[0] = self._along_all(wish, limit_s, tries)
+                limit = min(limit_s, self.options.worth_s(step_s), step_s * (1.0 - saved))
+                looked[0] = self._along_all(wish, limit, in_stages)
 
         def elsewhere(step_s: float, compute_s: float) -> float:
-            stages(step_s, compute_s, min(limit_s, self.options.worth_s(step_s)))
-            return self.beating(tries.best, limit_s)
+            stages(step_s, compute_s)
+            return min(limit_s, in_stages.best_s / (1.0 - saved) if unasked else self.options.worth_s(in_stages.best_s))
 
         refusal: AutoparError | TooSlow | None = None
         try:
@@ -145,13 +152,15 @@ class Chooser(Staging):
             log.info("no plan without stages: %s", error.what)
             tries.refused("", 0)
             refusal = error
-        if not isinstance(refusal, TooSlow) and (wish is not WITHOUT_ASKING or self._may_be_cut(tries)):
-            self._one_after_another(limit_s, tries)
-        best = tries.best
-        step_s, compute_s = (math.inf, 0.0) if best is None else (best.plan.prediction.step_s, _computing_s(best.plan))
-        stages(step_s, compute_s, limit_s)
+        if not isinstance(refusal, TooSlow) and (not unasked or self._may_be_cut(tries)):
+            self._one_after_another(min(limit_s, self.options.worth_s(in_stages.best_s)), tries)
+        if tries.best is None or not self.options.is_late:
+            stages(tries.best_s, 0.0 if tries.best is None else tries.best.computing_s)
+        elif not looked:
+            log.warning("the time was over before stages were tried")
+        tries.join(in_stages, saved)
         last = looked[0] if looked else None
-        return refusal or last if wish is WITHOUT_ASKING else last or refusal
+        return refusal or last if unasked else last or refusal
 
     def _along_all(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
         """Stages along every axis that is asked for; why one has no plan that is faster than what was found."""
@@ -177,8 +186,8 @@ class Chooser(Staging):
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
         found = tries.fastest()
-        step_s, compute_s = found.plan.prediction.step_s, _computing_s(found.plan)
-        if not self._may_have_stages or step_s - compute_s < _IDLE * step_s:
+        step_s = found.plan.prediction.step_s
+        if not self._may_have_stages or step_s - found.computing_s < _IDLE * step_s:
             return found
         log.info(_NO_STAGES)
         return covering(found, _NO_STAGES)
@@ -241,13 +250,6 @@ def _run_again(plan: Plan) -> float:
     plans, num = (plan.pipeline.stages, plan.pipeline.num_microbatches) if plan.pipeline else ((plan,), 1)
     again_s = sum(entry.again_s * len(entry.instances) for each in plans for entry in each.entries)
     return num * again_s / plan.prediction.step_s
-
-
-def _computing_s(plan: Plan) -> float:
-    """What of a step without stages computes, all but what runs again."""
-    num = plan.pipeline.num_microbatches if plan.pipeline else 1
-    plans = plan.pipeline.stages if plan.pipeline else (plan,)
-    return num * sum(each.prediction.compute_s for each in plans) - _run_again(plan) * plan.prediction.step_s
 
 
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:

@@ -119,4 +119,4 @@ class Staging(CapturedCall):
 
     def beating(self, best: Planned | None, limit_s: float) -> float:
         """What a plan is to take at most that is looked for beside the best, if there is one."""
-        return limit_s if best is None else self.options.worth_s(best.plan.prediction.step_s)
+        return limit_s if best is None else min(limit_s, self.options.worth_s(best.plan.prediction.step_s))

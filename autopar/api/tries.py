@@ -63,6 +63,19 @@ class Tries:
             self.best = found
         return step_s
 
+    def join(self, others: Tries, saved: float) -> None:
+        """Add what was tried elsewhere, whose fastest is taken where it saves such a share of the step."""
+        self.told += others.told
+        if others.best is not None and others.best.plan.prediction.step_s <= (1.0 - saved) * self.best_s:
+            self.best = others.best
+        elif others.best_s < self.best_s:
+            self.told.append(f"stages that save less than {100 * saved:g} % are not taken where none are asked for")
+
+    @property
+    def best_s(self) -> float:
+        """Infinite where there is no plan."""
+        return math.inf if self.best is None else self.best.plan.prediction.step_s
+
     def too_slow(self, axis: str, num: int, error: TooSlow) -> float:
         """What is no faster, by what bounds it; that bound."""
         self.told.append(f"{_named(axis, num)} (at least {seconds(error.args[0])})")

@@ -44,7 +44,8 @@ def plan_command(
     strict: Annotated[bool, typer.Option(help="Refuse ops that run replicated for want of a rule.")] = False,
     constraint: Constraints = None,
     pipeline: Annotated[
-        str | None, typer.Option(metavar="AXIS", help="Cut the model into stages along this axis of the mesh; auto: any, or none.")
+        str | None,
+        typer.Option(metavar="AXIS", help="Cut the model into stages along this axis; auto: any, or none, the default on GPUs of a loss."),
     ] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Into how many the batch is cut.")] = None,
     schedule: Annotated[str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {AUTO}.")] = None,

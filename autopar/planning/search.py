@@ -33,6 +33,7 @@ class Planned:
     """A plan, the program it is emitted into, and how long each phase took (seconds by name).
 
     Attributes:
+        computing_s: what any plan without stages computes at least; 0 where that is not known.
         closer: where the plan's bound over all cuts can be raised: searches for one that is so many times it, and gives what it finds.
     """
 
@@ -40,6 +41,7 @@ class Planned:
     program: Program | StagedProgram
     seconds: dict[str, float]
     closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
+    computing_s: float = field(default=0.0, repr=False, compare=False)
 
     def closer_proven(self, *, in_time: bool = True) -> Planned:
         """The plan with a bound as close as was asked for, if that can be had; by the search's word, since no multipliers prove it.
@@ -132,7 +134,7 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     memory = dict(plan.prediction.memory_bytes)
     memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
     plan = replace(plan, prediction=beside(replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan))
-    return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
+    return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds, computing_s=priced.problem.computing_s)
 
 
 def needs(planned: Planned) -> tuple[Need, float]:

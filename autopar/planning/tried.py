@@ -11,7 +11,6 @@ from autopar.planning.draft import Draft
 from autopar.plans import Plan
 from autopar.problem import Problem
 from autopar.run.program import Program
-from autopar.solve import evaluated
 
 
 class TooSlow(Exception):
@@ -19,12 +18,13 @@ class TooSlow(Exception):
 
 
 Elsewhere = Callable[[float, float], float]
-"""Plans of another kind, given the seconds of a step that was found and what of it computes; what one of this kind may take beside them."""
+"""Plans of another kind, given the seconds of a step that was found and what any computes at least; what one of this kind may take beside
+them."""
 
 
 def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
     """Seconds that a plan may take beside those of another kind, which are looked for now."""
-    return look(math.inf, 0.0) if isinstance(found, Apart) else look(found.objective_s, evaluated(problem, found).compute_s)
+    return look(math.inf if isinstance(found, Apart) else found.objective_s, problem.computing_s)
 
 
 @dataclass(frozen=True, slots=True)

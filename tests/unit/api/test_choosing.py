@@ -38,8 +38,8 @@ def uncovered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def whole(step_s: float, compute_s: float = 0.0) -> Any:
     """A plan without stages."""
-    prediction = SimpleNamespace(step_s=step_s, compute_s=compute_s)
-    return SimpleNamespace(plan=SimpleNamespace(prediction=prediction, pipeline=None, entries=()))
+    plan = SimpleNamespace(prediction=SimpleNamespace(step_s=step_s), pipeline=None, entries=())
+    return SimpleNamespace(plan=plan, computing_s=compute_s)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,22 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
     assert [s for s in seen if s[1] == 0.9] == ([("2 along a", 0.9)] if looked else []), "a plan that saves more than the gap, once"
     assert len({name for name, _ in seen}) == len(seen)
     assert ("no stages" in "".join(told)) == (asked.get("outputs") == "dtensor")
-    assert limits in ([], [0.45 if looked else math.inf]), "what stages take is what the search without them is to beat"
+    beaten_s = 0.45 if asked.get("constraints") else 0.5 / 0.95  # there one without stages would be taken
+    assert limits in ([], [pytest.approx(beaten_s) if looked else math.inf])
+
+
+@pytest.mark.parametrize(("asked", "steps_s"), [((), 1.0), ((pipeline(),), 0.97)], ids=["unasked", "asked"])
+def test_stages_that_nobody_asked_for_are_taken_where_they_save_a_twentieth(
+    asked: tuple[Pipelined, ...], steps_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
+    monkeypatch.setattr(Chooser, "_scheduled", lambda self, wish, num, limit_s: whole(0.97))
+    told = uncovered(monkeypatch)
+    batch, options = {"x": torch.zeros(4, 2)}, PlanOptions(outputs="loss", constraints=asked)
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, Mesh({"a": 2}), HardwareProfile.load("h100-sxm"), options)
+    assert chooser._pipelines(math.inf).plan.prediction.step_s == steps_s
+    assert "no microbatches (1.00 s); 2 microbatches in stages along a (970 ms)" in told[0]
+    assert ("save less than 5 %" in told[0]) == (not asked)
 
 
 def test_stages_that_nobody_asked_for_are_no_more_tried_once_samples_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +167,10 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
 
     def plan(step_s: float, num: int) -> Any:
         entry = SimpleNamespace(again_s=again_s / num, instances=((),))
-        prediction = SimpleNamespace(step_s=step_s, compute_s=step_s)
+        prediction = SimpleNamespace(step_s=step_s)
         alone = SimpleNamespace(prediction=prediction, pipeline=None, entries=(entry,))
         stages = SimpleNamespace(stages=(alone,), num_microbatches=num, num_chunks=1) if num > 1 else None
-        return SimpleNamespace(plan=SimpleNamespace(prediction=prediction, pipeline=stages, entries=(entry,)))
+        return SimpleNamespace(plan=SimpleNamespace(prediction=prediction, pipeline=stages, entries=(entry,)), computing_s=step_s)
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
