@@ -12,7 +12,7 @@ from autopar.problem import Problem
 from autopar.solve import Common, Least, choices_or_least, within
 from autopar.streams import ON_COMPUTE, Balance
 
-_LEAST_WORK = 1e9  # simplex steps by columns, about some seconds: what a search for the bound may do
+_LEAST_WORK = 3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
 _WORK_SHARE = 0.25  # of what all searches before have done, if that is more
 
 

@@ -251,7 +251,7 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
     assert limit_s < refusal.value.args[0] <= free.plan.proof.objective_s and len(seen) == 2
 
 
-@pytest.mark.parametrize(("spent", "most"), [(0.0, 1e9), (1e12, 1.25e12)])
+@pytest.mark.parametrize(("spent", "most"), [(0.0, 3e9), (1e12, 1.25e12)])
 def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_what_they_need(
     spent: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
