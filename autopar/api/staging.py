@@ -35,9 +35,9 @@ class Staging(CapturedCall):
         axis, found_s, alone_s = wish.axis or "", dict[int, float](), 0.0  # what they take at least if no stage waits, however many
         refusal: AutoparError | TooSlow | None = None
         for num in self.numbers(wish, found_s):
-            if tries.best is not None and self.options.is_late:
+            if self.options.is_late and (tries.best is not None or math.isfinite(limit_s)):  # a limit is what another plan takes
                 log.warning("the time was over before %d microbatches along %r were tried", num, axis)
-                break
+                return refusal or TooSlow(0.0)
             limit = self.beating(tries.best, limit_s)
             if alone_s >= limit and num > min(found_s):
                 log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s)

@@ -58,7 +58,7 @@ class Proven:
     def take(self, choices: Choices) -> None:
         """By what is known of an answer to this problem."""
         if choices.bound_s > 0.0:
-            self.first = choices.multipliers
+            self.first = choices.multipliers or self.first
             self.rise(choices.bound_s * SCALE)
 
     def begin(self, relaxation: Relaxation) -> None:

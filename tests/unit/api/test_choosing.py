@@ -91,6 +91,27 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
     assert limits in ([], [pytest.approx(beaten_s) if looked else math.inf])
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_when_the_time_is_over_and_there_is_a_plan_no_stages_are_tried(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def alone(self: Chooser, limit_s: float, elsewhere: Any) -> Any:
+        elsewhere(ALONE_S, 0.0)
+        return whole(ALONE_S)
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        raise TooSlow(2.0)
+
+    monkeypatch.setattr(Chooser, "in_one_piece", alone)
+    monkeypatch.setattr(Chooser, "_scheduled", staged)
+    uncovered(monkeypatch)
+    options = PlanOptions(outputs="loss", time_limit_s=1.0, ends=1.0 if late else math.inf)
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), {"x": torch.zeros(4, 2)}, Mesh({"a": 2}), HardwareProfile.load("h100-sxm"), options)
+    assert chooser._pipelines(math.inf).plan.prediction.step_s == ALONE_S
+    assert bool(seen) != late
+
+
 @pytest.mark.parametrize(("asked", "steps_s"), [((), 1.0), ((pipeline(),), 0.97)], ids=["unasked", "asked"])
 def test_stages_that_nobody_asked_for_are_taken_where_they_save_a_twentieth(
     asked: tuple[Pipelined, ...], steps_s: float, monkeypatch: pytest.MonkeyPatch
