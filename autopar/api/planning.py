@@ -166,9 +166,8 @@ def plan(
             fits may take longer. By default none: all other limits count work, not seconds, so that the same input gives the same plan,
             byte for byte. Where a limit ends a solve, a warning says that the plan may be another in the next run.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
-            the memory, as few as do; in a pipeline the planner's choice, one where samples depend on each other. Pipelines are asked for
-            by `autopar.constraints.pipeline`; where nothing is, the loss alone is wanted, and devices are GPUs, they are tried where a plan
-            without them takes a ninth longer than all ops in their least time, unless this is 1.
+            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
+            each other. Stages that nobody asked for are tried on GPUs, of the loss alone, where nothing is forced, unless this is 1.
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
             choice, where the model does not return the logits (see ``outputs="loss"``). Under `tensor_parallel` and `megatron` what
             makes these logits, and a table that is tied to it, is not split by its vocabulary then.
