@@ -23,10 +23,8 @@ log = logging.getLogger("autopar")
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
 _AGAIN = 0.05  # share of a step that is spent on running ops again: from there on microbatches without stages may be worth it
-_IDLE = 0.1  # of a step beyond what it computes at least, below which stages, which wait for each other, would save nothing
-
+_IDLE = 0.1  # share of a step beyond what it computes at least, below which stages would save nothing
 _NO_STAGES = 'no stages: of these a call returns the loss alone, and other outputs are asked for; with outputs="loss" they are tried'
-
 _SAVED = 0.05  # share of a step that stages are to save which nobody asked for: they are more to wait for, and to look into
 
 
@@ -93,7 +91,9 @@ class Chooser(Staging):
         """The fastest of the plans with and without stages that are asked for."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
-            return self._without_asking(limit_s) if self._may_have_stages and self._returns_the_same else self._whole_or_cut(limit_s)
+            if not (self._may_have_stages and self._returns_the_same):
+                return self._whole_or_cut(limit_s)
+            asked = WITHOUT_ASKING
         if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish, tries = asked or ONE_STAGE, Tries()
@@ -105,15 +105,6 @@ class Chooser(Staging):
             assert refusal is not None, "there is something to try"
             raise refusal
         return self._of_one(tries.fastest()) if self.coupled else tries.fastest()
-
-    def _without_asking(self, limit_s: float) -> Planned:
-        """The fastest plan with or without stages, of which nothing was said."""
-        tries = Tries()
-        refusal = self._with_or_without(WITHOUT_ASKING, limit_s, tries)
-        if tries.best is None:
-            assert refusal is not None, "there is something to try"
-            raise refusal
-        return tries.fastest()
 
     @property
     def _may_have_stages(self) -> bool:
@@ -133,7 +124,7 @@ class Chooser(Staging):
         saved = _SAVED if unasked else 0.0
 
         def stages(step_s: float, compute_s: float) -> None:
-            if not looked and (not unasked or step_s - compute_s >= _IDLE * step_s):
+            if not looked and (not unasked or _leaves_room(step_s, compute_s)):
                 looked.append(None)
                 limit = min(limit_s, self.options.worth_s(step_s), step_s * (1.0 - saved))
                 looked[0] = self._along_all(wish, limit, in_stages)
@@ -186,8 +177,7 @@ class Chooser(Staging):
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
         found = tries.fastest()
-        step_s = found.plan.prediction.step_s
-        if not self._may_have_stages or step_s - found.computing_s < _IDLE * step_s:
+        if not (self._may_have_stages and _leaves_room(found.plan.prediction.step_s, found.computing_s)):
             return found
         log.info(_NO_STAGES)
         return covering(found, _NO_STAGES)
@@ -250,6 +240,11 @@ def _run_again(plan: Plan) -> float:
     plans, num = (plan.pipeline.stages, plan.pipeline.num_microbatches) if plan.pipeline else ((plan,), 1)
     again_s = sum(entry.again_s * len(entry.instances) for each in plans for entry in each.entries)
     return num * again_s / plan.prediction.step_s
+
+
+def _leaves_room(step_s: float, compute_s: float) -> bool:
+    """Whether stages, which wait for each other, could save some of a step in which so much is computed at least."""
+    return step_s - compute_s >= _IDLE * step_s
 
 
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:

@@ -99,7 +99,8 @@ class Staging(CapturedCall):
                 yield axis, num
 
     def numbers(self, wish: Pipelined, found_s: Mapping[int, float]) -> Iterator[int]:
-        """Of microbatches along an axis, as `walk` has them. More than one no longer come once samples are known to be coupled."""
+        """Of microbatches along an axis, as `walk` has them. More than one no longer come once samples are known to be coupled; one alone
+        does where a constraint asks for stages."""
         asked, samples, stages = self.number(wish), batch_size(self.args, self.kwargs), self.num_ranks(wish)
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
         divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors

@@ -8,8 +8,8 @@ Equal layers take one decision. Where that leaves plan and bound too far apart, 
 groups (`autopar.planning.grouping`), and the problem of these is solved; its bound is one for plans with such groups. Moments that are
 learnt shift these shares, so the layers are then cut once more.
 
-A large search where memory binds first asks for plans only, since most bounds are of no use: if the plan does not fit, the bound of what it
-was the answer to is far below any that does. Where it may be near, the search is done again, to its end.
+A large search, or one where memory binds, first asks for plans only, since most bounds are of no use: if the plan does not fit, the bound
+of what it was the answer to is far below any that does. Where it may be near, the search is done again, to its end or that of its work.
 """
 
 from __future__ import annotations

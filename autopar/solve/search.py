@@ -276,8 +276,8 @@ class Search:
         return self.plans.best is not None and self.engine.work.is_over
 
     def _asks_only_for_a_plan(self) -> bool:
-        """Of a large program with budget rows a long tree mostly raises the bound: dives, restricted programs and a short one have found
-        the plan before."""
+        """Of a large program, or one with budget rows, a long tree mostly raises the bound: dives, restricted programs and a short one have
+        found the plan before."""
         return self.only_plan and len(self.engine.names) > SMALL and (bool(self.extra.budget) or self._is_large)
 
     def _will_do(self) -> bool:

@@ -71,9 +71,9 @@ def choices_or_least(
             plan (`Apart`) where memory binds in a large problem, only a plan is asked for, and none is near the relaxation.
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
         waits: let the search go on past the time limit as long as it has no plan.
-        only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
+        only_plan: in a large problem, or where memory binds, end with a plan, however far its bound (`Choices.unfinished`).
         common: what searches for the same problem with other moments have found, and this one adds to.
-        met: an answer that is known already, and its bound, if any; none that is worse is the answer.
+        met: an answer that is known already, and its bound, if any, with which HiGHS' search begins; it ends with none that is worse.
 
     Raises:
         InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op that refuses where that is known.
