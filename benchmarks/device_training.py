@@ -1,11 +1,11 @@
 """Training steps of a real model on one CUDA device: predicted against measured time and memory, and what budgets cost.
 
-Eager, eager with a checkpoint per layer, and autopar's plans under shares of what its plan without a budget needs. A step is forward,
-backward and a fused AdamW. Times are the device's with the host ahead (`benchmarks.device_times`), and the host's beside them: a step
-takes the longer one. Peaks are the allocator's largest count of live bytes, from the begin of forward to the end of backward, of a
-second step, so the optimizer's state is in it. Gradients are compared with eager's, whose own rounding is in the difference.
-With --offload, state and activations may wait on the host; --alone leaves out eager, which a model may be too large for, and with it what
-is compared. Without a device there is one row, which says so.
+Eager, eager with a checkpoint per layer, eager compiled by Inductor, autopar's plans under shares of what its plan without a budget needs,
+and the first of these compiled by Inductor. A step is forward, backward and a fused AdamW. Times are the device's with the host ahead
+(`benchmarks.device_times`), and the host's beside them: a step takes the longer one. Peaks are the allocator's largest count of live bytes,
+from the begin of forward to the end of backward, of a second step, so the optimizer's state is in it. Gradients are compared with eager's,
+whose own rounding is in the difference. With --offload, state and activations may wait on the host; --alone leaves out eager, which a model
+may be too large for, with what is compared; --no-inductor leaves out what it compiles. Without a device there is one row, which says so.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
+from autopar.run.executor import Backend
 from autopar.run.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.device_times import in_turn, measure
@@ -67,7 +68,7 @@ class Seen:
 
 def row(
     spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float], plans: str | None, dtype: str,
-    precision: str | None, offloads: bool, alone: bool, rounds: int,
+    precision: str | None, offloads: bool, alone: bool, inductor: bool, rounds: int,
 ) -> list[Row]:  # fmt: skip
     """All methods of one model."""
     if not torch.cuda.is_available() and plans is None:
@@ -95,6 +96,8 @@ def row(
         eager = _seen(build, theirs, rounds)
         rows = [_row(base, "eager", eager, eager)]
         rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*build()), theirs, rounds), eager))
+        if inductor:
+            rows.append(_row(base, "eager, torch.compile", _seen(lambda: _by_inductor(*build()), theirs, rounds), eager))
     devices = device_mesh(ONE, "cuda")
     for share, plan, reason in made:
         shown = {**base, "share": share, "method": "autopar"}
@@ -103,6 +106,9 @@ def row(
         else:
             program = program_of(plan, meta, traced_for(plan, meta, (), example), (), example)
             rows.append(_row(shown, "autopar", _seen(partial(_compiled, program, devices, build), theirs, rounds), eager, plan))
+            if inductor and theirs is not None and share == made[0][0] and not offloads:
+                seen = _seen(partial(_compiled, program, devices, build, "inductor"), theirs, rounds)
+                rows.append(_row(shown, "autopar, inductor", seen, eager))
     return rows
 
 
@@ -135,15 +141,21 @@ def _checkpointed(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, di
     return model, data
 
 
-def _compiled(program: Any, devices: DeviceMesh, build: Build) -> tuple[nn.Module, dict[str, Any]]:
+def _by_inductor(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    model.compile()
+    return model, data
+
+
+def _compiled(program: Any, devices: DeviceMesh, build: Build, backend: Backend = "eager") -> tuple[nn.Module, dict[str, Any]]:
     model, data = build()
-    return ParallelModule(program, devices, model, outputs="loss"), data
+    return ParallelModule(program, devices, model, outputs="loss", backend=backend), data
 
 
 def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
     """Measure what `build` makes, and leave nothing of it on the device; eager's gradients, once known, lie on the host in `theirs`, where
     there is an eager."""
     seen = _measured(*build(), theirs, rounds)
+    torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
     return seen
@@ -223,9 +235,10 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--precision", choices=("bf16",), help="as of autopar.compile")
     flags.add_argument("--offload", action="store_true", dest="offloads", help="let state and activations wait on the host")
     flags.add_argument("--alone", action="store_true", help="without eager, and without what is compared with it")
+    flags.add_argument("--no-inductor", action="store_false", dest="inductor", help="leave out what Inductor compiles")
     flags.add_argument("--rounds", type=int, default=ROUNDS, help="steps that are timed")
     options = flags.parse_args(arguments)
-    asked = ("batch", "seq", "hardware", "plans", "dtype", "precision", "offloads", "alone", "rounds")
+    asked = ("batch", "seq", "hardware", "plans", "dtype", "precision", "offloads", "alone", "inductor", "rounds")
     shared = {name: getattr(options, name) for name in asked}
     shared["shares"] = options.share or SHARES
     specs = specs_of(options, ()) if (options.model or options.hf or options.zoo is not None) else [MODEL]

@@ -49,7 +49,7 @@ def compile(
         mesh: by default all processes of the job, nodes × processes of each, which the planner shapes.
         example_inputs: the global batch. Without it, planning happens at the first call, and the parameters exist from then on.
         plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is what further calls are planned for.
-        backend: ``"eager"`` or ``"inductor"``.
+        backend: ``"eager"`` or ``"inductor"``, which may need more memory than the plan says.
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
         outputs: what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one; what would read this rank's part alone is
             refused), ``"full"`` (whole on every rank), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the

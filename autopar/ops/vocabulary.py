@@ -187,9 +187,9 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
 
 
 def _assert_inside(index: Tensor, size: int | None, what: str, remedy: str) -> None:
-    """Without waiting for the device."""
+    """Without waiting for the device. In one line: Inductor writes what a graph's ops are given into comments."""
     if size is not None:
-        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}\n  what to do: {remedy}")
+        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}; what to do: {remedy}")
 
 
 def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:

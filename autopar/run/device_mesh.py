@@ -6,8 +6,13 @@ import math
 import os
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, Groups
@@ -40,6 +45,17 @@ def mesh_of(devices: DeviceMesh) -> Mesh:
     shape = tuple(devices.shape)
     names = devices.mesh_dim_names or tuple(f"axis{index}" for index in range(len(shape)))
     return Mesh(dict(zip(names, shape, strict=True)))
+
+
+def around(
+    local: Tensor, devices: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """The DTensor of this shape around a local tensor, in the same memory, also where that is the host's and the mesh is of GPUs
+    (`DTensor.from_local` moves it then, and so does this where it has a gradient)."""
+    if local.device.type in (devices.device_type, "meta") or local.requires_grad:
+        return DTensor.from_local(local, devices, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    spec = DTensorSpec(devices, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def groups_of(devices: DeviceMesh) -> Groups:

@@ -133,8 +133,8 @@ def _are_alike(args: Any, kwargs: Any) -> bool:
     return mesh is not None and "out" not in kwargs
 
 
-def _by_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: Any, written: Sequence[Any]) -> tuple[Any, Exception | None]:
-    """What DTensor computes, or why it does not.
+def _by_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: Any, written: Sequence[Any]) -> tuple[Any, str | None]:
+    """What DTensor computes, or why it does not: in words, since an exception holds on to all that the failed call was given.
 
     Args:
         written: what it may write into. Where something of that is written, a refusal is raised: nothing else may try again.
@@ -148,7 +148,7 @@ def _by_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: Any, writte
     except (RuntimeError, ValueError, AssertionError) as refusal:
         if before != [x._local_tensor._version for x in targets]:
             raise
-        return None, refusal
+        return None, str(refusal)
 
 
 def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from autopar.errors import LayoutError, RuntimeStateError
 from autopar.kernels import host
 from autopar.layout import Layout, local_shape
-from autopar.run.device_mesh import joined_axes
+from autopar.run.device_mesh import around, joined_axes
 from autopar.run.given_data import refuse_given_data
 from autopar.run.program import ProgramTensor
 from autopar.run.splitting import local_part
@@ -181,11 +180,7 @@ class Storage:
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor around a local tensor of either local shape, without a copy."""
         stride = tuple(math.prod(self.tensor.shape[d + 1 :]) for d in range(len(self.tensor.shape)))
-        shape, stored = torch.Size(self.tensor.shape), local.reshape(self.stored_shape)
-        if self.tensor.layout.host and self.devices.device_type != "cpu":  # `from_local` would copy it to the mesh's device
-            spec = DTensorSpec(self.seen, self.placements, tensor_meta=TensorMeta(shape, stride, stored.dtype))
-            return DTensor(stored, spec, requires_grad=False)
-        return DTensor.from_local(stored, self.seen, self.placements, run_check=False, shape=shape, stride=stride)
+        return around(local.reshape(self.stored_shape), self.seen, self.placements, self.tensor.shape, stride)
 
     def local(self, stored: Tensor) -> Tensor:
         """The local tensor as graphs see it, a view.

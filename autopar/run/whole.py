@@ -16,6 +16,7 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from autopar.errors import RuntimeStateError
+from autopar.run.device_mesh import around
 from autopar.run.ranks import rank
 from autopar.run.torch_functions import draws, written_by
 
@@ -71,7 +72,7 @@ def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -
 
 
 def compute(
-    func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, refusal: Exception | None = None, into: Mapping[int, Tensor] | None = None
+    func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, refusal: str | None = None, into: Mapping[int, Tensor] | None = None
 ) -> Any:
     """What it gives for whole tensors, as replicated ones; what it writes into is written.
 
@@ -95,7 +96,7 @@ def compute(
     if refusal is not None and func.__name__ not in _told:
         _told.add(func.__name__)
         if rank() == 0:
-            reason = str(refusal).strip().split("\n")[0]
+            reason = refusal.strip().split("\n")[0]
             log.warning("torch's %s of parameters or gradients gathers them whole on every rank: %s", func.__name__, reason)
     drawn = draws(func)
     for key, target in written.items():
@@ -137,4 +138,4 @@ def _replicated(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
     everywhere = [Replicate()] * mesh.ndim
     if drawn:
         return distribute_tensor(x, mesh, everywhere)
-    return DTensor.from_local(x, mesh, everywhere, run_check=False)
+    return around(x, mesh, everywhere, x.shape, x.stride())  # numbers of steps of what is on the host are there, too

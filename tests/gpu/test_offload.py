@@ -34,7 +34,9 @@ def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_aga
         assert torch.equal(fetched, expected) and host.is_on_host(host.store(expected, "cuda"))
 
 
-def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_model_in_less_memory() -> None:
+def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_model_in_less_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, batch = zoo_small.gpt2(num_layers=4)
     plain, batch = copy.deepcopy(model).cuda(), {name: x.cuda() for name, x in batch.items()}
     free = autopar.plan(model, ONE, example_inputs=batch, hardware=quick_hosts())
@@ -45,6 +47,7 @@ def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_
     there = [p for p in ours.parameters() if isinstance(p, DTensor) and not p.to_local().is_cuda]
     assert there and all(p.to_local().is_pinned() for p in there)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, plain)]
+    left = []  # bytes of the device after each step
     for _ in range(5):
         losses = [m(**batch).loss for m in (ours, plain)]
         for loss in losses:
@@ -53,6 +56,10 @@ def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_
         torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-5, atol=0)
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=0)
         assert all(p.grad is not None and not p.grad.to_local().is_cuda for p in there)
+        del losses, norms
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        left.append(torch.cuda.memory_allocated())
+    assert len(set(left[1:])) == 1, "gradients are let go"
+    assert not [r for r in caplog.records if "gathers them whole" in r.getMessage()], "the host's parameters are stepped there, not gathered whole"

@@ -57,7 +57,7 @@ def test_plans_of_four_processes_train_the_plain_model(name: str) -> None:
     kind, asked, axes = PLANS[name]
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
     plan = autopar.plan(model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked)
-    joins = torch.__version__ >= (2, 12) or name != "heads"  # torch 2.11 has no full_tensor of weights that are split by heads
+    joins = torch.__version__ >= (2, 12) or name == "experts"  # torch 2.11 has no full_tensor of what is split inside a view
     for facts in run_processes(4, WORKER, "train", {name: (plan.dumps(), kind, torch.float64)}, joins):
         assert facts[name]["losses"] < 2e-6 and facts[name]["fell"] > 0
         assert not joins or facts[name]["parameters"] < 2e-6

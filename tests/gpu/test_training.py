@@ -54,6 +54,22 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
     assert whole(ours).device == theirs.device and (whole(ours) - theirs).abs().max().item() <= tolerance * scale
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_inductor_compiles_trains_as_the_plain_model(kind: str) -> None:
+    plain, batch = getattr(zoo_small, kind)()
+    plain, batch = plain.cuda(), moved(batch)
+    ours = autopar.compile(copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", backend="inductor")
+    theirs = plain(**batch).loss
+    for _ in range(2):
+        ours.zero_grad()
+        loss = ours(**batch).loss
+        loss.backward()
+        close(loss.detach(), theirs.detach(), 1e-5)
+    theirs.backward()
+    for name, p in plain.named_parameters():
+        close(ours.get_parameter(name).grad, p.grad, 1e-4)
+
+
 @pytest.mark.parametrize("outputs", ["auto", "dtensor"])
 @pytest.mark.parametrize("kind", ["several", "convolutions", "llama_layer"])
 def test_a_loss_outside_of_the_model_trains_it_as_the_plain_one(kind: str, outputs: str) -> None:

@@ -117,11 +117,11 @@ def test_embedding_parts_add_up_to_the_whole() -> None:
 @pytest.mark.parametrize("wrong", [-1, 10])
 def test_a_part_refuses_an_id_or_a_label_that_the_whole_does_not_have(wrong: int) -> None:
     ids = torch.tensor([0, wrong])
-    with pytest.raises(RuntimeError, match=r"token ids must be in 0…9\n  what to do: .*as many rows as there are ids"):
+    with pytest.raises(RuntimeError, match=r"token ids must be in 0…9; what to do: .*as many rows as there are ids"):
         ops.embedding(torch.randn(5, 4), ids, 5, 10)
     with pytest.raises(RuntimeError, match=r"labels must be in 0…9"):
         ops.pick(torch.randn(2, 5), ids, -100, 5, 10)
-    with pytest.raises(RuntimeError, match=r"labels must be in 0…9\n  what to do: .*its ignore_index, -7 here"):
+    with pytest.raises(RuntimeError, match=r"labels must be in 0…9; what to do: .*its ignore_index, -7 here"):
         ops.pick(torch.randn(2, 10), ids, -7)
 
 

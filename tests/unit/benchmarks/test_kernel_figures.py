@@ -23,6 +23,12 @@ COPIED = [
     ("unpack", "| `unpack`"),
     ("reduce_add_rmsnorm", "| `reduce_add_rmsnorm` of"),
     ("reduce_add_rmsnorm_backward", "| its backward |"),
+    ("row_norm", "| `row_norm`,"),
+    ("row_product", "| its backward's `row_product` |"),
+    ("row_norm_backward", "| its `row_norm_backward` |"),
+    ("row_weight_gradient", "| its `row_weight_gradient` |"),
+    ("sum_exp", "| `sum_exp`,"),
+    ("cross_entropy_backward", "| `cross_entropy_backward` of"),
 ]
 
 

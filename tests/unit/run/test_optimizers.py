@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from autopar.errors import RuntimeStateError
+from autopar.run import held as taken
+from autopar.run.device_mesh import around
+from autopar.run.held import held
 from autopar.run.optimizers import watch_optimizers
+
+SHAPE = (3, 4)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def on_the_host(value: float) -> Tensor:
+    """A tensor that rests on the host, of a mesh of GPUs."""
+    gpus = DeviceMesh("cuda", torch.arange(1), mesh_dim_names=("d",), _init_backend=False, _rank=0)
+    made: Tensor = held(around(torch.full(SHAPE, value), gpus, [Shard(0)], SHAPE, (SHAPE[1], 1)))
+    return made
 
 
 def test_an_optimizer_that_is_given_parameters_later_is_checked_then() -> None:
@@ -33,3 +62,34 @@ def test_fused_steps_that_dtensor_has_no_rule_for_are_refused_and_others_taken(n
     getattr(torch.optim, name)(held[:1], lr=0.1).step()
     torch.optim.AdamW(held[1:], lr=0.1, fused=True).step()
     assert all((p < 1.0).all() for p in held)
+
+
+def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    ours, plain = nn.Parameter(on_the_host(1.0)), nn.Parameter(torch.ones(SHAPE))
+    optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (ours, plain)]
+    for _ in range(3):
+        ours.grad, plain.grad = on_the_host(0.5), torch.full(SHAPE, 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours.detach().to_local(), plain.detach())  # type: ignore[attr-defined]
+    assert not caplog.records, "nothing was gathered whole"
+
+
+def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = taken._disabled
+
+    def refusing(func: object, types: object, args: tuple[object, ...], kwargs: object) -> object:
+        if func is torch._fused_adamw_:
+            through(func, types, (*args[:5], [], *args[6:]), kwargs)  # one step for each parameter is missing
+        return through(func, types, args, kwargs)
+
+    monkeypatch.setattr(taken, "_disabled", refusing)
+    parameter = nn.Parameter(on_the_host(1.0))
+    parameter.grad = on_the_host(0.5)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    gradient = weakref.ref(parameter.grad.to_local())  # type: ignore[attr-defined]
+    with without_collection():
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gradient() is None
+    assert (parameter.detach().to_local() < 1.0).all()  # type: ignore[attr-defined]
