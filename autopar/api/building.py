@@ -147,7 +147,8 @@ def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any
         plan = _from_rank_zero(order, args, kwargs)
     trace = traced_for(plan, order.model, args, kwargs)
     refuse_own_losses(trace, order.build["batch"])
-    check_fits(plan, trace, plan.mesh if is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh) else as_mesh(order.mesh))
+    is_shaped_so = is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh)
+    check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(order.mesh), type(order.model).__name__)
     return plan, program_of(plan, order.model, trace, args, kwargs)
 
 

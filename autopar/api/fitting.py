@@ -18,13 +18,13 @@ _SHOWN = 3  # of what is in one of both alone
 _INDEX = re.compile(r"(?<![^.])\d+(?=[./]|$)")  # of a repeated module, in a path
 
 
-def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
-    """That a plan is for this model and mesh.
+def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
+    """That a plan is for this model and mesh; `name` is that of the model's class, for the refusal.
 
     Raises:
         PlanError: saying what differs, a line each.
     """
-    differs = list(_differences(plan, trace, mesh))
+    differs = list(_differences(plan, trace, mesh, name))
     if plan.fingerprint.torch != torch.__version__.split("+")[0]:
         log.warning("plan made with torch %s, this is %s: entries are matched by key", plan.fingerprint.torch, torch.__version__)
     if differs:
@@ -34,11 +34,13 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
         raise PlanError(what, remedy=f"{start}plan again, or pass the plan of this model and mesh")
 
 
-def _differences(plan: Plan, trace: Trace, mesh: Mesh) -> Iterator[str]:
+def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[str]:
     """A line each."""
     if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
         yield f"mesh: the plan is for {plan.mesh}, this is {mesh}"
     if plan.fingerprint.model != trace.fingerprint:
+        if name and plan.fingerprint.model_name not in ("", name):
+            yield f"model: the plan is for a {plan.fingerprint.model_name}, this is a {name}"
         other = plan.fingerprint.other_batch(trace.batch_in_words)
         named = [*([other] if other else []), *_asked(plan, trace), *_of_model(plan, trace)]
         yield from named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]

@@ -212,7 +212,7 @@ def verify(
         raise VerificationError(f"nothing can be verified in {dtype}: sums that ops keep in float32 would be in it, too", remedy=remedy)
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     trace = traced_for(plan, model, args, kwargs)
-    check_fits(plan, trace, plan.mesh)
+    check_fits(plan, trace, plan.mesh, type(model).__name__)
     reference = as_planned(trace, plan)
     return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
 

@@ -138,7 +138,7 @@ def what_if(
     there = plan.mesh if mesh is None else as_mesh(mesh)
     devices = as_hardware(planned_for(plan) if hardware is None else hardware, there)
     trace = traced_for(plan, model, args, kwargs)
-    check_fits(plan, trace, plan.mesh)
+    check_fits(plan, trace, plan.mesh, type(model).__name__)
     options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
     change = changed(options, (without,) if isinstance(without, str | Constraint) else without, as_constraints(constraints))
     if there.axes == plan.mesh.axes:
@@ -180,7 +180,7 @@ def flips(
         what = f"the plan was made for another profile than this {devices.name}"
         raise PlanError(what, remedy="pass the one that it was made for as hardware=, or ask autopar.what_if about this one")
     trace = traced_for(plan, model, args, kwargs)
-    check_fits(plan, trace, plan.mesh)
+    check_fits(plan, trace, plan.mesh, type(model).__name__)
     part = _part(plan, model, trace, args, kwargs)
     return all_flips(plan, part, plan.mesh, devices, options_of(plan, devices, None), most=most)
 

@@ -155,6 +155,9 @@ def what_if_command(
     hardware: Annotated[str | None, typer.Option(help="Name or path of the other hardware profile; by default the plan's.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name.")] = None,
     devices_per_node: DevicesPerNode = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget per device, as 72GiB; by default the plan's, or the device's less 10 %.")
+    ] = None,
     constraint: Constraints = None,
     without: Annotated[
         list[str] | None,
@@ -170,7 +173,7 @@ def what_if_command(
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there, or under other constraints, would gain."""
     check_there(plan, hardware)
-    there = None if mesh is None else read_mesh(mesh, devices_per_node)
+    there, budget = None if mesh is None else read_mesh(mesh, devices_per_node), parse_size(memory)
     from autopar.api import what_if
     from autopar.cli.models import asked, built
     from autopar.constraints.written import parse_constraint
@@ -182,8 +185,9 @@ def what_if_command(
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         more = [parse_constraint(text) for text in constraint or ()]
         found = what_if(
-            loaded, network, example, hardware=hardware, mesh=there, constraints=more, without=without or (), num_flips=flips
-        )
+            loaded, network, example, hardware=hardware, mesh=there, memory_bytes=budget, constraints=more, without=without or (),
+            num_flips=flips,
+        )  # fmt: skip
     say(str(found))
 
 

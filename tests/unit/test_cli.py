@@ -86,6 +86,8 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, 
     assert code == 0 and "planned for cpu-gloo, asked about h100-sxm" in said and "regret" in said
     code, said, _ = command("what-if", "plan.json", "--mesh", "node=2,gpu=4", "--module", "model.py:small")
     assert code == 0 and "asked about cpu-gloo and mesh node=2,gpu=4" in said
+    code, said, _ = command("what-if", "plan.json", "--memory", "1.5GiB", "--module", "model.py:small")
+    assert code == 0 and "and fits: " in said and " of 1.50 GiB per device" in said
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
     assert (here / "plan.png").stat().st_size > 10_000
 

@@ -179,6 +179,11 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     unnamed = replace(same, fingerprint=replace(same.fingerprint, model="another"))
     with pytest.raises(PlanError, match="names agree, but shapes, dtypes or arguments of ops differ"):
         check_fits(unnamed, trace, mesh)
+    named = replace(same, fingerprint=replace(same.fingerprint, model="another", model_name="GPT2LMHeadModel"))
+    with pytest.raises(PlanError, match="model: the plan is for a GPT2LMHeadModel, this is a LlamaForCausalLM\n"):
+        check_fits(named, trace, mesh, "LlamaForCausalLM")
+    with pytest.raises(PlanError, match="something else:\n    model: names agree"):
+        check_fits(named, trace, mesh, "GPT2LMHeadModel")
     older = json.loads(same.dumps())
     del older["fingerprint"]["inputs"]
     assert Plan.loads(json.dumps(older)).fingerprint.other_batch(trace.batch_in_words) == ""
