@@ -65,7 +65,7 @@ def vit(*, num_layers: int = 2, dtype: torch.dtype = torch.float32, **settings: 
 
 
 def _built(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = kind(config).to(dtype).train()
         for parameter in model.parameters():  # zero biases would hide a lost or misplaced one

@@ -78,6 +78,8 @@ def parallel_module(
     """
     mesh = order.mesh
     kind = _device_type(order.model, (args, kwargs))
+    if kind == "cpu" and shared is None and not isinstance(mesh, DeviceMesh) and torch.cuda.is_available():
+        log.warning('model and batch are on the CPU, and so is what was compiled; with example_inputs on "cuda" it would run on GPUs')
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
     plan, program = _plan_together(order, args, kwargs)
     if is_unshaped(mesh):  # its shape is the plan's

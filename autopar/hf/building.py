@@ -63,8 +63,10 @@ def build(
         config.decoder_start_token_id = config.pad_token_id or 0  # T5's own, which its configuration leaves to checkpoints
     config.architectures = config.architectures or []  # where a head has several classes, transformers looks for names in it
     builder = _head(kind, head, config)
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(seed)
+    gpu = [torch.cuda.current_device()] if torch.device(device).type == "cuda" else []  # no other is touched, nor draws from the seed
+    with torch.random.fork_rng(gpu), torch.device(device):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[number] for number in gpu)):
+            generator.manual_seed(seed)
         try:
             model = builder.from_config(config, dtype=dtype)
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError) as error:

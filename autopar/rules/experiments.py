@@ -41,7 +41,7 @@ def experiment(call: Call, known: Sequence[AxisOption] = (), *, careful: bool = 
         careful: try only the likely splits, see `_likely_splits`.
     """
     with as_written(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the CPU alone, where it runs: those of GPUs are the script's
         trials = trials_of(call)
         if not trials:
             return (), "it gave no numbers on small tensors of the CPU, or others the second time"

@@ -152,7 +152,7 @@ def _shapes(terms: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[tu
 def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
     tried: set[str] = set()
     with as_written(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the CPU alone, where it runs: those of GPUs are the script's
         for call, tensors in trials:
             factors = row(call)
             every = options(factors, call)

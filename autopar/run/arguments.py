@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from autopar.layout import local_shape
 from autopar.run.equal import check_batch
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.variants import AsksForGradient, Misfit
+
+log = logging.getLogger("autopar")
 
 
 class Arguments:
@@ -47,7 +50,7 @@ class Arguments:
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._spec, self._signature, self._device_type, self._settings = program.in_spec, signature, device_type, program.settings
-        self._is_whole, self._num_calls = batch == "global", 0
+        self._is_whole, self._num_calls, self._told_of_gpu = batch == "global", 0, False
         self._remedy = _REMEDY if self._is_whole else _OF_PARTS
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
         self._paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
@@ -150,8 +153,19 @@ class Arguments:
                     f"argument {tensor.name!r} is on {value.device}, the mesh on {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
                 )
-            tensors.append(value)
+            tensors.append(value if value.device.type != "cuda" else self._here(value, tensor.name))
         return tensors
+
+    def _here(self, value: Tensor, name: str) -> Tensor:
+        """On this process' GPU, since each of several may have moved its batch to ``"cuda"`` before it had one of its own."""
+        own = torch.device("cuda", torch.cuda.current_device())
+        if value.device == own:
+            return value
+        if not self._told_of_gpu:
+            self._told_of_gpu = True
+            log.warning("%s is on %s, and this process computes on %s: each call copies it there; move batches to \"cuda\" only after "
+                        "compile, or call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first", name, value.device, own)  # fmt: skip
+        return value.to(own)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, Groups
 from autopar.mesh import Mesh
-from autopar.run.ranks import of_all, of_all_alike
+from autopar.run.ranks import of_all, of_all_alike, take_gpu
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
@@ -29,6 +29,8 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
     Raises:
         MeshError: where the mesh does not have exactly one device per process.
     """
+    if device_type == "cuda":
+        take_gpu()
     if not dist.is_initialized():
         _initialize(mesh, device_type)
     world = dist.get_world_size()

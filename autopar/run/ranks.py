@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from autopar.errors import RuntimeStateError
+from autopar.errors import MeshError, RuntimeStateError
 
 
 def rank() -> int:
@@ -24,6 +25,21 @@ def num_ranks() -> int:
 def local_rank() -> int:
     """This process' place on its machine."""
     return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+def take_gpu() -> None:
+    """Make the GPU of this process' place on its machine the current one, where a launcher started several processes here and the first GPU
+    still is: torch does so by itself only where CUDA was not touched before, and a batch that was moved to ``"cuda"`` has.
+
+    Raises:
+        MeshError: where the machine has no GPU for this process.
+    """
+    place, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if 0 < num_gpus <= place and not torch.cuda.is_initialized():
+        what = f"process {place} of this machine has no GPU: there are {num_gpus}"
+        raise MeshError(what, remedy=f"start as many processes as there are GPUs: autopar run -n {num_gpus} SCRIPT")
+    if 0 < place < num_gpus and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(place)
 
 
 def of_all(fact: Any) -> list[Any]:

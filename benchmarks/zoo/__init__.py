@@ -57,7 +57,7 @@ def build(
         return _published(PUBLISHED[name], settings, batch=batch, seq=seq, dropout=dropout, dtype=dtype, device=device, seed=seed)
     if name not in NAMES:
         raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
-    with torch.random.fork_rng(), torch.device(device):
+    with torch.random.fork_rng([]), torch.device(device):
         torch.manual_seed(seed)
         try:
             if name in _LONG:
@@ -86,7 +86,7 @@ def _published(entry: Published, settings: Mapping[str, Any], *, seq: int | None
     model, made = hf.build(spec, seq=seq or entry.seq, image=32, seed=seed, device=device, **how)
     if entry.masked:
         made["attention_mask"] = _padding(made["input_ids"])
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed + 1)
         return _without_zeros(model), made
 

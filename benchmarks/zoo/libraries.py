@@ -45,7 +45,7 @@ def build(name: str, *, batch: int, dtype: torch.dtype, device: str, seed: int) 
     if name not in NAMES:
         raise AutoparError(f"the list of libraries' models has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
     entry = LIST["models"][name]
-    with torch.random.fork_rng(), torch.device(device):
+    with torch.random.fork_rng([]), torch.device(device):
         torch.manual_seed(seed)
         model = WithLoss(_made(entry["make"], entry["settings"])).train()
         made = {key: _drawn(shape, batch) for key, shape in entry["inputs"].items()}

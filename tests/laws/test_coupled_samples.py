@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[type[nn.Module], str]] = {"BatchNorm": (Normed, "at layer
 def planned(
     kind: type[nn.Module], axes: dict[str, int], *constraints: Any, **options: Any
 ) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = kind()
         batch = {"x": torch.randn(NUM_SAMPLES, WIDTH), "y": torch.randn(NUM_SAMPLES, WIDTH)}

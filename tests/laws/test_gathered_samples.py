@@ -122,7 +122,7 @@ COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Rout
 
 @cache
 def planned(kind: type[nn.Module], mesh: Mesh, forced: Constraint, num: int = B) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model, batch = kind(), {"x": torch.randn(num, WIDTH), "y": torch.randn(num, WIDTH)}
     return autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(forced,)), model, batch

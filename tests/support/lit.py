@@ -33,7 +33,7 @@ class Classifier(lightning.LightningModule):
     def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
         self.save_hyperparameters()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([]):
             torch.manual_seed(0)
             self.net = Net()
         self.seen, self.losses = torchmetrics.SumMetric(), list[float]()

@@ -42,7 +42,7 @@ def _batch(rows: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def _net(**settings: Any) -> Net:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         return Net(**settings).double()
 

@@ -1,0 +1,114 @@
+"""Each process of a launcher has a GPU of its own, whatever was moved to ``"cuda"`` before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import zoo_small
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import autopar
+from autopar.api import building
+from autopar.errors import MeshError
+from autopar.mesh import Mesh
+from autopar.run.arguments import Arguments
+from autopar.run.device_mesh import device_mesh
+from autopar.run.program import Program
+from autopar.run.ranks import take_gpu
+
+
+@dataclass
+class Gpus:
+    """What torch is asked for, of a machine with some GPUs."""
+
+    num: int
+    current: int = 0
+    is_touched: bool = True
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    made = Gpus(4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: made.num)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: made.num > 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: made.is_touched)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: setattr(made, "current", number))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("place", "before", "after"),
+    [
+        pytest.param(3, 0, 3, id="nobody has chosen"),
+        pytest.param(3, 2, 2, id="the script has"),
+        pytest.param(0, 2, 2, id="the script has of the first process"),
+        pytest.param(5, 0, 0, id="several share one"),
+    ],
+)
+def test_a_process_takes_the_gpu_of_its_place_unless_the_script_has_chosen(
+    place: int, before: int, after: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(place))
+    gpus.current = before
+    take_gpu()
+    assert gpus.current == after
+
+
+def test_without_a_launcher_the_current_gpu_stays(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    take_gpu()
+    assert gpus.current == 0
+
+
+def test_more_processes_than_gpus_are_refused_before_torch_is_asked(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    gpus.is_touched = False
+    with pytest.raises(MeshError, match=r"process 4 of this machine has no GPU: there are 4\n  what to do: .*autopar run -n 4 SCRIPT"):
+        device_mesh(Mesh(8), "cuda")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Program, dict[str, Tensor]]:
+    model, batch = zoo_small.llama(num_layers=1)
+    made = autopar.compile(model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm").program
+    assert isinstance(made, Program)
+    return made, batch
+
+
+def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_once(
+    compiled: tuple[Program, dict[str, Tensor]], gpus: Gpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, batch = compiled
+    gpus.current = 2
+    arguments = Arguments(program, None, "global", (), "cuda")
+    with FakeTensorMode():
+        there, here = ({name: torch.zeros(x.shape, dtype=x.dtype, device=f"cuda:{place}") for name, x in batch.items()} for place in (0, 2))
+        for given in (there, there, here):
+            found = arguments._tensors((), given)
+            assert {x.device for x in found} == {torch.device("cuda", 2)}
+        assert {id(x) for x in found} <= {id(x) for x in here.values()}, "what is there is taken as it is"
+    (said,) = [record.getMessage() for record in caplog.records if "copies it there" in record.getMessage()]
+    assert "is on cuda:0, and this process computes on cuda:2" in said and "LOCAL_RANK" in said
+
+
+class Reached(Exception):
+    """The plan is asked for."""
+
+
+@pytest.mark.parametrize("num", [0, 4])
+def test_that_gpus_are_left_alone_is_told(
+    num: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reached(*_: object) -> None:
+        raise Reached
+
+    model, batch = zoo_small.llama(num_layers=1)
+    gpus.num = num
+    monkeypatch.setattr(building, "_plan_together", reached)
+    with pytest.raises(Reached):
+        autopar.compile(model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm")
+    assert any("model and batch are on the CPU" in record.getMessage() for record in caplog.records) == bool(num)
