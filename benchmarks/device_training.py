@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +84,6 @@ def row(
         return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in cases]
     base: Row = {"batch": batch, "seq": seq, "dtype": dtype, "precision": precision, "offload": offloads, "hardware": profile.name}
     base |= {"error": None, "skipped": None, "device": torch.cuda.get_device_name()}
-    torch.set_num_threads(os.cpu_count() or 1)  # what rests on the host takes its optimizer step on all cores
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
         return built.build(**size, device="cuda")

@@ -23,7 +23,7 @@ from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
 from autopar.run.program import ProgramTensor
-from autopar.run.ranks import by_all, of_all
+from autopar.run.ranks import by_all, of_all, share_cores
 from autopar.run.unset import Unset
 from autopar.run.variants import Variants
 
@@ -79,6 +79,8 @@ class Holder(Drawing):
         watch_data(self.parameters())
         if shared is None:
             watch_replaced(model.parameters())
+        if devices.device_type != "cpu" and any(t.layout.host for t in tensors):
+            share_cores()
 
     def train(self, mode: bool = True) -> Holder:
         """Set the mode of the whole."""

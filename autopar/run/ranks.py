@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MeshError, RuntimeStateError
+
+log = logging.getLogger("autopar")
 
 
 def rank() -> int:
@@ -40,6 +43,17 @@ def take_gpu() -> None:
         raise MeshError(what, remedy=f"start as many processes as there are GPUs: autopar run -n {num_gpus} SCRIPT")
     if 0 < place < num_gpus and torch.cuda.current_device() == 0:
         torch.cuda.set_device(place)
+
+
+def share_cores() -> None:
+    """Give this process its share of the machine's cores, where it has one thread, and say so: torchrun leaves it one, and what rests on
+    the host takes its optimizer step there."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.get_num_threads() == 1 < num_threads:
+        torch.set_num_threads(num_threads)
+        if rank() == 0:
+            log.warning("parameters rest on the host: each process has %d threads for their optimizer step now, not one", num_threads)
 
 
 def of_all(fact: Any) -> list[Any]:

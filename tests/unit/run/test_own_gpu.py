@@ -1,7 +1,8 @@
-"""Each process of a launcher has a GPU of its own, whatever was moved to ``"cuda"`` before."""
+"""Each process of a launcher has a GPU of its own, whatever was moved to ``"cuda"`` before, and its share of the cores."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.run.arguments import Arguments
 from autopar.run.device_mesh import device_mesh
 from autopar.run.program import Program
-from autopar.run.ranks import take_gpu
+from autopar.run.ranks import share_cores, take_gpu
 
 
 @dataclass
@@ -69,6 +70,24 @@ def test_more_processes_than_gpus_are_refused_before_torch_is_asked(gpus: Gpus, 
     gpus.is_touched = False
     with pytest.raises(MeshError, match=r"process 4 of this machine has no GPU: there are 4\n  what to do: .*autopar run -n 4 SCRIPT"):
         device_mesh(Mesh(8), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("before", "here", "after"), [(1, "4", 3), (1, None, 12), (2, "4", 2), (1, "12", 1)],
+    ids=["torchrun's one", "alone", "the script's", "a core for each"],
+)  # fmt: skip
+def test_a_process_has_its_share_of_the_cores_for_what_rests_on_the_host(
+    before: int, here: str | None, after: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [before]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: now.__setitem__(0, number))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    share_cores()
+    assert now == [after] and bool(caplog.records) == (after != before)
 
 
 @pytest.fixture(scope="module")
