@@ -83,8 +83,8 @@ def all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
 def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
     if size == 1:
         return [x]
-    come = _functional.all_reduce(x.contiguous(), reduce_op, name) if name else x.new_empty(x.shape)
-    return [come, come]  # it is reduced in place, in a copy
+    come = _functional.all_reduce(_summable(x.contiguous()), reduce_op, name) if name else x.new_empty(x.shape)
+    return [come, come if come.dtype == x.dtype else x.new_empty(0)]  # it is reduced in place, in a copy
 
 
 def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) -> Tensor:
@@ -217,7 +217,7 @@ def _start_scatter(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
     """[size, ..] → [1, ..], the reduced tensor at this rank's index."""
     if not name:
         return [x.new_empty((1, *x.shape[1:])), x]
-    return [_functional.reduce_scatter_tensor(x, reduce_op, size, name), x]
+    return [_functional.reduce_scatter_tensor(_summable(x), reduce_op, size, name), x]
 
 
 def _start_exchange(x: Tensor, size: int, name: str) -> Started:
@@ -243,6 +243,11 @@ _SENDABLE = frozenset(
 def _sendable(x: Tensor) -> Tensor:
     """In a dtype that process groups know."""
     return x if x.dtype in _SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _summable(x: Tensor) -> Tensor:
+    """As process groups add it up: of complex numbers both parts, which not every one of them knows."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _awaited(started: Started, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import LayoutError, RuntimeStateError
+from autopar.kernels import bound
 from autopar.kernels.binding import bind
 from autopar.kernels.collectives import (
     STEPS,
@@ -165,3 +167,18 @@ def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(lowest: bool
     with use_groups(groups):
         assert torch.equal(halo(x, 1, 1, 2, lowest, 0), expected)
     assert torch.equal(bind(graph_of(halo, 1, 1, 2, lowest, 0), groups)(x)[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_sums_of_complex_numbers_travel_as_pairs_which_every_process_group_adds_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    def summed(x: torch.Tensor, op: str, *_: object) -> torch.Tensor:
+        sent.append(x)
+        return (x if kind == "all_reduce" else x[:1]).clone()
+
+    known = SimpleNamespace(all_reduce=summed, reduce_scatter_tensor=summed, wait_tensor=lambda x: x)
+    monkeypatch.setattr(bound, "_functional", known)
+    x = torch.complex(torch.arange(8.0), -torch.arange(8.0)).view(4, 2).conj()
+    found = bound.all_reduce(x, "sum", 2, "two") if kind == "all_reduce" else bound.reduce_scatter(x, 0, "sum", 2, "two", 0)
+    assert torch.equal(found, x if kind == "all_reduce" else x[:2]) and [y.dtype for y in sent] == [torch.float32]
