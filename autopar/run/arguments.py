@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -163,8 +164,11 @@ class Arguments:
             return value
         if not self._told_of_gpu:
             self._told_of_gpu = True
-            log.warning("%s is on %s, and this process computes on %s: each call copies it there; move batches to \"cuda\" only after "
-                        "compile, or call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first", name, value.device, own)  # fmt: skip
+            of_place = "int(os.environ['LOCAL_RANK'])" if "LOCAL_RANK" in os.environ else value.device.index
+            log.warning(
+                "%s is on %s, and this process computes on %s: each call copies it there; call torch.cuda.set_device(%s) before all else",
+                name, value.device, own, of_place,
+            )  # fmt: skip
         return value.to(own)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:

@@ -98,20 +98,25 @@ def compiled() -> tuple[Program, dict[str, Tensor]]:
     return made, batch
 
 
+@pytest.mark.parametrize(("place", "remedy"), [("2", "int(os.environ['LOCAL_RANK'])"), (None, "0")])
 def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_once(
-    compiled: tuple[Program, dict[str, Tensor]], gpus: Gpus, caplog: pytest.LogCaptureFixture
-) -> None:
+    place: str | None, remedy: str, compiled: tuple[Program, dict[str, Tensor]], gpus: Gpus, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if place is not None:
+        monkeypatch.setenv("LOCAL_RANK", place)
     program, batch = compiled
     gpus.current = 2
     arguments = Arguments(program, None, "global", (), "cuda")
     with FakeTensorMode():
-        there, here = ({name: torch.zeros(x.shape, dtype=x.dtype, device=f"cuda:{place}") for name, x in batch.items()} for place in (0, 2))
+        there, here = ({name: torch.zeros(x.shape, dtype=x.dtype, device=f"cuda:{gpu}") for name, x in batch.items()} for gpu in (0, 2))
         for given in (there, there, here):
             found = arguments._tensors((), given)
             assert {x.device for x in found} == {torch.device("cuda", 2)}
         assert {id(x) for x in found} <= {id(x) for x in here.values()}, "what is there is taken as it is"
     (said,) = [record.getMessage() for record in caplog.records if "copies it there" in record.getMessage()]
-    assert "is on cuda:0, and this process computes on cuda:2" in said and "LOCAL_RANK" in said
+    assert "is on cuda:0, and this process computes on cuda:2" in said and f"set_device({remedy})" in said
 
 
 class Reached(Exception):
