@@ -23,7 +23,7 @@ from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
 from autopar.run.program import ProgramTensor
-from autopar.run.ranks import by_all, of_all, share_cores
+from autopar.run.ranks import by_all, of_all, share_cores, tell_of_hosts
 from autopar.run.unset import Unset
 from autopar.run.variants import Variants
 
@@ -81,6 +81,7 @@ class Holder(Drawing):
             watch_replaced(model.parameters())
         if devices.device_type != "cpu" and any(t.layout.host for t in tensors):
             share_cores()
+            tell_of_hosts()
 
     def train(self, mode: bool = True) -> Holder:
         """Set the mode of the whole."""

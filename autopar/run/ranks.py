@@ -56,6 +56,15 @@ def share_cores() -> None:
             log.warning("parameters rest on the host: each process has %d threads for their optimizer step now, not one", num_threads)
 
 
+def tell_of_hosts() -> None:
+    """Say so where process groups reach GPUs alone, and what rests on the host cannot be joined."""
+    if num_ranks() > 1 and rank() == 0 and "cpu:" not in (backends := dist.get_backend_config()):
+        log.warning(
+            "parameters rest on the host, which process groups of %s do not reach: they train, and save in parts, but cannot be joined "
+            "(full_tensor, save_pretrained); call init_process_group() without a backend", backends,
+        )  # fmt: skip
+
+
 def of_all(fact: Any) -> list[Any]:
     """What each rank says, by rank; what they say can be pickled."""
     facts = [fact] * num_ranks()

@@ -15,6 +15,7 @@ import autopar
 from autopar.api import building
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
+from autopar.run import ranks
 from autopar.run.arguments import Arguments
 from autopar.run.device_mesh import device_mesh
 from autopar.run.program import Program
@@ -88,6 +89,17 @@ def test_a_process_has_its_share_of_the_cores_for_what_rests_on_the_host(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
     share_cores()
     assert now == [after] and bool(caplog.records) == (after != before)
+
+
+@pytest.mark.parametrize(("backends", "is_told"), [("cpu:gloo,cuda:nccl", False), ("cuda:nccl", True)])
+def test_groups_that_do_not_reach_the_host_are_told_of(
+    backends: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
+    monkeypatch.setattr(ranks.dist, "get_backend_config", lambda: backends)
+    ranks.tell_of_hosts()
+    assert [record.getMessage().count("of cuda:nccl do not reach") for record in caplog.records] == [1] * is_told
 
 
 @pytest.fixture(scope="module")
