@@ -255,7 +255,9 @@ def export_command(
 def run_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python file that calls autopar.compile.")],
-    num_processes: Annotated[int, typer.Option("-n", "--num-processes", min=1, help="Processes on this machine.")] = 1,
+    num_processes: Annotated[
+        int | None, typer.Option("-n", "--num-processes", min=1, help="Processes on this machine; by default one for each GPU, or one.")
+    ] = None,
     nodes: Annotated[str, typer.Option(help="Machines that each run this: a number, or the fewest and the most, as 2:4.")] = "1",
     meet: Annotated[str | None, typer.Option(help="HOST:PORT of one of several machines, where they meet.")] = None,
     restarts: Annotated[int | None, typer.Option(min=0, help="How often all start again where one fails; 0, of 2:4 machines 10.")] = None,

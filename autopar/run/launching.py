@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from autopar.errors import AutoparError
@@ -18,7 +19,7 @@ def launch(
     script: Path,
     arguments: Sequence[str],
     *,
-    num_processes: int = 1,
+    num_processes: int | None = None,
     nodes: str = "1",
     meet: str | None = None,
     restarts: int | None = None,
@@ -26,9 +27,11 @@ def launch(
     """Run `script` with its arguments; returns when it has ended on this machine.
 
     Args:
-        num_processes: on this machine. nodes: machines that each run this: a number, or the fewest and the most, as ``2:4``.
-        meet: ``host:port`` of one of them, where several machines meet. restarts: how often all start again after one has failed, as
-            those that are left do where a machine is lost; by default not at all, or 10 times where machines may come and go.
+        num_processes: on this machine; by default one for each of its GPUs, or one.
+        nodes: machines that each run this: a number, or the fewest and the most, as ``2:4``.
+        meet: ``host:port`` of one of them, where several machines meet.
+        restarts: how often all start again after one has failed, as those that are left do where a machine is lost; by default not at all,
+            or 10 times where machines may come and go.
 
     Raises:
         AutoparError: where there is no such script, or several machines have no place to meet.
@@ -48,6 +51,7 @@ def launch(
     restarts = (10 if most else 0) if restarts is None else restarts
     if most:  # else, as of torch 2.13, the first machine says once where its store is, and whoever joins later waits for it in vain
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    num_processes = num_processes or torch.cuda.device_count() or 1
     sys.argv = ["torchrun", *where, f"--max-restarts={restarts}", f"--nproc-per-node={num_processes}", str(script), *arguments]
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.api.arguments import launched
 from autopar.errors import AutoparError
@@ -30,6 +31,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_machine_needs_no_place_to_meet(script: Path) -> None:
     launch(script, ["--steps", "3"], num_processes=4)
     assert sys.argv == ["torchrun", "--standalone", "--max-restarts=0", "--nproc-per-node=4", str(script), "--steps", "3"]
+
+
+@pytest.mark.parametrize(("num_gpus", "started"), [(8, 8), (0, 1)])
+def test_by_default_each_gpu_has_a_process(num_gpus: int, started: int, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    launch(script, [])
+    assert f"--nproc-per-node={started}" in sys.argv
 
 
 def test_where_machines_come_and_go_losing_one_does_not_end_the_run(script: Path) -> None:
