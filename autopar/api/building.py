@@ -78,8 +78,8 @@ def parallel_module(
     """
     mesh = order.mesh
     kind = _device_type(order.model, (args, kwargs))
-    if kind == "cpu" and shared is None and not isinstance(mesh, DeviceMesh) and torch.cuda.is_available():
-        log.warning('model and batch are on the CPU, and so is what was compiled; with example_inputs on "cuda" it would run on GPUs')
+    if shared is None and not isinstance(mesh, DeviceMesh):
+        _tell_of_gpus(kind, mesh)
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
     plan, program = _plan_together(order, args, kwargs)
     if is_unshaped(mesh):  # its shape is the plan's
@@ -125,6 +125,15 @@ def _variant(
     made.train(training)
     made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
     return made
+
+
+def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
+    """Of those that this machine has and that have nothing to do, though nobody may have meant that."""
+    if kind == "cpu" and torch.cuda.is_available():
+        log.warning('model and batch are on the CPU, and so is what was compiled; with example_inputs on "cuda" it would run on GPUs')
+    elif kind == "cuda" and is_unshaped(mesh) and as_mesh(mesh).num_devices == 1 < torch.cuda.device_count():
+        num = torch.cuda.device_count()
+        log.warning("one process was started, so that one of %d GPUs works: `autopar run SCRIPT` starts one for each", num)
 
 
 def _device_type(model: nn.Module, batch: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +149,14 @@ def test_that_gpus_are_left_alone_is_told(
     with pytest.raises(Reached):
         autopar.compile(model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm")
     assert any("model and batch are on the CPU" in record.getMessage() for record in caplog.records) == bool(num)
+
+
+@pytest.mark.parametrize(
+    ("num", "mesh", "is_told"), [(8, 1, True), (8, (1, 8), False), (8, Mesh(1), False), (1, 1, False)], ids=["one", "all", "asked", "alone"]
+)
+def test_that_one_of_several_gpus_works_is_told_where_nobody_has_asked_for_that(
+    num: int, mesh: Any, is_told: bool, gpus: Gpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus.num = num
+    building._tell_of_gpus("cuda", mesh)
+    assert [record.getMessage().count("one of 8 GPUs works: `autopar run SCRIPT`") for record in caplog.records] == [1] * is_told
