@@ -51,8 +51,10 @@ def launch(
     restarts = (10 if most else 0) if restarts is None else restarts
     if most:  # else, as of torch 2.13, the first machine says once where its store is, and whoever joins later waits for it in vain
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    num_processes = num_processes or torch.cuda.device_count() or 1
-    sys.argv = ["torchrun", *where, f"--max-restarts={restarts}", f"--nproc-per-node={num_processes}", str(script), *arguments]
+    num_gpus = torch.cuda.device_count()
+    num_processes = num_processes or num_gpus or 1
+    started = ["-m", "autopar.run.started"] if num_gpus > 1 < num_processes else []
+    sys.argv = ["torchrun", *where, f"--max-restarts={restarts}", f"--nproc-per-node={num_processes}", *started, str(script), *arguments]
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__")
     except ChildFailedError as error:  # each process has told its own; what follows here is torchrun's

@@ -16,6 +16,8 @@ from autopar.api.arguments import launched
 from autopar.errors import AutoparError
 from autopar.run.launching import launch
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -33,11 +35,29 @@ def test_one_machine_needs_no_place_to_meet(script: Path) -> None:
     assert sys.argv == ["torchrun", "--standalone", "--max-restarts=0", "--nproc-per-node=4", str(script), "--steps", "3"]
 
 
-@pytest.mark.parametrize(("num_gpus", "started"), [(8, 8), (0, 1)])
-def test_by_default_each_gpu_has_a_process(num_gpus: int, started: int, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_gpus", "asked", "started"), [(8, None, 8), (0, None, 1), (8, 2, 2), (1, 2, 2)])
+def test_by_default_each_gpu_has_a_process_and_of_several_each_has_its_own_from_the_begin(
+    num_gpus: int, asked: int | None, started: int, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    launch(script, [])
-    assert f"--nproc-per-node={started}" in sys.argv
+    launch(script, ["--steps", "3"], num_processes=asked)
+    by_us = ["-m", "autopar.run.started"] if num_gpus > 1 else []
+    assert sys.argv[3:] == [f"--nproc-per-node={started}", *by_us, str(script), "--steps", "3"]
+
+
+def test_a_script_that_is_started_with_a_gpu_runs_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'beside'", encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, pickle, sys\nfrom beside import WORD\n\nclass Own: pass\n\n"
+        "if __name__ == '__main__':\n    assert type(pickle.loads(pickle.dumps(Own()))) is Own and sys.modules['__main__'].Own is Own\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: pool.apply(Own)\n"
+        "    print(WORD, sys.argv[1:], __file__)\n    sys.exit(3)\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "autopar.run.started", str(script), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=100)
+    assert (done.returncode, done.stdout.strip()) == (3, f"beside ['--steps', '3'] {script}"), done.stderr
 
 
 def test_where_machines_come_and_go_losing_one_does_not_end_the_run(script: Path) -> None:
