@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autopar.constraints import Constraint
 from autopar.devices import Unshaped, is_unshaped
 from autopar.errors import AutoparError, ConstraintError, MeshError
-from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import mesh_of
 
@@ -107,19 +105,3 @@ def kind_of(model: nn.Module, batch: object) -> str | None:
     if types == {"cpu"} and len(given) == 1:
         return given.pop()
     return types.pop() if len(types) == 1 else None
-
-
-def default_hardware(device_type: str | None = None) -> str:
-    """``local`` where this machine was measured for that kind of device, else the GPU that is there, else ``cpu-gloo``.
-
-    Without `device_type` a machine that has a GPU is that GPU, and any other whatever was measured. A ``local`` that does not say what
-    it is of was put there by hand, and is taken.
-    """
-    wanted = device_type or ("cuda" if torch.cuda.is_available() else None)
-    if HardwareProfile.local_path().exists():
-        measured = HardwareProfile.load("local").device_type
-        if wanted is None or measured in ("", wanted):
-            return "local"
-    if torch.cuda.is_available() and device_type != "cpu":
-        return HardwareProfile.of_gpu(torch.cuda.get_device_name())
-    return "cpu-gloo"

@@ -13,12 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, default_hardware, runs_on
+from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.fitting import check_fits
 from autopar.api.hardware import as_hardware, of_plan
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
+from autopar.api.this_machine import default_hardware, within_this_gpu
 from autopar.api.tracing import (
     as_planned,
     as_wanted,
@@ -37,6 +38,7 @@ from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import InfeasibleError, VerificationError
+from autopar.hardware import Mixed
 from autopar.keywords import named
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
@@ -67,13 +69,12 @@ def plan_call(
     """
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
-    hardware = default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware
-    devices = as_hardware(hardware, mesh)
+    devices = as_hardware(default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware, mesh)
     if isinstance(options, PlanOptions):
         chosen = options
     else:
         chosen = PlanOptions(**{"outputs": "auto", **options, "constraints": as_constraints(options.get("constraints", ()))})
-    chosen = chosen.begun()
+    chosen = (within_this_gpu(chosen, devices) if hardware is None and not isinstance(devices, Mixed) else chosen).begun()
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
         log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")

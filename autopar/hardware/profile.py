@@ -26,7 +26,8 @@ from autopar.hardware.reading import Reader, compute_curves, host, kernels, link
 FORMAT = "autopar-hardware"
 VERSION = 1
 DEVICE_TYPES = ("cpu", "cuda")
-_CHIPS = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-sxm-80gb"}
+_CHIPS = {"a100-sxm4-40gb": "a100-sxm-40gb", "a100-sxm": "a100-sxm-80gb", "h100 80gb hbm3": "h100-sxm", "nvidia h200": "h200-sxm"}
+_NEAR = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-sxm-80gb"}  # of the same chip, on another board
 _FOLDER = Path(__file__).parents[1] / "cost_models"
 _FIELDS = {"format", "version", "name", "description", "device_type", "device_memory_bytes", "memory_bandwidth_bytes_per_s"}
 _FIELDS |= {"launch_overhead_s", "kernels", "overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
@@ -96,9 +97,14 @@ class HardwareProfile:
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
     @staticmethod
-    def of_gpu(device_name: str) -> str:
-        """The profile of a GPU that torch calls `device_name`; of an H100 where there is none of its kind."""
-        return next((profile for chip, profile in _CHIPS.items() if chip in device_name.lower()), "h100-sxm")
+    def of_gpu(device_name: str) -> tuple[str, bool]:
+        """The profile of a GPU that torch calls `device_name`, and whether it is of that GPU: else it is of the same chip on another board,
+        or, where there is none of its kind, of an H100."""
+        name = device_name.lower()
+        own = next((profile for gpu, profile in _CHIPS.items() if gpu in name), None)
+        if own is not None and "pcie" not in name and "nvl" not in name:
+            return own, True
+        return next((profile for chip, profile in _NEAR.items() if chip in name), "h100-sxm"), False
 
     @staticmethod
     def local_path() -> Path:

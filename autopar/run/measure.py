@@ -84,7 +84,7 @@ def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str
         raise HardwareError(what, remedy="leave world_size out: one GPU is measured, and links come from a profile, which `links` names")
     if not torch.cuda.is_available():
         raise HardwareError("there is no CUDA device to measure", remedy="run this on a machine with a GPU and a torch with CUDA")
-    base_name = HardwareProfile.of_gpu(torch.cuda.get_device_name(0)) if links is None else os.fspath(links)
+    base_name = HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0] if links is None else os.fspath(links)
     base = HardwareProfile.read(base_name)
     HardwareProfile.from_json(base, where=base_name)
     with tempfile.TemporaryDirectory() as folder:

@@ -64,7 +64,7 @@ def test_figures_are_of_the_order_that_gpus_have(profile: HardwareProfile) -> No
 
 
 def test_links_come_from_the_profile_of_the_chip(profile: HardwareProfile) -> None:
-    assert profile.links == HardwareProfile.load(HardwareProfile.of_gpu(torch.cuda.get_device_name(0))).links
+    assert profile.links == HardwareProfile.load(HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0]).links
 
 
 def test_a_model_on_the_gpu_is_planned_with_what_was_measured(profile: HardwareProfile) -> None:

@@ -1,0 +1,66 @@
+"""Where nobody names hardware, the GPU that is there is planned for: its times where a profile has them, and never more memory than it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autopar.api import default_hardware, this_machine
+from autopar.api.this_machine import within_this_gpu
+from autopar.hardware import HardwareProfile
+from autopar.planning import PlanOptions
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The GPU of this machine, which was not measured."""
+    made = SimpleNamespace(name="", total_memory=0)
+    monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: made.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: made)
+    monkeypatch.setattr(this_machine, "_told", set())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "is_its_own"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm", True),
+        ("NVIDIA H200", "h200-sxm", True),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb", True),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40gb", True),
+        ("NVIDIA H100 PCIe", "h100-sxm", False),
+        ("NVIDIA H200 NVL", "h200-sxm", False),
+        ("NVIDIA GH200 480GB", "h200-sxm", False),
+        ("NVIDIA A100 80GB PCIe", "a100-sxm-80gb", False),
+        ("NVIDIA GeForce RTX 4090", "h100-sxm", False),
+        ("NVIDIA B200", "h100-sxm", False),
+        ("NVIDIA H20", "h100-sxm", False),
+    ],
+)
+def test_that_a_gpu_has_no_profile_of_its_own_is_told_once(
+    name: str, profile: str, is_its_own: bool, gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.name = name
+    assert HardwareProfile.of_gpu(name) == (profile, is_its_own)
+    assert [default_hardware("cuda") for _ in range(2)] == [profile] * 2
+    said = f"there is no profile of {name}: planned with the times of {profile}; `autopar profile --device cuda` measures it in half a minute"
+    assert [record.getMessage() for record in caplog.records] == [said] * (not is_its_own)
+
+
+def test_a_plan_takes_no_more_memory_than_the_gpu_has(gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    profile, asked = HardwareProfile.load("h100-sxm"), PlanOptions(memory_bytes=10**9)
+    gpu.total_memory = 24 * 2**30
+    assert within_this_gpu(PlanOptions(), profile).memory_bytes == int(0.9 * 24 * 2**30)
+    assert within_this_gpu(asked, profile) is asked, "a budget that was asked for is taken"
+    assert within_this_gpu(PlanOptions(), HardwareProfile.load("cpu-gloo")).memory_bytes is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "h100-sxm has 74.5 GiB of memory, this GPU 24.0 GiB: planned within 21.6 GiB"
+    gpu.total_memory = profile.device_memory_bytes
+    assert within_this_gpu(PlanOptions(), profile).memory_bytes is None
