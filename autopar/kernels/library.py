@@ -224,11 +224,18 @@ def _variant() -> str:
     return os.environ.get("AUTOPAR_KERNELS") or "release"
 
 
+_LEAST = (8, 0)  # of the architectures that are compiled for; PTX serves later ones
+
+
 @cache
 def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     """The library and an empty reason, or None and why."""
     if variant == "reference":
         return None, "AUTOPAR_KERNELS=reference asks for the references in torch"
+    if kind == "cuda" and torch.cuda.is_available() and (has := torch.cuda.get_device_capability()) < _LEAST:
+        reason = f"they are for GPUs of compute capability {_LEAST[0]}.{_LEAST[1]} and later, this one has {has[0]}.{has[1]}"
+        _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
+        return None, reason
     from autopar.kernels.build import build_library  # here, so that build, which is also a command, is not imported with the package
 
     try:

@@ -200,6 +200,19 @@ def test_without_a_compiler_the_reference_runs_and_the_log_says_so(
         library.function("host", "ap_pack_bucket_host")
 
 
+def test_a_gpu_that_is_too_old_runs_the_references_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AUTOPAR_KERNELS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    library.forget()
+    assert library.cuda() is None
+    assert library.why_not("cuda") == "they are for GPUs of compute capability 8.0 and later, this one has 7.5"
+    assert [record.getMessage().count("run as their references in torch") for record in caplog.records] == [1]
+    library.forget()
+
+
 @needs_host
 def test_the_reference_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.host() is not None and library.why_not() == ""
