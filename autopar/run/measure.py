@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from autopar.errors import HardwareError
 from autopar.hardware import HardwareProfile
-from autopar.run.measure_profile import Json, Machine, Points, dumps, links_from, measured_links, profile_json
+from autopar.run.measure_profile import Json, Machine, Points, dumps, links_from, measured_host, measured_links, profile_json
 
 LIMIT_S = 300.0
 
@@ -89,11 +89,16 @@ def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str
     HardwareProfile.from_json(base, where=base_name)
     with tempfile.TemporaryDirectory() as folder:
         points = _run_workers("cuda", 1, Path(folder))
-    return gpu_json(points, _gpu(links), name, base, base_name)
+    machine = _gpu(links)
+    found = gpu_json(points, machine, name, base, base_name)
+    if "host" in base:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found["host"] = measured_host(base["host"], points["host"][0], machine, memory_bytes, torch.cuda.device_count())
+    return found
 
 
 def gpu_json(points: Points, machine: Machine, name: str, base: Json, base_name: str) -> Json:
-    """The JSON of a GPU that was measured alone, with the links of `base`."""
+    """The JSON of a GPU that was measured alone, with the links of `base`, and what it says of the host."""
     return profile_json(points, machine, name, links_from(base), f"; links, and what they cost compute, are those of {base_name}")
 
 

@@ -99,6 +99,21 @@ def links_from(base: Json) -> Json:
     return {name: copy.deepcopy(base[name]) for name in _LINKED if name in base}
 
 
+def measured_host(base: Json, found: Mapping[str, float], machine: Machine, memory_bytes: int, num_gpus: int) -> Json:
+    """A GPU's share of its host, as measured (`autopar.run.measure_host`); only a copy's latency is the base's.
+
+    Args:
+        memory_bytes: of the whole host, which has so many GPUs.
+    """
+    share = f"; shared evenly by {num_gpus} GPUs" if num_gpus > 1 else ""
+    return {
+        "memory_bytes": machine.figure(memory_bytes // num_gpus, "bytes", f"the host's memory{share}"),
+        "memory_bandwidth_bytes_per_s": machine.figure(found["step_bytes_per_s"] / num_gpus, "bytes/s", f"fused AdamW on all cores{share}"),
+        "latency_s": copy.deepcopy(base["latency_s"]),
+        "bandwidth_bytes_per_s": machine.figure(found["copy_bytes_per_s"], "bytes/s", "a copy of page-locked memory, the slower way"),
+    }
+
+
 def _attention(points: list[Json], peaks: Mapping[str, float], figure: Callable[[float, str, str], Json]) -> Json:
     rates = _best_rates(points, lambda p: p["flops"])
     return {d: figure(min(1.0, rate / peaks[d]), "1", "best measured over best matmul") for d, rate in rates.items()}

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.kernels.collectives import AxisGroup, all_gather, all_reduce, all_to_all, reduce_scatter, use_groups
+from autopar.run.measure_host import measure_host
 from autopar.run.measure_ops import CPU, GPU, Measurement, Point, Run, compute_measurements
 
 ROUNDS = 2
@@ -167,10 +168,13 @@ def _together(rank: int, world_size: int, folder: Path) -> dict[str, list[Point]
 
 
 def _alone(device: str) -> dict[str, list[Point]]:
-    """The points of one device that is no CPU."""
+    """The points of one device that is no CPU, and of its host."""
     compute = list(compute_measurements(GPU, device))
-    print(f"total {DEVICE_ROUNDS * len(compute)}", flush=True)
-    return timed(compute, measure_alone(compute, device))
+    print(f"total {DEVICE_ROUNDS * len(compute) + 1}", flush=True)
+    points = timed(compute, measure_alone(compute, device))
+    points["host"] = [measure_host(device)]
+    print("measured", flush=True)
+    return points
 
 
 def main(rank: int, world_size: int, folder: Path, device: str) -> None:

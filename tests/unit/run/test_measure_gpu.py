@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,11 @@ from autopar.analysis.work import work
 from autopar.api import default_hardware
 from autopar.api.arguments import kind_of
 from autopar.cost.compute import compute_time
+from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import HardwareError
 from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
 from autopar.run import measure as measuring
-from autopar.run import measure_worker
+from autopar.run import measure_host, measure_worker
 from autopar.run.measure import measure
 from autopar.run.measure_ops import CPU, GPU, Sizes, compute_measurements
 from autopar.run.measure_worker import DEVICE_ROUNDS, measure_alone, timed
@@ -45,10 +48,11 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def run_workers(device: str, world_size: int, folder: Path) -> Any:
         assert (device, world_size) == ("cuda", 1)
-        return points_of(GPU)
+        return {**points_of(GPU), "host": [{"step_bytes_per_s": 3e11, "copy_bytes_per_s": 5e10}]}
 
     monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: CHIP)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=CHIP, total_memory=150_754_820_097))
     monkeypatch.setattr(measuring, "_run_workers", run_workers)
@@ -87,10 +91,11 @@ def test_what_is_run_counts_as_the_cost_model_counts_it() -> None:
 
 def test_one_process_measures_whatever_device_it_is_given(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_worker, "GPU", TINY)
+    monkeypatch.setattr(measure_worker, "measure_host", partial(measure_host.measure_host, numel=2**12, copy_bytes=2**12))
     points = measure_worker._alone("cpu")
-    assert points.keys() == {*FLOP_KINDS, *MEMORY_KINDS}
+    assert points.keys() == {*FLOP_KINDS, *MEMORY_KINDS, "host"} and len(points.pop("host")) == 1
     assert all(p["time_s"] > 0 for found in points.values() for p in found)
-    num = DEVICE_ROUNDS * sum(map(len, points.values()))
+    num = DEVICE_ROUNDS * sum(map(len, points.values())) + 1
     said = capsys.readouterr().out.splitlines()  # among what else this process says
     assert said.count(f"total {num}") == 1 and said.count("measured") == num
 
@@ -115,12 +120,29 @@ def test_a_measured_gpu_is_a_profile_that_loads_as_local_and_prices_ops(gpu: Pat
 def test_its_links_are_word_for_word_those_of_its_chip_and_all_else_was_measured(gpu: Path) -> None:
     profile, base = measure("cuda"), HardwareProfile.load("h200-sxm")
     assert "links, and what they cost compute, are those of h200-sxm" in profile.description
-    taken = {path for path in profile.figures if path.startswith(("links.", "overlap_slowdown", "host."))}
+    taken = {path for path in profile.figures if path.startswith(("links.", "overlap_slowdown", "host.latency_s"))}
     assert taken and all(profile.figures[path] == base.figures[path] for path in taken)
-    names = ("links", "overlap_slowdown", "kernels", "host")
+    names = ("links", "overlap_slowdown", "kernels")
     assert [getattr(profile, name) for name in names] == [getattr(base, name) for name in names]
     for path in profile.figures.keys() - taken:
         assert profile.figures[path].source.startswith('measured by autopar.run.measure.measure(device="cuda"): NVIDIA H200'), path
+
+
+def test_each_gpu_has_its_share_of_the_host_as_it_was_measured(gpu: Path) -> None:
+    measured, base = measure("cuda"), HardwareProfile.load("h200-sxm")
+    host = measured.host
+    assert host is not None and base.host is not None
+    assert (host.memory_bandwidth_bytes_per_s, host.bandwidth_bytes_per_s, host.latency_s) == (7.5e10, 5e10, base.host.latency_s)
+    assert host.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    source = measured.figures["host.memory_bandwidth_bytes_per_s"].source
+    assert source.endswith("; fused AdamW on all cores; shared evenly by 4 GPUs")
+
+
+def test_what_a_host_reaches_is_counted_as_steps_are_priced_and_threads_are_as_before() -> None:
+    before = torch.get_num_threads()
+    found = measure_host.measure_host("cpu", numel=2**12, copy_bytes=2**12)
+    assert found.keys() == {"step_bytes_per_s", "copy_bytes_per_s"} and all(value > 0 for value in found.values())
+    assert OPTIMIZERS["adamw"][1] == measure_host.STEP_PASSES and torch.get_num_threads() == before
 
 
 def test_links_may_be_those_of_another_profile_with_its_kernels(gpu: Path) -> None:
