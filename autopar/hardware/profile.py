@@ -102,7 +102,7 @@ class HardwareProfile:
         or, where there is none of its kind, of an H100."""
         name = device_name.lower()
         own = next((profile for gpu, profile in _CHIPS.items() if gpu in name), None)
-        if own is not None and "pcie" not in name and "nvl" not in name:
+        if own is not None and "nvl" not in name:
             return own, True
         return next((profile for chip, profile in _NEAR.items() if chip in name), "h100-sxm"), False
 

@@ -124,6 +124,8 @@ def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_on
     arguments = Arguments(program, None, "global", (), "cuda")
     with FakeTensorMode():
         there, here = ({name: torch.zeros(x.shape, dtype=x.dtype, device=f"cuda:{gpu}") for name, x in batch.items()} for gpu in (0, 2))
+        arguments._tensors((), here)
+        assert not caplog.records
         for given in (there, there, here):
             found = arguments._tensors((), given)
             assert {x.device for x in found} == {torch.device("cuda", 2)}
