@@ -94,6 +94,14 @@ def reads_a_value(where: Where) -> CaptureError:
     return CaptureError(what, where=where, remedy=_REMEDIES["item()"])
 
 
+class ReadsInputs(CaptureError):
+    """Forward reads values of inputs that may be known; `positions` are theirs among the call's flat leaves."""
+
+    def __init__(self, refusal: CaptureError, positions: frozenset[int]) -> None:
+        super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
+        self.positions = positions
+
+
 def of_changing_shapes(where: Where) -> CaptureError:
     """The refusal of an op whose result has a shape that depends on values."""
     said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
