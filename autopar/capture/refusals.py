@@ -37,7 +37,7 @@ _REMEDIES = {
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it decides a shape or a branch, "
     "compute it before and pass it as a Python value, say a list: what forward makes of plain numbers (`torch.tensor(sizes)`) it may read",
 }
-_OUTSIDE = "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)`"
+_CTC = "call F.ctc_loss, as the name in torch.nn.functional, or nn.CTCLoss, which programs compute; of one row for each sample, padded"
 _SHAPES = (
     "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) * picked.unsqueeze(-1)`, torch.where(mask, x, 0)), "
     "or take a fixed number of rows (`scores.topk(capacity)` and `x[index]`)"
@@ -67,8 +67,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
     source = user_line("".join(_frames(error))) or user_line(text)
     kind = type(error).__name__  # torch's classes for these are private
     if "_ctc_loss" in text:
-        said = "torch gives F.ctc_loss a result whose shape depends on the values of the lengths"
-        return CaptureError(said, where=Where(source=source), remedy=_OUTSIDE)
+        said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
+        return CaptureError(said, where=Where(source=source), remedy=_CTC)
     if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
         return of_changing_shapes(Where(op=what if kind == "DynamicOutputShapeException" else "", source=source))
     if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from autopar.capture._torch.origins import Origins
 from autopar.capture._torch.own_functions import tensors_given_twice
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.python import know_operators, unlocked_properties
+from autopar.capture._torch.returned import others_detached
 from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._torch.traced_modules import without_graph
 from autopar.capture.activations import join_activations
@@ -43,13 +43,11 @@ from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.known import settle_known
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
-from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import ReadsInputs, as_capture_error, changes_parameter, draws_of_python, quiet
 from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
-from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -125,7 +123,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             settle_rows(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
-            out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
+            out_leaves, out_spec, found = others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
             refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
             drop_checks(joint.graph_module.graph)
@@ -201,65 +199,6 @@ def _without_record() -> contextlib.AbstractContextManager[object]:
     if torch.__version__ >= (2, 13):
         return contextlib.nullcontext()
     return mock.patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
-
-
-def _knows_builtins(captured: Any) -> None:
-    """Dynamo's bytecode may name builtins (`type`), which before torch 2.13 are not among the globals that it runs with."""
-    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
-        part.f_globals = {**vars(builtins), **part.f_globals}
-
-
-def _others_detached(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple[str, Any], ...], Any, Differentiated]:
-    """Make the Dynamo graph return the flat leaves of the model's return value, detached but for those that backward goes through.
-
-    Copies keep AOTAutograd from treating results as views of each other; cleaning removes them, and what detaches.
-    """
-    graph: fx.Graph = captured.graph
-    output = next(iter(reversed(graph.nodes)))
-    results = {id(node.meta["example_value"]): node for node in output.args[0] if isinstance(node, fx.Node)}
-    values = tuple(node.meta["example_value"] if isinstance(node, fx.Node) else node for node in output.args[0])
-    _knows_builtins(captured)
-    flat_inputs = captured._dynamo_bytecode_flatten(*inputs)
-    arguments = [node for node in graph.nodes if node.op == "placeholder"]
-    results.update({id(value): node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) not in results})
-    leaves, spec = flatten_with_paths(captured._dynamo_bytecode_unflatten(values, inputs))
-    given = {id(leaf) for leaf in leaves_of(inputs)}
-    batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
-
-    def computed(tensor: torch.Tensor) -> bool:
-        node = results.get(id(tensor))
-        sources = _sources(node) if node is not None else set()
-        return not sources.isdisjoint(batch) and any(isinstance(n.meta.get("example_value"), nn.Parameter) for n in sources)
-
-    found = differentiated(captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed)
-    returned: list[Any] = []
-    with graph.inserting_before(output):
-        for position, (path, leaf) in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                returned.append(None)
-                continue
-            if id(leaf) not in results:
-                raise CaptureError(
-                    f"the model returns a tensor at {path!r} that its forward does not compute",
-                    remedy="return only results of the forward, not stored tensors",
-                )
-            node = results[id(leaf)]
-            if position not in found.positions:
-                node = graph.call_method("detach", (node,))
-            returned.append(node if position == found.loss else graph.call_method("clone", (node,)))
-    output.args = (tuple(returned),)
-    graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
-    return leaves, spec, found
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a node depends on."""
-    seen, stack = {node}, [node]
-    while stack:
-        new = set(stack.pop().all_input_nodes) - seen
-        seen |= new
-        stack += new
-    return {each for each in seen if each.op == "placeholder"}
 
 
 def _placeholder_kind(desc: Any) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Of which inputs of the call the values are that forward reads: ``sizes.tolist()``, ``int(n)``, a mask that picks rows, a branch.
+"""Of which inputs of the call the values are that forward reads: ``sizes.tolist()``, ``int(n)``, a branch.
 
 An input of whole numbers in rows of two to four, as sizes of images and films are given, may be *known*: forward reads what the batch
 holds, as it reads plain numbers (`autopar.capture._torch.constants`), and the graph is for these values alone.
@@ -22,7 +22,7 @@ from autopar.capture._torch.fakes import give_value
 _ELSEWHERE = -1  # what is no input: parameters, buffers
 _MOST = 1 << 10  # elements of an input that may be known
 _IN_A_ROW = range(2, 5)
-_READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_READING = torch.Tag.data_dependent_output  # not what a mask picks, whose rows may all be computed (`autopar.capture.picked`)
 
 
 def may_be_known(value: Any) -> bool:
@@ -64,7 +64,7 @@ class Origins:
         for made in tree_leaves(result):
             if isinstance(made, FakeTensor):
                 self._of[made] = positions
-        if any(tag in func.tags for tag in _READING):
+        if _READING in func.tags:
             self.note_read(operands)
 
     def note_read(self, operands: Sequence[FakeTensor]) -> None:

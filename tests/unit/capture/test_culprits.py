@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -47,7 +46,7 @@ def _misses_a_name(x: Tensor) -> Tensor:
 
 
 def _ctc(x: Tensor) -> Tensor:
-    return F.ctc_loss(x.view(4, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2]))
+    return torch.ctc_loss(x.view(4, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])).mean()
 
 
 def _refusal(model: nn.Module) -> Any:
@@ -62,7 +61,7 @@ def _refusal(model: nn.Module) -> Any:
         (lambda x: x * random.random(), "Python's generator (random", "random.random()", "torch.rand"),
         (lambda x: x * random.randint(1, 9), "Python's generator (random)", "random.randint(1, 9)", "torch.rand"),
         (lambda x: x * time.time(), "forward calls time.time", "time.time()", "outside of the model"),
-        (_ctc, "F.ctc_loss", "F.ctc_loss(", "let forward return the log-probabilities"),
+        (_ctc, "torch.ctc_loss", "torch.ctc_loss(", "call F.ctc_loss"),
     ],
     ids=["random", "randint", "time", "ctc"],
 )

@@ -120,6 +120,14 @@ def test_what_follows_from_weights_too_is_not_known() -> None:
         capture(net(picks_by_weights), batch())
 
 
+def test_what_masks_pick_is_not_read() -> None:
+    def picks(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
+        return x[sizes[:, 0] > 1].cumsum(0).sum()
+
+    with pytest.raises(CaptureError, match="shape of a result"):
+        capture(net(picks), (torch.randn(2, 4), torch.tensor(SIZES)))
+
+
 def test_sizes_that_nothing_follows_from_stay_data() -> None:
     def computes(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
         return (layers[0].linear(x) * sizes.sum()).square().mean()

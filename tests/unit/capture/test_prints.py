@@ -1,4 +1,4 @@
-"""What forward prints and logs, and functions of its own that get one tensor twice: no reason to refuse a model."""
+"""What forward prints, logs and appends, and functions of its own that get one tensor twice: no reason to refuse a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.execute import execute
 
 
 class Net(nn.Module):
@@ -55,3 +56,21 @@ def test_a_function_of_the_users_own_may_get_one_tensor_several_times() -> None:
     model, batch = Net(lambda y: Product.apply(y, y, 2.0, y)), (torch.randn(4, 4),)  # type: ignore[no-untyped-call]
     plan = autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo", constraints=[autopar.constraints.fsdp()])
     assert autopar.verify(plan, model, batch).ok
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.seen = nn.Linear(4, 4), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        self.seen.append(y.detach().mean())
+        return y.square().mean()
+
+
+def test_a_list_may_hold_what_an_earlier_call_left_in_it() -> None:
+    model, x = Keeping(), torch.randn(3, 4)
+    model(x)
+    (made,), *_ = execute(capture(model, (x,)), dict(model.named_parameters()), {}, (x,))
+    torch.testing.assert_close(made, model(x).detach())
