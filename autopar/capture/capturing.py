@@ -18,7 +18,7 @@ from autopar.capture._torch.raising import raises_left_out
 from autopar.capture._transformers import branches_of_eager
 from autopar.capture.attributes import tell_of_known, tell_of_prints, tell_of_raises, tell_of_unkept
 from autopar.capture.border import Border
-from autopar.capture.calls import called, check_call
+from autopar.capture.calls import argument_of, called, check_call
 from autopar.capture.execute import propagate
 from autopar.capture.finite import all_finite, asks_for_finite
 from autopar.capture.folding import NotFoldable, Shortened, capture_shortened, renumbered
@@ -68,7 +68,8 @@ def capture(
             trace = _captured_somehow(model, call, fold)
     tell_of_raises(lines)
     tell_of_prints(printed)
-    tell_of_known([call.in_leaves[position][0] for position, value in trace.settings.items() if isinstance(value, torch.Tensor)])
+    known = [position for position, value in trace.settings.items() if isinstance(value, torch.Tensor)]
+    tell_of_known([argument_of(call.in_leaves[position][0], model) for position in known])
     return replace(trace, attributes=of_the_model(trace.attributes, model))
 
 

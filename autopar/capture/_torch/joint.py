@@ -38,14 +38,14 @@ from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._torch.traced_modules import without_graph
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
-from autopar.capture.calls import module_of, refused_by_forward
+from autopar.capture.calls import argument_of, module_of, refused_by_forward
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.known import settle_known
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import ReadsInputs, as_capture_error, changes_parameter, draws_of_python, quiet
+from autopar.capture.refusals import ReadsInputs, as_capture_error, changes_parameter, draws_of_python, of_inputs, quiet
 from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import CaptureError, Where
@@ -180,10 +180,11 @@ def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origin
     """What is said of an error of torch's, or of a refusal; that of inputs which may be known asks for these."""
     if positions := call.knowable(origins):
         return ReadsInputs(error if isinstance(error, CaptureError) else as_capture_error(error), positions)
+    read = [argument_of(call.in_leaves[position][0], model) for position in sorted(origins.last_of_inputs_alone())]
     if isinstance(error, CaptureError):
-        return error
+        return of_inputs(error, read)
     refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
-    return refused or _placed(as_capture_error(error), model, call)
+    return refused or _placed(of_inputs(as_capture_error(error), read), model, call)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:

@@ -58,6 +58,10 @@ class Origins:
         """What was read that follows from inputs, and from nothing that is trained or kept."""
         return [positions for positions in self.read if positions and _ELSEWHERE not in positions]
 
+    def last_of_inputs_alone(self) -> frozenset[int]:
+        """What the value that was read last follows from; nothing where that is not inputs alone."""
+        return self.read[-1] if self.read and _ELSEWHERE not in self.read[-1] else frozenset()
+
     def note(self, func: Any, operands: Sequence[FakeTensor], result: Any) -> None:
         """That an op computed `result`."""
         positions = frozenset().union(*map(self._positions, operands))

@@ -6,22 +6,20 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributions import Distribution
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, faked, give_value, new_fake_mode, no_modes
 from autopar.capture._torch.origins import Origins, may_be_known
+from autopar.capture._torch.replaced import functions_replaced
 from autopar.capture._transformers import transformers_under_capture
 from autopar.capture.distributions import known_divergences
 from autopar.capture.precision import narrowed
 from autopar.capture.ties import Aliases, aliases_of
 from autopar.capture.trees import flatten_call, unflatten
-from autopar.ops import ctc_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,7 @@ def prepared(
         stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch.set_grad_enabled(not inference))
         stack.enter_context(_ops_of_training())
-        stack.enter_context(mock.patch.object(functional, "ctc_loss", ctc_loss))
-        stack.enter_context(mock.patch.object(torch.backends.cudnn, "flags", lambda *_, **__: contextlib.nullcontext()))
+        stack.enter_context(functions_replaced())
         stack.enter_context(_unchecked_distributions())
         aliases = aliases_of(model)  # captured, a tensor is another object
         yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
