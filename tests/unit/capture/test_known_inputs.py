@@ -140,3 +140,13 @@ def test_sizes_that_nothing_follows_from_stay_data() -> None:
 def test_of_parts_of_a_batch_they_are_not_read(options: dict[str, Any]) -> None:
     with pytest.raises(AutoparError, match="forward reads the values of '1'"):
         autopar.plan(net(splits), 2, example_inputs=batch(), hardware="cpu-gloo", **options)
+
+
+def test_a_refusal_tells_which_inputs_the_values_follow_from() -> None:
+    def reads_tokens(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
+        y = layers[0].linear(x)
+        return y * 2 if (sizes > 3).any() else y
+
+    with pytest.raises(CaptureError, match="branching; it follows from the values of 'sizes' alone") as refused:
+        capture(net(reads_tokens), (batch()[0], torch.arange(10).view(2, 5)))
+    assert refused.value.remedy.endswith("or pass in what forward makes of 'sizes' there")
