@@ -286,5 +286,6 @@ _KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.it
 _KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
 _KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in ("channel_sum", "squared_deviation", "scaled_product")}
 _KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
+_KINDS["autopar.ctc"] = "transcendental"
 _DRAWS = {f"autopar.random_ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}
 _READS_FEW = {"autopar.ops.embedding", "autopar.ops.pick", "aten.embedding", "aten.gather", "aten.index", "aten.index_select"}

@@ -20,7 +20,7 @@ from autopar.api.fitting import check_fits
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of, told_trained
 from autopar.api.hardware import planned_for
 from autopar.api.planning import plan_told
-from autopar.api.tracing import program_of, refuse_own_losses, settled, traced_for
+from autopar.api.tracing import program_of, refuse_parts, settled, traced_for
 from autopar.capture import Trace
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
@@ -157,7 +157,7 @@ def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if plan is None:
         plan = _from_rank_zero(order, args, kwargs)
     trace = traced_for(plan, order.model, args, kwargs)
-    refuse_own_losses(trace, order.build["batch"])
+    refuse_parts(trace, order.build["batch"])
     is_shaped_so = is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh)
     check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(order.mesh), type(order.model).__name__)
     return plan, program_of(plan, order.model, trace, args, kwargs)

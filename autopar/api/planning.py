@@ -25,7 +25,7 @@ from autopar.api.tracing import (
     as_wanted,
     by_rows,
     program_of,
-    refuse_own_losses,
+    refuse_parts,
     refuse_wrapped,
     settled,
     staged_trace,
@@ -79,7 +79,7 @@ def plan_call(
     if not trace.differentiable and not chosen.inference:
         log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
         trace = traced(model, args, kwargs, chosen.precision, inference=True)  # as the plan will be read
-    refuse_own_losses(trace, chosen.batch)
+    refuse_parts(trace, chosen.batch)
     wanted = "auto" if another and chosen.outputs == "loss" and trace.loss is None else chosen.outputs
     inference, has_loss = not trace.differentiable, trace.loss is not None
     chosen = replace(chosen, inference=inference, outputs=settled(wanted, has_loss, inference))

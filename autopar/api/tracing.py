@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching, ready
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
+from autopar.capture.trees import paths_in
 from autopar.emit import emit, emit_staged
 from autopar.errors import CaptureError, ConstraintError, CoupledError, Where
 from autopar.planning.options import PRECISIONS
@@ -71,11 +72,22 @@ def settled(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
     return ("dtensor" if has_loss and not inference else "full") if outputs == "auto" else outputs
 
 
-def refuse_own_losses(trace: Trace, batch: str) -> None:
-    """Raise ConstraintError where each rank would compute a loss of its own part of the batch."""
+def refuse_parts(trace: Trace, batch: str) -> None:
+    """Raise ConstraintError where ranks pass parts of the batch, and each would compute a loss of its own part, or forward reads values
+    of the whole."""
+    if batch == "local" and (known := _known_inputs(trace)):
+        what = f'batch="local", and forward reads the values of {" and ".join(map(repr, known))}, of which each rank would have a part'
+        raise ConstraintError(what, remedy='pass batch="global"')
     if batch == "local" and trace.loss is None and trace.differentiable:
         what = 'batch="local", and the model returns no loss: of each rank\'s own loss nothing says what part of the whole it is'
         raise ConstraintError(what, remedy='pass batch="global", or let forward compute and return the loss')
+
+
+def _known_inputs(trace: Trace) -> list[str]:
+    """The paths of the inputs whose values forward reads."""
+    args, kwargs = tree_unflatten(list(range(trace.in_spec.num_leaves)), trace.in_spec)
+    paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
+    return [paths[position] for position, made_for in trace.settings.items() if isinstance(made_for, Tensor)]
 
 
 def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
@@ -149,6 +161,9 @@ def trace_part(
     for i in whole.given_back:
         what = f"input {i.path!r} has a gradient, which neither stages nor microbatches give"
         raise ConstraintError(what, remedy="pass it without requires_grad, or ask for no pipeline and num_microbatches=1")
+    if num > 1 and (read := _known_inputs(whole)):
+        what = f"forward reads the values of {' and '.join(map(repr, read))}, which are of the whole batch"
+        raise CoupledError(what, remedy="pass num_microbatches=1")
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
 

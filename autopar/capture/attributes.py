@@ -50,6 +50,19 @@ def tell_of_raises(lines: Sequence[str]) -> None:
         log.warning("forward looks at values to raise an error (%s%s), which a compiled call does not", ", ".join(lines[:_SHOWN]), more)
 
 
+def tell_of_prints(lines: Sequence[str]) -> None:
+    """Say, on one rank of a job, at which lines forward prints, and a program does not."""
+    if lines and os.environ.get("RANK", "0") == "0":
+        more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        log.warning("forward prints (%s%s), which a compiled call does not", ", ".join(lines[:_SHOWN]), more)
+
+
+def tell_of_known(paths: Sequence[str]) -> None:
+    """Say, on one rank of a job, of which inputs forward reads values that shapes or branches follow from."""
+    if paths and os.environ.get("RANK", "0") == "0":
+        log.info("forward reads the values of %s: what is planned is for these values, and each other set has a plan", ", ".join(paths))
+
+
 def settled(first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]) -> tuple[str, ...]:
     """The names of what forward writes and a program does not keep, since no forward depends on it.
 

@@ -163,8 +163,9 @@ class Border:
             in_spec=self.raw.in_spec,
             out_spec=self.raw.out_spec,
             constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
-            settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)},
-            fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"]),
+            settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)}
+            | dict(self.raw.known),
+            fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"], self.raw.known),
             attributes=(*self.raw.attributes, *self.raw.outside),
         )
 
@@ -195,8 +196,10 @@ def _described(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
     return node.name, shape_of(node), node.meta["val"].dtype
 
 
-def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> str:
+def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...], known: Mapping[int, torch.Tensor]) -> str:
     digest = hashlib.sha256()
+    for position, value in sorted(known.items()):
+        digest.update(f"{position} {value.tolist()}\n".encode())
     for entry in parameters:
         read = f" read as {entry.compute_dtype}" if entry.is_narrowed else ""
         digest.update(f"{entry.name} {entry.shape} {entry.dtype}{read} {entry.requires_grad}\n".encode())

@@ -134,7 +134,7 @@ def _own(error: Exception, shapes: str) -> CallError:
 
 def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
     """``x (8, 16), y (8,)``: the tensors of a call, by path."""
-    return ", ".join(f"{_named(path, model)} {tuple(x.shape)}" for path, x in leaves if isinstance(x, Tensor)) or "no tensor"
+    return ", ".join(f"{argument_of(path, model)} {tuple(x.shape)}" for path, x in leaves if isinstance(x, Tensor)) or "no tensor"
 
 
 def called(model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]) -> set[str]:
@@ -152,7 +152,7 @@ def called(model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], 
     return seen
 
 
-def _named(path: str, model: nn.Module) -> str:
+def argument_of(path: str, model: nn.Module) -> str:
     """An argument's path with its name in place of its number."""
     return argument_name(path, list(inspect.signature(model.forward).parameters))
 

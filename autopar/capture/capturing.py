@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from autopar.capture._torch.joint import RawJoint, raw_joint
+from autopar.capture._torch.logs import prints_left_out
 from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._torch.raising import raises_left_out
 from autopar.capture._transformers import branches_of_eager
-from autopar.capture.attributes import tell_of_raises, tell_of_unkept
+from autopar.capture.attributes import tell_of_known, tell_of_prints, tell_of_raises, tell_of_unkept
 from autopar.capture.border import Border
-from autopar.capture.calls import called, check_call
+from autopar.capture.calls import argument_of, called, check_call
 from autopar.capture.execute import propagate
 from autopar.capture.finite import all_finite, asks_for_finite
 from autopar.capture.folding import NotFoldable, Shortened, capture_shortened, renumbered
@@ -27,7 +28,7 @@ from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import number_draws, replace_random
-from autopar.capture.refusals import of_modules, refuse_unseen
+from autopar.capture.refusals import ReadsInputs, of_modules, refuse_unseen
 from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Trace
@@ -63,9 +64,12 @@ def capture(
     check_call(inspect.signature(model.forward), args, kwargs or {})
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
         _refuse_called(model, call)
-        with raises_left_out() as lines:
+        with raises_left_out() as lines, prints_left_out() as printed:
             trace = _captured_somehow(model, call, fold)
     tell_of_raises(lines)
+    tell_of_prints(printed)
+    known = [position for position, value in trace.settings.items() if isinstance(value, torch.Tensor)]
+    tell_of_known([argument_of(call.in_leaves[position][0], model) for position in known])
     return replace(trace, attributes=of_the_model(trace.attributes, model))
 
 
@@ -82,17 +86,26 @@ def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """With the branches that a transformers model takes under tracing, or else with those that eager takes, or with those for finite
     values."""
     try:
-        return _captured(model, call, fold)
+        return _captured_knowing(model, call, fold)
     except CaptureError as refusal:
         if asks_for_finite(refusal):
             with contextlib.suppress(CaptureError), all_finite(refusal):
-                return _captured(model, call, fold)
+                return _captured_knowing(model, call, fold)
         with branches_of_eager(model) as others:
             if not others:
                 raise
             with contextlib.suppress(CaptureError):
-                return _captured(model, call, fold)
+                return _captured_knowing(model, call, fold)
         raise refusal from refusal.__cause__
+
+
+def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """With what the inputs hold that forward has to read, where these may be known."""
+    while True:
+        try:
+            return _captured(model, call, fold)
+        except ReadsInputs as refusal:
+            call = call.knowing(refusal.positions)
 
 
 def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:

@@ -9,7 +9,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import fx, nn
@@ -37,7 +37,15 @@ _REMEDIES = {
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it decides a shape or a branch, "
     "compute it before and pass it as a Python value, say a list: what forward makes of plain numbers (`torch.tensor(sizes)`) it may read",
 }
-_OUTSIDE = "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)`"
+_CTC = "call F.ctc_loss, as the name in torch.nn.functional, or nn.CTCLoss, which programs compute; of one row for each sample, padded"
+_UNKNOWN = re.compile(r"Could not (guard on|extract specialized integer from) data-dependent expression")
+_ON_VALUES = frozenset(_REMEDIES[mark] for mark in ("data-dependent", "Dynamic control flow", "item()"))
+_OUTSIDE = "call it outside of the model and pass in what it gives, or compute that by torch's functions"
+_PADDED = (
+    "run the recurrent layer on the padded batch: `out, _ = rnn(x)`; padding at the end changes nothing before it, but for the backward "
+    "direction. Multiply `out` by a mask, and read the last state of each sample by `out.gather`"
+)
+_INSTEAD = {"pack_padded_sequence": _PADDED, "pack_sequence": _PADDED, "print": _REMEDIES["logging"]}
 _SHAPES = (
     "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) * picked.unsqueeze(-1)`, torch.where(mask, x, 0)), "
     "or take a fixed number of rows (`scores.topk(capacity)` and `x[index]`)"
@@ -67,8 +75,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
     source = user_line("".join(_frames(error))) or user_line(text)
     kind = type(error).__name__  # torch's classes for these are private
     if "_ctc_loss" in text:
-        said = "torch gives F.ctc_loss a result whose shape depends on the values of the lengths"
-        return CaptureError(said, where=Where(source=source), remedy=_OUTSIDE)
+        said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
+        return CaptureError(said, where=Where(source=source), remedy=_CTC)
     if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
         return of_changing_shapes(Where(op=what if kind == "DynamicOutputShapeException" else "", source=source))
     if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph
@@ -81,8 +89,13 @@ def as_capture_error(error: BaseException) -> CaptureError:
         return _cannot_call(called["name"], source)
     raised = _RAISED.search(text)
     what = f"{what}: {raised[1] or raised[2]}" if raised else what
+    if unknown := _UNKNOWN.search(what):
+        decided = "a branch" if unknown[1].startswith("guard") else "a size, or another number that has to be known,"
+        what = f"{decided} depends on the values of tensors"
     default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
     remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), default)
+    if unknown and not unknown[1].startswith("guard"):
+        remedy = _REMEDIES["item()"]
     if kind == "DataDependentOutputException":
         return reads_a_value(Where(op=what, source=source))
     return CaptureError(f"the model cannot be captured as one graph: {what}", where=Where(source=source), remedy=remedy)
@@ -92,6 +105,28 @@ def reads_a_value(where: Where) -> CaptureError:
     """The refusal of a number that is read from a tensor, and decides a shape or what else no tensor can."""
     what = "the model cannot be captured as one graph: forward reads the value of a tensor"
     return CaptureError(what, where=where, remedy=_REMEDIES["item()"])
+
+
+def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
+    """The same refusal, where it is of values, with the inputs that these follow from."""
+    shown = " and ".join(map(repr, names))
+    if names and refusal.remedy == _DEFAULT_REMEDY:
+        what = f"{refusal.what}; before, it reads what follows from the values of {shown} alone"
+        remedy = f"if that is for these values, pass in what forward makes of {shown} there; else {_DEFAULT_REMEDY}"
+        return CaptureError(what, where=refusal.where, remedy=remedy)
+    if refusal.remedy not in _ON_VALUES or not names:
+        return refusal
+    what = f"{refusal.what}; it follows from the values of {shown} alone"
+    remedy = f"{refusal.remedy}; or pass in what forward makes of {shown} there"
+    return CaptureError(what, where=refusal.where, remedy=remedy)
+
+
+class ReadsInputs(CaptureError):
+    """Forward reads values of inputs that may be known; `positions` are theirs among the call's flat leaves."""
+
+    def __init__(self, refusal: CaptureError, positions: frozenset[int]) -> None:
+        super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
+        self.positions = positions
 
 
 def of_changing_shapes(where: Where) -> CaptureError:
@@ -105,10 +140,7 @@ def _cannot_call(name: str, source: str) -> CaptureError:
     if name.startswith(("Random.", "random.")):
         return draws_of_python(name.replace("Random.", "random.", 1), source)
     said = f"forward calls {name}, of which there is no graph"
-    if name == "print":
-        return CaptureError(said, where=Where(source=source), remedy=_REMEDIES["logging"])
-    remedy = "call it outside of the model and pass in what it gives, or compute that by torch's functions"
-    return CaptureError(said, where=Where(source=source), remedy=remedy)
+    return CaptureError(said, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
 
 
 def _reshapes(name: str, method: str, source: str) -> CaptureError:

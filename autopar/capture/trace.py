@@ -201,7 +201,8 @@ class Trace:
         in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that are no tensors are
             kept in `constants` by flat position).
         constants: flat output position → the non-tensor leaf there.
-        settings: flat input position → the non-tensor leaf there, which the graph was specialised to.
+        settings: flat input position → the non-tensor leaf there, which the graph was specialised to; of a tensor whose values forward
+            reads, these.
         fingerprint: hash of model structure, shapes and dtypes.
         folding: how repeated layers were captured; the graph is the same either way.
         precision: what wider floating parameters and inputs are read in, where that was asked for.

@@ -60,6 +60,7 @@ LOSS: Mapping[Any, f.Family] = {
     ops.pick: Row("... v, ... -> ...", FIRST),
     ops.cross_entropy_backward: Row("... v, ..., ..., ..., ... -> ... v"),
     ops.linear_cross_entropy: Row("... _, _ _, ... -> ..., ... _, _ _"),
+    ops.ctc: Row("_ n _, n _, n, n -> n, _ n _"),
     aten.nll_loss_forward.default: networks.nll_loss_forward,
     aten.nll_loss_backward.default: networks.nll_loss_backward,
     **{op: losses.loss for op in losses.LOSSES},

@@ -111,6 +111,7 @@ class Arguments:
         leaves = self._leaves(args, kwargs)
         self._check_settings(leaves)
         tensors = self._checked(leaves)
+        self._check_known(leaves)
         self._check_asking(tensors)
         return tensors
 
@@ -128,12 +129,21 @@ class Arguments:
     def _check_settings(self, leaves: Sequence[Any]) -> None:
         for position, made_for in self._settings.items():
             given = leaves[position]
+            if isinstance(made_for, Tensor):
+                continue  # of its shape first: `_check_known`
             if not _same_setting(given, made_for):
                 kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError  # of an object nothing tells one from another
                 raise kind(
                     f"argument {self._paths[position]!r} is {_shown(given)}, the program was made for {_shown(made_for)}",
                     remedy="pass what the program was made for, or compile the model for this call, too",
                 )
+
+    def _check_known(self, leaves: Sequence[Any]) -> None:
+        """Of the inputs that forward reads: on a GPU it waits for them, as the plain model does."""
+        for position, made_for in self._settings.items():
+            if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
+                what = f"argument {self._paths[position]!r}, whose values forward reads, holds others than the program was made for"
+                raise Misfit(what, remedy="pass those, or compile the model for this call, too")
 
     def _checked(self, leaves: Sequence[Any]) -> list[Tensor]:
         tensors = []

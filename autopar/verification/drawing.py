@@ -94,6 +94,13 @@ def _dropout(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Ma
     return random_ops.masked_scale(x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0), mask
 
 
+def _slopes(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    x, noise, lower, upper, train = args[:5]
+    if not train:
+        return func(*args, **kwargs)
+    return x * noise.copy_(torch.where(x <= 0, mode.draw(random_ops.uniform, x.shape, lower, upper, x.dtype), 1))
+
+
 def _made(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
     """An op that makes a tensor of its own; `settings` takes the op's arguments."""
 
@@ -166,6 +173,7 @@ def _unit(*_: Any) -> tuple[float, float]:
 
 _DRAWN: Mapping[Any, Drawn] = {
     aten.native_dropout.default: _dropout,
+    aten.rrelu_with_noise.default: _slopes,
     aten.bernoulli_.float: _bernoulli,
     aten.bernoulli_.Tensor: _bernoulli_of,
     aten.bernoulli.default: _bernoulli_of,

@@ -142,6 +142,12 @@ def nll_backward(s: Any, reduction: int = 1) -> Built:
     return on(grad, *nll(s, reduction)[0], torch.tensor(float(s.a if reduction else 0), dtype=torch.float64))
 
 
+def aligned(s: Any) -> Built:
+    """s.a samples of frames for their targets, some not all long."""
+    log_probs = real(2 * s.b + 1, s.a, s.c + 1).log_softmax(-1)
+    return on(log_probs, 1 + ids(s.c, s.a, s.b), ids(2, s.a) + 2 * s.b, ids(s.b, s.a) + 1, 0, True)
+
+
 def compared(s: Any, *rest: Any, reduction: int = 1) -> Built:
     return on(real(s.a, s.b, s.c), torch.rand(s.a, s.b, s.c).double(), *rest, reduction)
 
@@ -251,6 +257,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(real(s.a, s.b, s.c), real(s.d + 1, s.c), ids(s.d, s.a, s.b), -100, 2),
         lambda s: on(real(s.a, s.c), real(s.d + 1, s.c), ids(s.d + 1, s.a), 0, 7),
     ],
+    ops.ctc: aligned,
     aten.nll_loss_forward.default: [nll, lambda s: nll(s, 2), lambda s: nll(s, 0)],
     aten.nll_loss_backward.default: [nll_backward, lambda s: nll_backward(s, 0)],
     aten.native_layer_norm.default: [

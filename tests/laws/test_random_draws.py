@@ -40,6 +40,7 @@ class Noisy(nn.Module):
         y = self.drop(self.down(h)) + 0.1 * torch.randn_like(x) * torch.rand(x.shape) * torch.randn(x.shape, generator=None)
         y = y + torch.bernoulli(x.sigmoid().detach()) * torch.randint(1, 5, (8,)) + torch.empty_like(x).exponential_(2.0)
         y = y * torch.rand_like(x).uniform_(0.5, 2.0) + torch.empty_like(x).normal_(1.0, 0.1)
+        y = nn.functional.rrelu(y - 1, 0.2, 0.4, training=True)
         return y[:, torch.randperm(4, generator=None)].pow(2).mean()
 
 

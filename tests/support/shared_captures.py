@@ -55,7 +55,8 @@ def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
     """What ``capturing._captured`` returns."""
     try:
         leaves = tuple((path, _leaf(leaf)) for path, leaf in call.in_leaves)
-        key = (fold, *around(), look(model), leaves, str(call.in_spec), call.precision, call.inference, tuple(call.stored.items()))
+        known = tuple((position, str(value.tolist())) for position, value in call.known.items())
+        key = (fold, *around(), look(model), leaves, known, str(call.in_spec), call.precision, call.inference, tuple(call.stored.items()))
     except Unknown:
         return _captured(model, call, fold)
     if key not in _kept:

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
+from autopar.capture._torch.origins import Origins, note_branch
+
 _MOST = 1 << 14  # elements of a value that is known: a graph holds as many as literals
 _MOST_WORK = 1 << 22  # of the product of all operands' numbers of elements, which bounds what they are broadcast to
 _ATEN = torch.ops.aten
@@ -27,28 +29,33 @@ _MAKING = frozenset(
 
 
 @contextlib.contextmanager
-def known_values() -> Iterator[None]:
-    """Such values are known to every mode that is made meanwhile, Dynamo's among them."""
+def known_values(origins: Origins) -> Iterator[None]:
+    """Such values are known to every mode that is made meanwhile, Dynamo's among them; what is read of others, `origins` notes."""
     dispatch = FakeTensorMode.dispatch
 
     def dispatched(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _unknown_where_many([x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)], func, mode):
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        with _unknown_where_many(operands, func, mode):
             result = dispatch(mode, func, types, args, kwargs or {})
         if func in _MAKING and _is_small(result):
             with no_dispatch():
                 value = func(*args, **(kwargs or {}))
             return mode.fake_tensor_converter.from_real_tensor(mode, value, make_constant=True)
+        origins.note(func, operands, result)
         return result
 
-    with mock.patch.object(FakeTensorMode, "dispatch", dispatched), mock.patch.object(FakeTensorMode, "may_turn_const", _may_be_known):
+    known = mock.patch.object(FakeTensorMode, "may_turn_const", _may_be_known)
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatched), known, origins.followed():
         yield
 
 
 def or_its_value(variable: Any) -> Any:
     """Of a tensor of Dynamo's with one known element whether it is true, which a branch asks; else `variable`."""
     known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
-    value = getattr(known.as_proxy().node.meta.get("example_value"), "constant", None) if isinstance(known, TensorVariable) else None
+    asked = known.as_proxy().node.meta.get("example_value") if isinstance(known, TensorVariable) else None
+    value = getattr(asked, "constant", None)
     if value is None or value.numel() != 1:
+        note_branch(asked)
         return variable
     with no_dispatch():
         return ConstantVariable.create(bool(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 from unittest import mock
@@ -23,12 +22,12 @@ def new_fake_mode() -> FakeMode:
     """A mode in which tensors have no data, and the shapes, strides and dtypes that kernels give them; others become such."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Not a subclass, which higher-order operators would not know.
-    mode.dispatch = partial(_dispatched, mode, mode.dispatch)  # type: ignore[method-assign]
+    mode.dispatch = partial(_dispatched, mode)  # type: ignore[method-assign]
     return mode
 
 
-def _dispatched(mode: FakeMode, dispatch: Callable[..., Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    result = dispatch(func, types, args, kwargs or {})
+def _dispatched(mode: FakeMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    result = FakeTensorMode.dispatch(mode, func, types, args, kwargs or {})  # as it is then: `known_values`
     return as_kernels_give(func, args, kwargs or {}, result, lambda sample, device: fake_like(sample, device, mode))
 
 
@@ -40,6 +39,14 @@ def is_fake(value: Any) -> bool:
 def fake_like(sample: torch.Tensor, device: torch.device, mode: FakeMode) -> torch.Tensor:
     """A new fake tensor on `device`, which looks like `sample`, a plain one on meta, and shares its storage."""
     return FakeTensor(mode, sample, device)
+
+
+def give_value(fake: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a fake tensor hold `value`, until it is written to."""
+    assert isinstance(fake, FakeTensor), "a tensor of a mode"
+    with no_dispatch():
+        fake.constant = value.clone()
+    fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
 
 
 def no_modes() -> contextlib.AbstractContextManager[None]:

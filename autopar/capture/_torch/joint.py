@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import logging
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -30,25 +28,26 @@ from autopar.capture._torch.constants import known_values
 from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
 from autopar.capture._torch.inputs import refuse_changed_inputs
+from autopar.capture._torch.logs import logging_functions
+from autopar.capture._torch.origins import Origins
+from autopar.capture._torch.own_functions import tensors_given_twice
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.python import know_operators, unlocked_properties
+from autopar.capture._torch.returned import others_detached
 from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._torch.traced_modules import without_graph
-from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
-from autopar.capture.calls import module_of, refused_by_forward
+from autopar.capture.calls import argument_of, module_of, refused_by_forward
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.known import settle_known
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
-from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet
+from autopar.capture.refusals import ReadsInputs, as_capture_error, changes_parameter, draws_of_python, of_inputs, quiet
 from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
-from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -70,6 +69,7 @@ class RawJoint:
         results: (kind, name or flat index) per result; kind is output, gradient (of a parameter), input gradient, mutation or none.
         loss: flat position of the loss in the returned structure, None where there is none.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
+        known: flat position → what the input there holds, where the graph is for these values alone.
         attributes: values of modules that forward looked at. outside: of what no module has.
         unkept: attributes that forward writes and a program does not.
     """
@@ -80,6 +80,7 @@ class RawJoint:
     results: tuple[tuple[str, Any], ...]
     loss: int | None
     in_leaves: tuple[tuple[str, Any], ...]
+    known: Mapping[int, torch.Tensor]
     in_spec: Any
     out_leaves: tuple[tuple[str, Any], ...]
     out_spec: Any
@@ -98,13 +99,15 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
     with contextlib.ExitStack() as stack:
         stack.enter_context(gpu_autocast(call.on_gpu))
         stack.enter_context(quiet(model, lambda: _call_again(model, call)))
-        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
+        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=logging_functions(), allow_rnn=True, **_STATIC))
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(gradients_within())
         stack.enter_context(checks_in_no_order())
         stack.enter_context(unlocked_properties())
-        stack.enter_context(known_values())
+        stack.enter_context(tensors_given_twice())
+        origins = call.origins()
+        stack.enter_context(known_values(origins))
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(views_of_one_mode())
@@ -120,15 +123,12 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             settle_rows(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
-            out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
+            out_leaves, out_spec, found = others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
             refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
             drop_checks(joint.graph_module.graph)
-        except CaptureError:
-            raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
-            refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
-            raise (refused or _placed(as_capture_error(error), model, call)) from error
+            raise _refusal(error, model, call, origins) from error
         _let_go(captured)
         written = {(write.place.path, write.place.name) for write in notes.writes}  # a setting that is guessed is no constant
         module = joint.graph_module
@@ -140,6 +140,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             results=_results(next(iter(reversed(module.graph.nodes)))),
             loss=found.loss,
             in_leaves=call.in_leaves,
+            known=call.known,
             in_spec=call.in_spec,
             out_leaves=out_leaves,
             out_spec=out_spec,
@@ -175,6 +176,17 @@ def _call_again(model: nn.Module, call: Prepared) -> Any:
     return call.run(model)
 
 
+def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origins) -> CaptureError:
+    """What is said of an error of torch's, or of a refusal; that of inputs which may be known asks for these."""
+    if positions := call.knowable(origins):
+        return ReadsInputs(error if isinstance(error, CaptureError) else as_capture_error(error), positions)
+    read = [argument_of(call.in_leaves[position][0], model) for position in sorted(origins.last_of_inputs_alone())]
+    if isinstance(error, CaptureError):
+        return of_inputs(error, read)
+    refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
+    return refused or _placed(of_inputs(as_capture_error(error), read), model, call)
+
+
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
     """The refusal with the module whose line it names: Dynamo knows lines alone."""
     if not isinstance(refusal.where, Where) or refusal.where.module:
@@ -183,79 +195,11 @@ def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureE
     return CaptureError(refusal.what, where=replace(refusal.where, module=module), remedy=refusal.remedy) if module else refusal
 
 
-def _logging_functions() -> set[Any]:
-    """Logger methods that Dynamo shall skip instead of refusing the graph."""
-    methods = ("debug", "info", "warning", "warning_once", "error", "log", "info_once")
-    loggers = [logging.getLogger(), *model_loggers()]
-    found = {getattr(logger, name) for logger in loggers for name in methods if hasattr(logger, name)}
-    functions = {getattr(method, "__func__", method) for method in found}
-    return functions | {warnings.warn, *torch._dynamo.config.ignore_logging_functions}
-
-
 def _without_record() -> contextlib.AbstractContextManager[object]:
-    """Before torch 2.13 Dynamo's record of its own settings fails at functions among them, which `_logging_functions` puts there."""
+    """Before torch 2.13 Dynamo's record of its own settings fails at functions among them, which `logging_functions` puts there."""
     if torch.__version__ >= (2, 13):
         return contextlib.nullcontext()
     return mock.patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
-
-
-def _knows_builtins(captured: Any) -> None:
-    """Dynamo's bytecode may name builtins (`type`), which before torch 2.13 are not among the globals that it runs with."""
-    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
-        part.f_globals = {**vars(builtins), **part.f_globals}
-
-
-def _others_detached(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple[str, Any], ...], Any, Differentiated]:
-    """Make the Dynamo graph return the flat leaves of the model's return value, detached but for those that backward goes through.
-
-    Copies keep AOTAutograd from treating results as views of each other; cleaning removes them, and what detaches.
-    """
-    graph: fx.Graph = captured.graph
-    output = next(iter(reversed(graph.nodes)))
-    results = {id(node.meta["example_value"]): node for node in output.args[0] if isinstance(node, fx.Node)}
-    values = tuple(node.meta["example_value"] if isinstance(node, fx.Node) else node for node in output.args[0])
-    _knows_builtins(captured)
-    flat_inputs = captured._dynamo_bytecode_flatten(*inputs)
-    arguments = [node for node in graph.nodes if node.op == "placeholder"]
-    results.update({id(value): node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) not in results})
-    leaves, spec = flatten_with_paths(captured._dynamo_bytecode_unflatten(values, inputs))
-    given = {id(leaf) for leaf in leaves_of(inputs)}
-    batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
-
-    def computed(tensor: torch.Tensor) -> bool:
-        node = results.get(id(tensor))
-        sources = _sources(node) if node is not None else set()
-        return not sources.isdisjoint(batch) and any(isinstance(n.meta.get("example_value"), nn.Parameter) for n in sources)
-
-    found = differentiated(captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed)
-    returned: list[Any] = []
-    with graph.inserting_before(output):
-        for position, (path, leaf) in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                returned.append(None)
-                continue
-            if id(leaf) not in results:
-                raise CaptureError(
-                    f"the model returns a tensor at {path!r} that its forward does not compute",
-                    remedy="return only results of the forward, not stored tensors",
-                )
-            node = results[id(leaf)]
-            if position not in found.positions:
-                node = graph.call_method("detach", (node,))
-            returned.append(node if position == found.loss else graph.call_method("clone", (node,)))
-    output.args = (tuple(returned),)
-    graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
-    return leaves, spec, found
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a node depends on."""
-    seen, stack = {node}, [node]
-    while stack:
-        new = set(stack.pop().all_input_nodes) - seen
-        seen |= new
-        stack += new
-    return {each for each in seen if each.op == "placeholder"}
 
 
 def _placeholder_kind(desc: Any) -> tuple[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributions import Distribution
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autopar.capture._torch.fakes import FakeMode, fake_like, faked, new_fake_mode
+from autopar.capture._torch.fakes import FakeMode, fake_like, faked, give_value, new_fake_mode, no_modes
+from autopar.capture._torch.origins import Origins, may_be_known
+from autopar.capture._torch.replaced import functions_replaced
 from autopar.capture._transformers import transformers_under_capture
 from autopar.capture.distributions import known_divergences
 from autopar.capture.precision import narrowed
@@ -27,6 +29,7 @@ class Prepared:
     Attributes:
         precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
         on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing has a gradient, whatever the model says.
+        known: flat position → what the input there holds, where the graph is for these values alone.
     """
 
     mode: FakeMode
@@ -39,6 +42,26 @@ class Prepared:
     stored: Mapping[str, torch.dtype]
     on_gpu: bool
     inference: bool
+    known: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def origins(self) -> Origins:
+        """Follows the inputs of one capture."""
+        fakes = enumerate(tree_leaves((self.args, self.kwargs)))
+        return Origins({position: fake for position, fake in fakes if isinstance(fake, torch.Tensor)}, self.known)
+
+    def knowable(self, origins: Origins) -> frozenset[int]:
+        """Of the inputs that decide numbers, shapes or branches by themselves those that may be known, and are not yet."""
+        read = frozenset().union(*origins.of_inputs_alone()) - self.known.keys()
+        return frozenset(position for position in read if may_be_known(self.in_leaves[position][1]))
+
+    def knowing(self, positions: Iterable[int]) -> Prepared:
+        """The same call, whose inputs there are known, too."""
+        with no_modes():
+            values = {position: self.in_leaves[position][1].detach().cpu().clone() for position in positions}
+        leaves = tree_leaves((self.args, self.kwargs))
+        for position, value in values.items():
+            give_value(leaves[position], value)
+        return replace(self, known={**self.known, **values})
 
     def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Like args and kwargs, for a run of forward, which may change them."""
@@ -80,6 +103,7 @@ def prepared(
         stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch.set_grad_enabled(not inference))
         stack.enter_context(_ops_of_training())
+        stack.enter_context(functions_replaced())
         stack.enter_context(_unchecked_distributions())
         aliases = aliases_of(model)  # captured, a tensor is another object
         yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)

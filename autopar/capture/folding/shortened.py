@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture._torch.constants import known_values
 from autopar.capture._torch.joint import RawJoint, raw_joint
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture.folding.checking import compare, tag, tell
@@ -17,6 +18,7 @@ from autopar.capture.folding.cutting import cut, preserved
 from autopar.capture.folding.entries import NotFoldable
 from autopar.capture.folding.repeating import attributes_repeated, renumbered
 from autopar.capture.folding.runs import Run, find_runs
+from autopar.capture.refusals import ReadsInputs
 from autopar.errors import CaptureError
 
 
@@ -48,6 +50,8 @@ def capture_shortened(model: nn.Module, call: Prepared) -> Shortened:
         kept = cut(model, runs, counts=counts)
         try:
             raw = raw_joint(model, call)
+        except ReadsInputs:
+            raise
         except CaptureError as error:
             raise NotFoldable(f"the shortened model cannot be captured: {error.what}") from error
     names = [tuple(_renamed(entry, kept) for entry in entries) for entries in (raw.placeholders, raw.results)]
@@ -68,7 +72,7 @@ def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> bool:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                with preserved(model):
+                with preserved(model), known_values(call.origins()):
                     story = tell(model, call, runs, cut(model, runs, counts=counts))
                 with preserved(model):
                     compare(story, model, call, runs)

@@ -23,6 +23,7 @@ from autopar.capture.passes.loss import split_cross_entropy
 from autopar.capture.passes.positions import replace_positions
 from autopar.capture.passes.rejoin import rejoin
 from autopar.capture.passes.rms_norm import split_rms_norms
+from autopar.capture.passes.strided import copy_before_strided
 
 PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("clean", clean),
@@ -42,4 +43,5 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("clean again", clean),
     ("fused projections", separate_fused_projections),
     ("experts", see_experts),
+    ("reads by strides", copy_before_strided),
 )

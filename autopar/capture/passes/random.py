@@ -27,7 +27,7 @@ def replace_random(graph: fx.Graph) -> fx.Node | None:
         if node.kwargs.get("generator") is None:  # ``torch.randn(shape, generator=generator)`` of a caller who passes none
             node.target = random_ops.WITHOUT_GENERATOR[node.target]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "generator"}
-    drawing = calls(graph, aten.native_dropout.default, *_REPLACEMENTS)
+    drawing = calls(graph, aten.native_dropout.default, aten.rrelu_with_noise_functional.default, *_REPLACEMENTS)
     if not drawing:
         return None
     state = _state(graph)
@@ -35,6 +35,9 @@ def replace_random(graph: fx.Graph) -> fx.Node | None:
         with graph.inserting_before(node):
             if node.target is aten.native_dropout.default:
                 _replace_dropout(node, state)
+                continue
+            if node.target is aten.rrelu_with_noise_functional.default:
+                _replace_slopes(node, state)
                 continue
             replacement = _REPLACEMENTS[node.target](node, state)
             if replacement is not None:
@@ -100,6 +103,16 @@ def _replace_dropout(node: fx.Node, state: fx.Node) -> None:
     mask = _draw(node, state, random_ops.keep_mask, (shape_of(x), float(p)), shape_of(x), torch.bool)
     dropped = emit(node, random_ops.masked_scale, (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0), shape_of(x), dtype=dtype_of(x))
     _replace_results(node, dropped, mask)
+
+
+def _replace_slopes(node: fx.Node, state: fx.Node) -> None:
+    """A slope for each element that is not positive; where nothing is trained, torch calls another op."""
+    x, _, lower, upper = node.args[:4]
+    shape, dtype = shape_of(x), dtype_of(x)
+    drawn = _draw(node, state, random_ops.uniform, (shape, lower, upper, dtype), shape, dtype)
+    below = emit(node, aten.le.Scalar, (x, 0), shape, dtype=torch.bool)
+    slopes = emit(node, aten.where.ScalarOther, (below, drawn, 1), shape, dtype=dtype)
+    _replace_results(node, emit(node, aten.mul.Tensor, (x, slopes), shape, dtype=dtype), slopes)
 
 
 def _replace_results(node: fx.Node, result: fx.Node, mask: fx.Node) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from autopar.capture.picked.rows import Mask, Masks, Writer, first_dim, refusal, tensor_of
 from autopar.capture.picked.rowwise import argument, dims_of, name_of
+from autopar.ops import ctc
 
 _Ending = Callable[[fx.Node, Masks, Writer], fx.Node | None]
 
@@ -218,8 +219,30 @@ def _picks(flags: Any) -> tuple[int, Any]:
     return negated, flags
 
 
+def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    """Targets that are picked of a row for each sample, one after another: of each row the picked ones first."""
+    log_probs, targets, frames, lengths, *rest = node.args
+    mask, factor = _mask_of(targets, masks)
+    if factor != 1 or len(mask.shape) != 2 or not _counts(lengths, mask):
+        return None
+    flags = write.method("to", write.method("view", mask.flat, *mask.shape), torch.int8)
+    order = write.call(torch.argsort, flags, dim=1, descending=True, stable=True)
+    padded = write.call(torch.gather, write.method("view", targets, *mask.shape), 1, order)
+    return write.call(ctc, log_probs, padded, frames, lengths, *rest)
+
+
+def _counts(lengths: Any, mask: Mask) -> bool:
+    """Whether it is how many of each row a mask picks."""
+    while isinstance(lengths, fx.Node) and name_of(lengths) in ("reshape", "as_tensor", "to", "long"):
+        lengths = lengths.args[0]
+    if not isinstance(lengths, fx.Node) or name_of(lengths) != "sum" or argument(lengths, 1, "dim") not in (-1, 1, (-1,), (1,)):
+        return False
+    return _picks(lengths.args[0]) == _picks(mask.node)
+
+
 _SAME_FLAGS = ("unsqueeze", "expand", "expand_as", "to", "bool")
 _ENDINGS: Mapping[str, _Ending] = {
     "sum": _sum, "mean": _mean, "max": _extreme(-1), "amax": _extreme(-1), "min": _extreme(1), "amin": _extreme(1),
     "any": _whether(False), "all": _whether(True), "index_add": _index_add, "index_put": _index_put, "masked_scatter": _masked_scatter,
+    "ctc_joined.default": _ctc,
 }  # fmt: skip

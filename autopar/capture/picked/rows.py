@@ -28,8 +28,9 @@ def tensor_of(node: Any) -> torch.Tensor | None:
 
 
 def counted(size: Any) -> tuple[str, int] | None:
-    """(symbol, factor) of a size that depends on values, ``("", 0)`` where it is no multiple of one symbol; None of a plain number."""
-    if not isinstance(size, torch.SymInt):
+    """(symbol, factor) of a size that depends on values, ``("", 0)`` where it is no multiple of one symbol; None of a plain number, and of
+    one that has to be a certain number (`required`)."""
+    if not isinstance(size, torch.SymInt) or size.node.expr.is_Integer:
         return None
     factor, symbol = size.node.expr.as_coeff_Mul()
     return (str(symbol), int(factor)) if symbol.is_Symbol and factor.is_Integer else ("", 0)

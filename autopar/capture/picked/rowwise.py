@@ -70,7 +70,7 @@ _TAME = frozenset(
         "logical_not", "and_", "or_", "invert", "sum", "mean", "any", "all", "amax", "amin", "max", "min", "argmax", "argmin", "topk",
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss",
         "index_add", "index_put", "setitem", "masked_scatter", "masked_select", "nonzero", "scaled_dot_product_attention", "dropout",
-        "repeat", *_IMAGES,
+        "repeat", "ctc_joined.default", *_IMAGES,
     ]
 )  # fmt: skip
 """What has a finite result and finite derivatives for whatever finite numbers."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture.picked.adding import ended, is_loss, put_back, reduction_of
 from autopar.capture.picked.equal import join_equal_masks
+from autopar.capture.picked.required import is_required, settle_required
 from autopar.capture.picked.rows import Mask, Writer, counted, first_dim, refusal, tensor_of, value_of
 from autopar.capture.picked.rowwise import COMPUTING, SIZED, is_tame, keeps_rows, name_of
 from autopar.capture.refusals import reads_a_value, user_line
@@ -29,9 +30,10 @@ def settle_rows(graph: fx.Graph) -> None:
     Raises:
         CaptureError: what is computed of rows does not treat them alike and apart; or a number decides a shape.
     """
-    if not any(_depends(value_of(node)) for node in graph.nodes):
+    if not any(_depends(value_of(node)) or is_required(node) for node in graph.nodes):
         return
     join_equal_masks(graph)
+    settle_required(graph)
     _Settling(graph).run()
 
 

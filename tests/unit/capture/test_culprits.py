@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -47,7 +46,11 @@ def _misses_a_name(x: Tensor) -> Tensor:
 
 
 def _ctc(x: Tensor) -> Tensor:
-    return F.ctc_loss(x.view(4, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2]))
+    return torch.ctc_loss(x.view(4, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])).mean()
+
+
+def _packs(x: Tensor) -> Tensor:
+    return nn.utils.rnn.pack_padded_sequence(x.unsqueeze(-1), torch.tensor([4, 3, 2, 1]), batch_first=True).data
 
 
 def _refusal(model: nn.Module) -> Any:
@@ -62,9 +65,10 @@ def _refusal(model: nn.Module) -> Any:
         (lambda x: x * random.random(), "Python's generator (random", "random.random()", "torch.rand"),
         (lambda x: x * random.randint(1, 9), "Python's generator (random)", "random.randint(1, 9)", "torch.rand"),
         (lambda x: x * time.time(), "forward calls time.time", "time.time()", "outside of the model"),
-        (_ctc, "F.ctc_loss", "F.ctc_loss(", "let forward return the log-probabilities"),
+        (_packs, "forward calls pack_padded_sequence", "pack_padded_sequence(", "run the recurrent layer on the padded batch"),
+        (_ctc, "torch.ctc_loss", "torch.ctc_loss(", "call F.ctc_loss"),
     ],
-    ids=["random", "randint", "time", "ctc"],
+    ids=["random", "randint", "time", "packed", "ctc"],
 )
 def test_what_forward_calls_is_named(does: Callable[[Tensor], Any], what: str, line: str, remedy: str) -> None:
     refusal = _refusal(Net(does))
