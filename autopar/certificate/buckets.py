@@ -16,7 +16,7 @@ import torch
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import FLOATS, SHARING, is_even, local_lengths
+from autopar.validation.shards import FLOATS, SHARING, is_even, local_lengths
 from autopar.collective import Collective, bucket_time, most_put_in
 from autopar.emit.choices import storage_key
 from autopar.hardware import HardwareProfile

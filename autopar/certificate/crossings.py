@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.capture.trace import Trace
 from autopar.certificate.report import Finding
-from autopar.certificate.shards import held_bytes
+from autopar.validation.shards import held_bytes
 from autopar.emit.choices import output_key
 from autopar.plans import Crossed, Pipeline, Plan
 from autopar.stages import Cut, cut_points

@@ -18,7 +18,7 @@ from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
 from autopar.certificate.own import dispatched_along
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import held_bytes, local_lengths
+from autopar.validation.shards import held_bytes, local_lengths
 from autopar.certificate.steps import held_so
 from autopar.cost.compute import compute_time
 from autopar.cost.held import offered_as

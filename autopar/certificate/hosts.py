@@ -10,7 +10,7 @@ from autopar.capture.trace import Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding
-from autopar.certificate.shards import held_bytes
+from autopar.validation.shards import held_bytes
 from autopar.cost.priced import OPTIMIZERS
 from autopar.emit.choices import parameter_key, storage_key
 from autopar.plans import Plan

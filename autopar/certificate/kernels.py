@@ -28,7 +28,7 @@ from autopar.certificate.facts import Claims, Facts, Reader, Tensor
 from autopar.certificate.kernel_norms import NormWalk
 from autopar.certificate.own import OwnWalk
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import local_lengths
+from autopar.validation.shards import local_lengths
 from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy

@@ -30,7 +30,7 @@ from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow
 from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts, Tensor, TensorKey
-from autopar.certificate.shards import held_bytes, local_lengths
+from autopar.validation.shards import held_bytes, local_lengths
 from autopar.cost.priced import Priced
 from autopar.layout import Layout
 from autopar.problem import Value

@@ -24,7 +24,7 @@ from autopar import ops
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.routes import routed, shared
-from autopar.certificate.shards import local_lengths
+from autopar.validation.shards import local_lengths
 from autopar.collective import Collective, collective_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy

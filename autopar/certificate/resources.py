@@ -16,7 +16,7 @@ from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import held_bytes
+from autopar.validation.shards import held_bytes
 from autopar.collective import HOST_KINDS
 from autopar.cost.priced import OPTIMIZERS
 from autopar.emit import simulated

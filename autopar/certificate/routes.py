@@ -19,7 +19,7 @@ from torch import fx
 from autopar import ops
 from autopar.analysis.work import Work
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import local_lengths
+from autopar.validation.shards import local_lengths
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy

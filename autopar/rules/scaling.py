@@ -32,6 +32,17 @@ def trials_of(call: Call) -> list[Trial]:
     return _trials(call, call) if own <= _LARGEST else []
 
 
+def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
+    """As `trials_of`, on the numbers of these recipes alone, and only of calls whose results are small."""
+    if _num_elements(call.outputs) > _LARGEST and _num_elements(call.inputs) <= _LARGEST:
+        return []  # sizes are among its arguments: smaller operands would not make its results smaller
+    for scaled in _scalings(call):
+        if found := _trials(scaled, call, recipes):
+            return found
+    small = _num_elements((*call.inputs, *call.outputs)) <= _SMALL
+    return _trials(call, call, recipes) if small else []
+
+
 def _num_elements(infos: Sequence[TensorInfo]) -> int:
     return sum(math.prod(info.shape) for info in infos)
 
@@ -62,12 +73,12 @@ def _resized(value: Any, to: Mapping[int, int]) -> Any:
     return to.get(value, value) if type(value) is int else value
 
 
-def _trials(small: Call, call: Call) -> list[Trial]:
+def _trials(small: Call, call: Call, recipes: Sequence[str] = RECIPES) -> list[Trial]:
     """The small call on every recipe of numbers that the op takes; in double precision where it can be."""
     found = []
     bound = _bound(small, call)
     for infos in dict.fromkeys((_double(small.inputs), small.inputs)):
-        for recipe in RECIPES:
+        for recipe in recipes:
             tensors = tensors_for(infos, recipe, bound)
             made = _made(replace(small, inputs=infos), tensors)
             if made is not None and _same_structure(made, call):

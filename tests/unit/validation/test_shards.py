@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.certificate.shards import held_bytes, led_to, local_lengths
+from autopar.validation.shards import held_bytes, led_to, local_lengths
 from autopar.halo import Halo
 from autopar.layout import Layout, local_shape
 from autopar.layout_graph import all_layouts, local_bytes, neighbours
