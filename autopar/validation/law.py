@@ -26,6 +26,7 @@ from autopar.rules import AxisOption, Call
 from autopar.rules.call import NO_TENSOR, KeyedCall
 from autopar.rules.scaling import Trial, first_trials
 from autopar.rules.trial import check_option
+from autopar.validation.samples import SAMPLES
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -103,7 +104,8 @@ def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Ve
 
 @lru_cache(maxsize=4096)
 def _trials(keyed: KeyedCall) -> tuple[Trial, ...]:
-    return tuple(first_trials(keyed.call, _RECIPES))
+    made = SAMPLES.get(keyed.call.target)
+    return tuple(first_trials(keyed.call, _RECIPES) if made is None else made(keyed.call))
 
 
 def _can_split(small: Call, option: AxisOption, num: int) -> bool:
@@ -130,10 +132,10 @@ def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool
         return not isinstance(before, Shard) and before == after
     source, target = call.inputs[0].shape, call.outputs[0].shape
     alike = not uneven or source[before.dim] == target[after.dim]
-    return alike and type(before) is Shard and type(after) is Shard and (before.dim, after.dim) in set(_leading(source, target))
+    return alike and type(before) is Shard and type(after) is Shard and (before.dim, after.dim) in set(leading_dims(source, target))
 
 
-def _leading(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int]]:
+def leading_dims(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Pairs of dims, before and after, that stand first in the smallest groups of dims with as many elements in the same order.
 
     Such dims begin where as many elements lie behind them on both sides.

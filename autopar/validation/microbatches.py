@@ -1,0 +1,206 @@
+"""`validate_microbatches`: the graph of one microbatch against that of the batch, forward and backward, on an axis in time.
+
+Each node of a microbatch's graph is compared with the node of the same key in the batch's (`autopar.validation.time_placements`). The runtime
+joins outputs as `Microbatches.outputs` says and adds gradients up: so outputs have to be split, whole or terms of the stated power of the
+number of microbatches, and every gradient has to be a term. Nothing of the analysis that decided how the batch is cut is used, but what it
+says: which inputs are cut, what is given of the whole batch, and how outputs are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+import torch
+from torch import fx
+
+from autopar import random_ops
+from autopar.capture.graphs import copied
+from autopar.capture.trace import Trace
+from autopar.errors import ValidationError
+from autopar.rules import call_of, operands_of, where_of
+from autopar.run.program import Count, Microbatches
+from autopar.validation.report import Validation
+from autopar.validation.states import REMEDY, Ref
+from autopar.validation.time_placements import TERM, WHOLE, TimePlacement, placements_in_time, split_dim
+from autopar.validation.traced import Traced
+
+OF_BATCH = " of the batch"
+_MULTIPLY = torch.ops.aten.mul.Tensor
+_REMEDY = "pass num_microbatches=1, and no pipeline or one of one microbatch; and report the model"
+Placements = dict[Ref, TimePlacement]
+
+
+def validate_microbatches(whole: Trace, part: Trace, how: Microbatches, *, promised: bool = False) -> Validation:
+    """Show that microbatches make the batch's outputs and gradients.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch. how: how a batch is worked through.
+        promised: whether the user promised that samples are independent; what cannot be shown is then said, and refused by nobody.
+
+    Raises:
+        ValidationError: naming the node at which an output or a gradient departs from the batch's, with the source line.
+    """
+    if how.num == 1:
+        return Validation()
+    return _InTime(Traced(whole), Traced(part), how, promised).validation()
+
+
+@dataclass
+class _InTime:
+    """One comparison.
+
+    Attributes:
+        placed: of each value of the microbatch's graph. open: keys of nodes of which nothing is known.
+    """
+
+    whole: Traced
+    part: Traced
+    how: Microbatches
+    promised: bool
+    placed: Placements = field(default_factory=dict)
+    open: dict[str, None] = field(default_factory=dict)
+
+    def validation(self) -> Validation:
+        """The report."""
+        self._place_inputs()
+        for count in self.how.counts:
+            self._count(count)
+        self.place(self.part.trace.graph, self.placed, self.part)
+        unproven = [*self._outputs(), *self._gradients()]
+        return Validation(unproven=tuple(unproven))
+
+    def _place_inputs(self) -> None:
+        trace, how = self.part.trace, self.how
+        for tensor in (*trace.parameters, *trace.buffers):
+            self.placed[tensor.node, 0] = WHOLE
+        sizes = {i.path: i.shape for i in self.whole.trace.inputs}
+        for i in trace.inputs:
+            if i.given:
+                self.placed[i.node, 0] = WHOLE  # `_count` shows it
+            elif i.path in how.inputs:
+                dim = how.inputs[i.path]
+                if split_dim(sizes[i.path], i.shape, how.num) != dim:
+                    raise ValidationError(f"input {i.path!r} of shape {sizes[i.path]} is not {how.num} times {i.shape} along dim {dim}", remedy=REMEDY)
+                self.placed[i.node, 0] = TimePlacement("split", dim)
+            else:
+                self.placed[i.node, 0] = WHOLE if sizes[i.path] == i.shape else TimePlacement("wrong", origin=f"{i.path}/input")
+        for o in trace.differentiable:
+            self.placed[o.tangent, 0] = self._tangent(o.path, is_loss=o.is_loss)
+
+    def _tangent(self, path: str, *, is_loss: bool) -> TimePlacement:
+        """What backward of a microbatch begins with, as the runtime has it (`Microbatches.weight` and `tangents`)."""
+        if is_loss:
+            weights = {1.0: 0, 1.0 / self.how.num: -1}
+            if self.how.weight not in weights:
+                raise ValidationError(f"the loss of a microbatch weighs {self.how.weight}, of {self.how.num}", remedy=REMEDY)
+            return TimePlacement("whole", power=weights[self.how.weight])
+        kind, dim = self.how.outputs.get(path, ("open", -1))
+        if kind == "split":
+            return TimePlacement("split", dim)
+        return {"whole": TERM, "sum": WHOLE, "mean": TimePlacement("whole", power=-1)}.get(kind, TimePlacement("open"))
+
+    def _count(self, count: Count) -> None:
+        """What is given of the batch has to be the batch's value of the node that it stands for."""
+        graph = copied(count.graph.graph)  # whose placeholders get values here
+        named = {b.name: (b.node, 0) for b in self.part.trace.buffers} | {i.path: (i.node, 0) for i in self.part.trace.inputs}
+        placed: Placements = {}
+        given = iter((*count.buffers, *count.inputs))
+        results: Sequence[fx.Node] = ()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                name, result = named[next(given)]
+                placed[node.name, 0] = self.placed[name, result]
+                node.meta["val"] = self.part.nodes[name].meta["val"]
+            elif node.op == "output":
+                results = node.args[0]
+        self.place(graph, placed, None)
+        for (path, kind), node in zip(count.given.items(), results, strict=True):
+            found = placed[node.name, 0]
+            due = {"sum": 0, "mean": 1}[kind]
+            key = path.removesuffix(OF_BATCH)
+            right = node.meta["key"] == key and (found in (TimePlacement("term", power=due), TimePlacement("whole", power=due - 1)))
+            if not right and found.kind != "open":
+                raise self._error(node, f"what microbatches are given of the batch is a {kind} of what each has as {found}")
+
+    def place(self, graph: fx.Graph, placed: Placements, traced: Traced | None) -> None:
+        """Place every node of a graph; `traced` looks calls up, where the graph is a trace's."""
+        for node in graph.nodes:
+            if node.op != "call_function" or (node.name, 0) in placed:
+                continue
+            if traced is not None and traced.ref(node) != (node.name, 0):  # a getitem
+                continue
+            reads = [placed.get(self._ref(operand), TimePlacement("open", origin=node.meta["key"])) for operand in operands_of(node)]
+            for result, found in enumerate(self._placed(node, reads, traced)):
+                placed[node.name, result] = found
+
+    def _ref(self, node: fx.Node) -> Ref:
+        return self.part.ref(node)
+
+    def _placed(self, node: fx.Node, reads: Sequence[TimePlacement], traced: Traced | None) -> Sequence[TimePlacement]:
+        key = node.meta["key"]
+        call = traced.call(node) if traced is not None else call_of(node)
+        unknown = next((r for kind in ("wrong", "open") for r in reads if r.kind == kind), None)
+        if unknown is not None:
+            return [unknown] * len(call.outputs)
+        origin = self.whole.by_key.get(key)
+        if origin is None:
+            return self._multiplied(node, reads) or [self._open(key)] * len(call.outputs)
+        found = placements_in_time(self.whole.call(origin), call, reads, self.how.num)
+        return [self._named(f, key) for f in found]
+
+    def _named(self, found: TimePlacement, key: str) -> TimePlacement:
+        if found.kind == "open":
+            return self._open(key)
+        return TimePlacement("wrong", origin=key) if found.kind == "wrong" else found
+
+    def _open(self, key: str) -> TimePlacement:
+        self.open[key] = None
+        return TimePlacement("open", origin=key)
+
+    def _multiplied(self, node: fx.Node, reads: Sequence[TimePlacement]) -> list[TimePlacement]:
+        """A node that only a microbatch's graph has: it makes as many times as much of what it reads as there are microbatches."""
+        if node.target is not _MULTIPLY or len(reads) != 1 or node.args[1] != self.how.num:
+            return []
+        (read,) = reads
+        return [TimePlacement(read.kind, read.dim, read.power + 1)]
+
+    # What comes out.
+
+    def _outputs(self) -> Iterator[str]:
+        for o in self.part.trace.outputs:
+            if o.path not in self.how.outputs:
+                continue  # it is not asked for of several microbatches
+            kind, dim = self.how.outputs[o.path]
+            due: Mapping[str, tuple[TimePlacement, ...]] = {
+                "split": (TimePlacement("split", dim),), "whole": (WHOLE,), "sum": (TERM, TimePlacement("whole", power=-1)),
+                "mean": (TimePlacement("term", power=1), WHOLE),
+            }  # fmt: skip
+            yield from self._judged(self.part.nodes[o.node], due[kind], f"output {o.path!r}" if o.path else "the output")
+        for name, position in self.part.trace.mutated.items():
+            if name != random_ops.STATE:
+                raise self._error(self.part.results[position], f"buffer {name!r} would be written {self.how.num} times a step")
+
+    def _gradients(self) -> Iterator[str]:
+        for p in self.part.trace.parameters:
+            if p.gradient is not None:
+                due = (TERM, TimePlacement("whole", power=-1))
+                yield from self._judged(self.part.results[p.gradient], due, f"the gradient of {p.name!r}")
+
+    def _judged(self, node: fx.Node, due: Sequence[TimePlacement], what: str) -> Iterator[str]:
+        found = self.placed[self.part.ref(node)]
+        if found in due:
+            return
+        if found.kind == "open" or self.promised:
+            yield f"{what} over microbatches: of {found.origin or node.meta['key']} it is not known what a microbatch's is of the batch's"
+            return
+        keys = self.part.by_key
+        at = keys.get(found.origin, node)
+        seen = "what it makes of a microbatch is no part, no term and no copy of the batch's" if found.kind == "wrong" else f"it is {found}"
+        raise self._error(at, f"{what} does not add up over {self.how.num} microbatches: {seen}, where {due[0]} is due")
+
+    def _error(self, node: fx.Node, what: str) -> ValidationError:
+        return ValidationError(f"{node.meta.get('key', node.name)}: {what}", where=where_of(node), remedy=_REMEDY)
+
+
