@@ -50,6 +50,104 @@ class Counting:
     given: tuple[Given, ...]
 
 
+def add_equal_values(part: Trace, given: Sequence[Given]) -> tuple[Given, ...]:
+    """Add every node that computes the same value as a node in `given`.
+
+    A loss may count its labels once for forward and once more for backward. If only one of the two
+    were replaced by the value of the whole batch, the gradients would be wrong by a factor.
+
+    Args:
+        part: the trace of one microbatch, which computes its own values.
+        given: the values of the whole batch that forward needs.
+
+    Returns:
+        `given`, followed by one entry for each further node with an equal value, in graph order.
+    """
+    values, names = number_known_values(part), {g.node for g in given}
+    kinds = {values[g.node]: g.kind for g in given if g.node in values}
+    keys = {node.name: node.meta["key"] for node in part.graph.nodes if node.op == "call_function"}
+    further = (name for name, value in values.items() if value in kinds and name not in names)
+    return (*given, *(Given(name, f"{keys[name]} of the batch", kinds[values[name]]) for name in further))
+
+
+def number_known_values(trace: Trace) -> dict[str, int]:
+    """Number the values that follow from the call and from buffers alone; equal numbers mean equal values.
+
+    Two nodes are equal if they apply the same op with the same arguments to equal values.
+
+    Args:
+        trace: a joint forward and backward graph.
+
+    Returns:
+        The number of each known ``call_function`` node, by name, in graph order.
+    """
+    varies = {p.node for p in trace.parameters} | {o.tangent for o in trace.outputs}
+    numbers, found, known = dict[tuple[object, str], int](), dict[str, int](), dict[str, str]()
+    for node in trace.graph.nodes:
+        if node.op == "placeholder" and node.name not in varies:
+            known[node.name] = node.name
+        if node.op != "call_function" or any(operand.name not in known for operand in node.all_input_nodes):
+            continue
+        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: _Known(known[operand.name]))
+        found[node.name] = numbers.setdefault((node.target, repr(arguments)), len(numbers))
+        known[node.name] = f"#{found[node.name]}"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Stands for an operand in the arguments of a node, so that no string argument can be taken for it."""
+
+    value: str
+
+
+def find_unexplained_sum(whole: Trace, part: Trace, given: Sequence[Given], cut: Collection[str]) -> fx.Node | None:
+    """Find a sum over samples in backward that nothing in forward accounts for.
+
+    Backward is the derivative of forward, so replacing a value of forward by that of the whole batch is
+    right only if backward reads the same value. A sum over the samples of one microbatch that backward
+    computes in another form cannot be told apart from a value that has to be replaced.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch.
+        given: the values of the whole batch that forward needs, without those that are equal to them.
+        cut: placeholders of the inputs that are cut into microbatches.
+
+    Returns:
+        The node of `part` that is read in backward, or None if forward accounts for all of them.
+    """
+    values = number_known_values(part)
+    accounted = {values[g.node] for g in given if g.node in values} | _values_of_outputs(part, values)
+    shapes = {node.meta["key"]: shape_of(node) for node in whole.graph.nodes if node.op == "call_function" and _is_tensor(node)}
+    follows, replaced = set(cut), {g.node for g in add_equal_values(part, given)}
+    for node in part.graph.nodes:
+        if node.name not in values or node.name in replaced:
+            continue
+        if any(operand.name in follows for operand in node.all_input_nodes):
+            follows.add(node.name)
+    for node in part.graph.nodes:
+        if node.name not in follows or node.name not in values or not _is_tensor(node) or values[node.name] in accounted:
+            continue
+        if shapes.get(node.meta["key"]) == shape_of(node) and any(user.name not in values for user in node.users):
+            return node
+    return None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _values_of_outputs(trace: Trace, values: Mapping[str, int]) -> set[int]:
+    """The numbers of the known values that outputs depend on."""
+    stack, seen = [trace.node(o.node) for o in trace.outputs], set[str]()
+    while stack:
+        node = stack.pop()
+        if node.name not in seen:
+            seen.add(node.name)
+            stack += node.all_input_nodes
+    return {values[name] for name in seen if name in values}
+
+
 def counting(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
     """How the terms of what is given are computed: one after another, since some follow from others.
 
