@@ -75,6 +75,28 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
         )
 
 
+def check_random_state(state: int, devices: DeviceMesh) -> None:
+    """Refuse random numbers that would begin differently on different ranks.
+
+    Args:
+        state: what the random numbers of this rank follow from.
+        devices: the mesh that the model runs on.
+
+    Raises:
+        RuntimeStateError: on every rank, naming those that differ from the first.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    ranks, states = _ranks(devices), _gathered("random state", state, devices)
+    different = [rank for rank, each in zip(ranks, states, strict=True) if each != states[0]]
+    if different:
+        raise RuntimeStateError(
+            f"ranks {different} have another random state than rank {ranks[0]}",
+            remedy="set the same on every rank: pm.manual_seed(seed) or pm.random_state = state; "
+            "each rank draws the numbers of its own part by itself",
+        )
+
+
 class Beside:
     """Plain tensors that scripts compute with beside parameters, which count as the same on all ranks.
 

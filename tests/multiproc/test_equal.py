@@ -34,3 +34,13 @@ def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_n
     for fact in facts:
         for said in (fact[name]["refusal"], fact[name]["later"]):
             assert "ranks were given different batches: '0'" in said and 'batch="local"' in said
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
+def test_random_states_that_differ_are_refused_on_every_rank(facts: list[dict[str, Any]], name: str) -> None:
+    for fact in (each[name]["random"] for each in facts):
+        for said in (fact["seed"], fact["state"]):
+            assert "ranks [1] have another random state than rank 0" in said
+            assert "pm.manual_seed(seed)" in said
+        assert fact["losses"] == fact["again"] == facts[0][name]["random"]["losses"]
+        assert len(set(fact["losses"])) == 3

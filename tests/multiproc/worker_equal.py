@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +48,40 @@ def run(rank: int) -> dict[str, Any]:
         facts[name] |= {"held": {key: x.tolist() for key, x in held.items()}, "own": {key: x.tolist() for key, x in first.items()}}
         facts[name]["refusal"] = _refusal(model, batch, constraints, rank)
         facts[name]["later"] = _refusal(model, batch, constraints, rank, after=3)
+        facts[name]["random"] = _refuse_random_states(constraints, rank)
     return facts
+
+
+class Dropping(Net):
+    """The same, with a dropout before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+def _refuse_random_states(constraints: Any, rank: int) -> dict[str, Any]:
+    """What random states that differ between ranks are refused with, and losses with those that do not."""
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    mesh = autopar.Mesh({"gpu": 2})
+    torch.manual_seed(0)
+    pm = autopar.compile(Dropping(), mesh, example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+    pm.manual_seed(3 + rank)
+    found: dict[str, Any] = {"seed": _message(lambda: pm(batch))}
+    pm.manual_seed(3)
+    found["losses"] = [pm(batch).item() for _ in range(3)]
+    pm.random_state += rank
+    found["state"] = _message(lambda: pm(batch))
+    pm.manual_seed(3)
+    found["again"] = [pm(batch).item() for _ in range(3)]
+    return found
+
+
+def _message(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except RuntimeStateError as error:
+        return str(error)
+    return ""
 
 
 class _Told(logging.Handler):
