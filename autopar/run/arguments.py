@@ -25,7 +25,7 @@ from autopar.capture.trees import paths_in
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
-from autopar.run.equal import check_batch
+from autopar.run.equal import check_batch, check_parts
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.variants import AsksForGradient, Misfit
 
@@ -70,7 +70,8 @@ class Arguments:
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor]:
         """The program's input tensors, in its order.
 
-        That every rank passes the same whole batch is made sure of in calls 1, 2, 4, 8 and so on: what makes batches differ does so soon.
+        That every rank passes the same whole batch, or the same part where the plan does not split it, is made sure of in calls 1, 2, 4,
+        8 and so on: what makes batches differ does so soon.
 
         Raises:
             CallError: where the model itself does not take such arguments.
@@ -80,8 +81,13 @@ class Arguments:
         """
         tensors = self._tensors(args, kwargs)
         self._num_calls += 1
-        if self._is_whole and self._num_calls & (self._num_calls - 1) == 0:
-            check_batch([tensor.name for _, tensor, _ in self._inputs], tensors, devices)
+        if self._num_calls & (self._num_calls - 1) == 0:
+            names = [tensor.name for _, tensor, _ in self._inputs]
+            if self._is_whole:
+                check_batch(names, tensors, devices)
+            else:
+                layouts = [tensor.layout for _, tensor, _ in self._inputs]
+                check_parts(names, tensors, layouts, devices)
         return tensors
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -106,7 +106,9 @@ class Compiled(Holder):
         return ""
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor] | Misfit:
-        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call` and `Arguments.tensors`."""
+        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call`, `Arguments.tensors`,
+        and where random numbers begin differently on different ranks."""
+        self._compare_state()
         try:
             self._check_call()
             return self._arguments.tensors(args, kwargs, devices)
