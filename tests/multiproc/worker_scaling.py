@@ -1,0 +1,107 @@
+"""Run by several processes: gradient scalers in stages and in microbatches, beside one process with the plain model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline
+
+SIZE = 16
+LAYOUTS: dict[str, tuple[int | None, list[Constraint]]] = {
+    "whole batches": (1, [fsdp()]),
+    "sharded in two": (2, [fsdp()]),
+    "replicated in three": (3, [ddp()]),
+    "tensor parallel in two": (2, [megatron(tp=2)]),
+    "stages in one": (None, [pipeline(microbatches=1)]),
+    "stages in two": (None, [pipeline(microbatches=2)]),
+    "stages in three": (None, [pipeline(microbatches=3)]),
+    "interleaved": (None, [pipeline(microbatches=2, schedule="interleaved_1f1b")]),
+}
+
+
+class Net(nn.Module):
+    """Four residual layers in float16 and a loss in float32, which may be tiny; `noise` draws and `normed` changes buffers."""
+
+    def __init__(self, factor: float = 1.0, *, noise: float = 0.0, normed: bool = False, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE)) for _ in range(4))
+        self.drop, self.norm = nn.Dropout(noise), nn.BatchNorm1d(SIZE) if normed else nn.Identity()
+        self.out, self.factor, self.dtype = nn.Linear(SIZE, SIZE), factor, dtype
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            for layer in self.layers:
+                x = x + layer(self.drop(x))
+            x = self.out(self.norm(x))
+        return ((x.float() - y) ** 2).mean() * self.factor
+
+
+class Spiked(nn.Module):
+    """Of float32; the gradients of the last layer, and of that alone, are as large as `y`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4)), nn.Linear(SIZE, 1)
+        with torch.no_grad():
+            self.out.weight.mul_(1e-3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return ((self.out(x) - y[:, :1]) ** 2).mean()
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(12, SIZE, generator=generator), torch.randn(12, SIZE, generator=generator)
+
+
+def made(build: Callable[[], nn.Module], name: str, **options: Any) -> tuple[nn.Module, Any]:
+    """The plain model, and a compiled copy."""
+    num, asked = LAYOUTS[name]
+    torch.manual_seed(0)
+    plain = build()
+    options |= {} if num is None else {"num_microbatches": num}
+    module = autopar.compile(copy.deepcopy(plain), example_inputs=batch(), hardware="h100-sxm", constraints=asked, **options)
+    return plain, module
+
+
+def apart(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
+    """The largest error of a parameter that is here, or of its gradient, relative to its largest element."""
+    theirs, worst = dict(plain.named_parameters()), 0.0
+    for name, p in module.named_parameters():
+        if not isinstance(p, DTensor):
+            continue
+        mine, wanted = (p.grad, theirs[name].grad) if gradients else (p, theirs[name].detach())
+        assert mine is not None and wanted is not None
+        whole = mine.full_tensor()
+        if not torch.equal(whole.isfinite(), wanted.isfinite()):
+            return math.inf
+        known = wanted.isfinite()
+        worst = max(worst, float((whole - wanted)[known].abs().max() / (wanted[known].abs().max() + 1e-30)) if known.any() else 0.0)
+    return worst
+
+
+def scaler_of(**options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**24, **options})
+
+
+def first_gradients(rank: int, names: list[str]) -> dict[str, float]:
+    """Errors of the gradients of a tiny loss after the first call, which nothing came before."""
+    found = {}
+    for name in names:
+        plain, module = made(lambda: Net(1e-7), name)
+        for model in (plain, module):
+            scaler, optimizer = scaler_of(), torch.optim.SGD(model.parameters(), 0.0)
+            scaler.scale(model(*batch())).backward()
+            scaler.unscale_(optimizer)
+        found[name] = apart(module, plain, gradients=True)
+    return found
