@@ -18,7 +18,13 @@ class Published(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, calls: StageCalls, step: ScaledStep, loss: list[Tensor], gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor
+        ctx: Any,
+        calls: StageCalls,
+        step: ScaledStep,
+        loss: list[Tensor],
+        gradients: list[Tensor | None],
+        anchor: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         """The loss, which comes in a list, so that it is no input: those are returned as views, which could not be changed in place.
 

@@ -57,7 +57,8 @@ class StagedModule(Compiled):
         devices: the whole mesh. model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
 
     Attributes:
-        loss_scale: what the user says that losses are multiplied by before backward (see the module docstring). rank: this one's place along the pipeline's axis.
+        loss_scale: the factor by which the user multiplies losses before backward (see the module docstring).
+        rank: this one's place along the pipeline's axis.
 
     Raises:
         MeshError: where the program was made for another mesh. RuntimeStateError: where ranks hold different plans; on ``batch="local"``.
