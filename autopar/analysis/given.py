@@ -117,24 +117,31 @@ def find_unexplained_sum(whole: Trace, part: Trace, given: Sequence[Given], cut:
         The node of `part` that is read in backward, or None if forward accounts for all of them.
     """
     values = number_known_values(part)
-    accounted = {values[g.node] for g in given if g.node in values} | _values_of_outputs(part, values)
-    shapes = {node.meta["key"]: shape_of(node) for node in whole.graph.nodes if node.op == "call_function" and _is_tensor(node)}
-    follows, replaced = set(cut), {g.node for g in add_equal_values(part, given)}
-    for node in part.graph.nodes:
-        if node.name not in values or node.name in replaced:
-            continue
-        if any(operand.name in follows for operand in node.all_input_nodes):
-            follows.add(node.name)
-    for node in part.graph.nodes:
-        if node.name not in follows or node.name not in values or not _is_tensor(node) or values[node.name] in accounted:
-            continue
-        if shapes.get(node.meta["key"]) == shape_of(node) and any(user.name not in values for user in node.users):
+    explained = {values[g.node] for g in given if g.node in values} | _values_of_outputs(part, values)
+    replaced = {g.node for g in add_equal_values(part, given)}
+    shapes = {node.meta["key"]: shape_of(node) for node in whole.graph.nodes if _is_tensor(node)}
+
+    def is_sum(node: fx.Node) -> bool:  # without a counterpart in the batch's graph nothing says that it is none
+        return _is_tensor(node) and shapes.get(node.meta["key"], shape_of(node)) == shape_of(node)
+
+    for node in _follow_samples(part, values.keys() - replaced, cut):
+        if values[node.name] not in explained and is_sum(node) and any(user.name not in values for user in node.users):
             return node
     return None
 
 
+def _follow_samples(trace: Trace, among: Collection[str], cut: Collection[str]) -> tuple[fx.Node, ...]:
+    """The nodes of `among` that depend on an input that is cut, by way of each other alone, in graph order."""
+    follows, found = set(cut), list[fx.Node]()
+    for node in trace.graph.nodes:
+        if node.name in among and any(operand.name in follows for operand in node.all_input_nodes):
+            follows.add(node.name)
+            found.append(node)
+    return tuple(found)
+
+
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _values_of_outputs(trace: Trace, values: Mapping[str, int]) -> set[int]:

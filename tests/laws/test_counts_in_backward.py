@@ -112,5 +112,7 @@ class CountedOtherwise(torch.autograd.Function):
 
 
 def test_a_count_that_forward_does_not_account_for_is_refused() -> None:
-    with pytest.raises(CoupledError, match="backward reads a sum over the samples"):
+    with pytest.raises(CoupledError, match="backward reads a sum over the samples") as refusal:
         make_plan(CountedOtherwise.apply, num_microbatches=2)
+    assert refusal.value.where is not None
+    assert "test_counts_in_backward.py" in refusal.value.where.source
