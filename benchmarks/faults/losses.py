@@ -78,6 +78,11 @@ class Loss:
     tokens: bool
     expect: str
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether it returns more than the loss."""
+        return self.name.partition("/")[2].startswith("loss")
+
     def build(self) -> nn.Module:
         """The model, with the weights of one seed."""
         torch.manual_seed(0)
@@ -168,3 +173,8 @@ def all_losses() -> tuple[Loss, ...]:
     rows = [Loss(f"rows/{name}", fn, False, expect) for name, (fn, expect) in ROWS.items()]
     tokens = [Loss(f"tokens/{name}", fn, True, expect) for name, (fn, expect) in TOKENS.items()]
     return (*rows, *tokens)
+
+
+def find_loss(name: str) -> Loss:
+    """The loss of that name."""
+    return next(loss for loss in all_losses() if loss.name == name)
