@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -47,7 +48,7 @@ class Worker:
     limit_s: float
     process: subprocess.Popen[str] | None = None
     answers: int = -1
-    log: IO[str] = field(default_factory=lambda: tempfile.TemporaryFile("w+", encoding="utf-8"))
+    log: IO[str] = field(default_factory=partial(tempfile.TemporaryFile, "w+", encoding="utf-8"))
     num_cases: int = 0
 
     def run(self, kind: str, seed: int) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Worker:
         self.process.stdin.write(json.dumps([kind, seed]) + "\n")
         self.process.stdin.flush()
         answer = self._answer(start + self.limit_s)
-        row = json.loads(answer) if answer else self._lost(hung=self.process.poll() is None)
+        row = json.loads(answer) if answer else self._lost(hung=answer is None)
         return {**row, "row_s": round(time.monotonic() - start, 2)}
 
     def close(self) -> None:
@@ -73,6 +74,8 @@ class Worker:
 
     def _start(self) -> None:
         self.close()
+        self.log.seek(0)
+        self.log.truncate()
         self.answers, write = os.pipe()
         command = [sys.executable, "-m", "benchmarks.faults.worker", str(write)]
         self.process = subprocess.Popen(
@@ -89,12 +92,14 @@ class Worker:
         os.close(write)
         self.num_cases = 0
 
-    def _answer(self, deadline: float) -> str:
-        """A line, or nothing where the process ended or the time is over."""
+    def _answer(self, deadline: float) -> str | None:
+        """A line; empty where the process ended, None where the time is over."""
         found = b""
         while not found.endswith(b"\n"):
             ready = select.select([self.answers], [], [], max(0.0, deadline - time.monotonic()))[0]
-            if not ready or not (part := os.read(self.answers, 1 << 16)):
+            if not ready:
+                return None
+            if not (part := os.read(self.answers, 1 << 16)):
                 return ""
             found += part
         return found.decode()
