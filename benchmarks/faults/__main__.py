@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import console_of, environment
-from benchmarks.faults.judging import FAILED, INVALID, REFUSED, refusal_of
-from benchmarks.faults.worker import KINDS, Worker
+from benchmarks.faults.judging import CRASH, FAILED, HANG, INVALID, REFUSED, refusal_of
+from benchmarks.faults.worker import KINDS, REDUCE, Worker
 
 LIMIT_S, SECONDS = 300.0, 600.0
 Row = dict[str, Any]
@@ -47,13 +47,24 @@ def run_cases(listed: Iterator[tuple[str, int]], options: argparse.Namespace) ->
             case = {"model": f"{kind}:{seed}", "mesh": "", "kind": kind, "seed": seed}
             rows.append({**case, **found})
             tell(console, rows[-1])
-            if rows[-1]["outcome"] == FAILED and options.programs:
-                write_program(rows[-1], Path(options.programs))
+            if rows[-1]["outcome"] == FAILED:
+                rows[-1] = reduced(worker, rows[-1])
+                if options.programs:
+                    write_program(rows[-1], Path(options.programs))
             if options.json:
                 write(options.json, rows)
     finally:
         worker.close()
     return rows
+
+
+def reduced(worker: Worker, row: Row) -> Row:
+    """The row of a failure, with a smaller program where a model was found that fails alike."""
+    if row["kind"] != "models" or row["why"] in (HANG, CRASH):
+        return row
+    found = worker.run(REDUCE, row["seed"])
+    alike = (found["why"], found["phase"]) == (row["why"], row["phase"])
+    return {**row, "program": found["program"], "error": found["error"]} if alike else row
 
 
 def tell(console: Console, row: Row) -> None:

@@ -66,7 +66,7 @@ def judge(run: Callable[[Notes], None]) -> dict[str, Any]:
         outcome, error = REFUSED, f"{type(raised).__name__}: {raised}"
         if not raised.remedy:
             outcome, why = FAILED, NO_REMEDY
-    except Exception:
+    except BaseException:  # torch.distributed.checkpoint raises one that is no Exception
         outcome, why, error = FAILED, RAW, traceback.format_exc()
     short = None if error is None else error[-MAX_MESSAGE:]
     ok = outcome in (CORRECT, REFUSED)

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from benchmarks.common import ROOT
 from benchmarks.faults.judging import HANG, RAW, InvalidCase, Misbehaviour, Notes, WrongResult
 
-NUM_RANKS, NUM_STEPS, LIMIT_S = 2, 5, 150.0
+NUM_RANKS, NUM_STEPS = 2, 5
+START_S, NOTICE_S = 150.0, 60.0  # until the deed, and from it until all ranks have ended
 PLANS = {
     "ddp": "constraints=[autopar.constraints.ddp()]",
     "fsdp": "constraints=[autopar.constraints.fsdp()]",
@@ -182,7 +183,7 @@ def launch(text: str) -> list[Ended]:
         (folder / "script.py").write_text(text, encoding="utf-8")
         processes = [start_rank(rank, folder, store.port) for rank in range(NUM_RANKS)]
         try:
-            wait(processes, time.monotonic() + LIMIT_S)
+            wait(processes, folder)
             statuses = [process.poll() for process in processes]
         finally:
             for process in processes:
@@ -211,9 +212,12 @@ def start_rank(rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment, stdout=out, stderr=err, cwd=folder)
 
 
-def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
+def wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
     """Wait until all have ended, or the time is over."""
+    deadline, done = time.monotonic() + START_S, False
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        if not done and any("odd" in path.read_text().split("\n") for path in folder.glob("*.out")):
+            done, deadline = True, time.monotonic() + NOTICE_S
         time.sleep(0.2)
 
 
@@ -222,7 +226,7 @@ def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str)
     left = [rank for rank in range(NUM_RANKS) if not (rank == odd and deed in ENDED)]
     waiting = [rank for rank in left if ranks[rank].status is None]
     if waiting:
-        raise Misbehaviour(HANG, f"ranks {waiting} still wait after {LIMIT_S:.0f} s\n{said(ranks)}")
+        raise Misbehaviour(HANG, f"ranks {waiting} still wait after {NOTICE_S:.0f} s\n{said(ranks)}")
     passed = all("end" in rank.out.split("\n") for rank in ranks)
     if passed and all(tuple(rank.losses) == usual for rank in ranks):
         return

@@ -31,13 +31,14 @@ KINDS = {
     "checkpoints": "checkpoint_cases",
     "ranks": "rank_cases",
 }
+REDUCE = "reduce"  # a failing model, not a kind of its own
 CASES_PER_PROCESS = 60  # then a new one, as captures of a process add up
 TAIL = 3000
 
 
 def run_case(kind: str, seed: int) -> dict[str, Any]:
     """The row of one case, in this process."""
-    module = importlib.import_module(f"benchmarks.faults.{KINDS[kind]}")
+    module = importlib.import_module(f"benchmarks.faults.{KINDS.get(kind, 'reduce_cases')}")
     return judge(lambda notes: module.run(seed, notes))
 
 
