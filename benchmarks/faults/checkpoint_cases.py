@@ -22,6 +22,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
+from benchmarks.faults.damage import WAYS
 from benchmarks.faults.file_cases import batch, build
 from benchmarks.faults.judging import Notes, WrongResult
 
@@ -49,7 +50,9 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """All that a checkpoint restores, by name."""
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     for index, entries in optimizer.state_dict()["state"].items():
-        state |= {f"{index}.{k}": v.detach().clone() for k, v in entries.items() if torch.is_tensor(v)}
+        state |= {
+            f"{index}.{k}": v.detach().clone() for k, v in entries.items() if torch.is_tensor(v)
+        }
     return state
 
 
@@ -161,8 +164,6 @@ def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
 
 def forged_json(folder: Path, mark: Path, rng: random.Random) -> str:
     """A fact of a JSON file is falsified, and the checksums say that it belongs there."""
-    from benchmarks.faults.damage import WAYS
-
     path = rng.choice([p for p in files_of(newest(folder)) if p.suffix == ".json"])
     damaged = WAYS[rng.choice(("structure", "falsified"))](path.read_text(encoding="utf-8"), rng)
     path.write_text(damaged.text, encoding="utf-8", errors="replace")
@@ -184,7 +185,8 @@ def forge(place: Path) -> None:
 
 
 DAMAGES: tuple[Callable[[Path, Path, random.Random], str], ...] = (
-    flip, truncate, delete, swap_steps, swap_files, other_step, replace, plant, plant, plant_beside, forged_json,
+    flip, truncate, delete, swap_steps, swap_files, other_step, replace, plant, plant,
+    plant_beside, forged_json,
 )  # fmt: skip
 
 

@@ -29,7 +29,13 @@ class Damaged:
 
 def places(data: Any, path: Path = ()) -> Iterator[Path]:
     """The path of every value in JSON data, its root left out."""
-    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    entries = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in entries:
         yield (*path, key)
         yield from places(value, (*path, key))
@@ -78,7 +84,9 @@ def damage_structure(text: str, rng: random.Random) -> Damaged:
     data = json.loads(text)
     path = random_place(data, rng)
     parent, key, value = at(data, path[:-1]), path[-1], at(data, path)
-    change = rng.choice(("remove", "replace", "replace", "replace", "double", "rename", "swap", "nest"))
+    change = rng.choice(
+        ("remove", "replace", "replace", "replace", "double", "rename", "swap", "nest")
+    )
     if change == "remove":
         del parent[key]
     elif change == "replace":

@@ -110,7 +110,11 @@ def run_plan(damaged: Damaged, whole: str, notes: Notes) -> None:
     notes.phase = "load"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        path.write_bytes(damaged.text.encode(errors="surrogateescape" if damaged.how == "bytes" else "surrogatepass"))
+        path.write_bytes(
+            damaged.text.encode(
+                errors="surrogateescape" if damaged.how == "bytes" else "surrogatepass"
+            )
+        )
         plan = autopar.Plan.load(path)
     original = autopar.Plan.loads(whole)
     if plan == original:
@@ -139,7 +143,11 @@ def run_profile(damaged: Damaged, notes: Notes) -> None:
     notes.phase = "load"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        path.write_bytes(damaged.text.encode(errors="surrogateescape" if damaged.how == "bytes" else "surrogatepass"))
+        path.write_bytes(
+            damaged.text.encode(
+                errors="surrogateescape" if damaged.how == "bytes" else "surrogatepass"
+            )
+        )
         profile = HardwareProfile.load(str(path))
     notes.phase = "plan"
     mesh = autopar.Mesh({"gpu": 2})

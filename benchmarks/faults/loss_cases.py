@@ -41,7 +41,7 @@ print(autopar.verify(plan, loss.build(), loss.batch()))
 
 @cache
 def combinations() -> tuple[tuple[Loss, str], ...]:
-    """Every loss in every variant, in the order of seeds: mixed, so that the first are of all kinds."""
+    """Every loss in every variant, in the order of seeds, which is mixed."""
     made = [(loss, variant) for loss in all_losses() for variant in VARIANTS]
     random.Random(0).shuffle(made)
     return tuple(made)

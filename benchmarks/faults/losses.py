@@ -8,7 +8,7 @@ logits, `h` hidden states, `gates` router logits, `net` the model) and entries o
 Samples differ in how many labels and tokens count, so that parts of a batch have other counts,
 weights and means than the whole. `expect` says what a plan that cuts the batch may do:
 
-- ``exact``: the loss is a sum over samples divided by values of inputs: it can be computed in parts.
+- ``exact``: a sum over samples divided by values of inputs: it can be computed in parts.
 - ``either``: exact only for a planner that knows more, for example that a mean of an input is known
   beforehand. Both an exact plan and a refusal are right.
 - ``refused``: samples are coupled by values that depend on parameters.

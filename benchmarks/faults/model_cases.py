@@ -17,21 +17,31 @@ from torch.utils._pytree import tree_leaves
 import autopar
 from benchmarks.faults.judging import InvalidCase, Notes, WrongResult
 from benchmarks.faults.programs import Recipe, random_recipe, text_of
+from benchmarks.faults.real_ranks import may_run, run_processes
 
-CHECKED_EVERY, OTHER_BATCH = 4, 5
+CHECKED_EVERY, RUN_EVERY, OTHER_BATCH = 4, 10, 5
 _numbers = itertools.count()
 
 
 def run(seed: int, notes: Notes) -> None:
     """The case of a seed."""
-    run_recipe(random_recipe(seed), f"models:{seed}", notes, certified=seed % CHECKED_EVERY == 0)
+    run_recipe(random_recipe(seed), f"models:{seed}", notes, **extent_of(seed))
 
 
-def run_recipe(recipe: Recipe, title: str, notes: Notes, *, certified: bool) -> None:
+def extent_of(seed: int) -> dict[str, bool]:
+    """What is asked of the plan of a seed besides `verify`: some are checked, few run."""
+    checked = {"certified": seed % CHECKED_EVERY == 0}
+    return {**checked, "with_processes": seed % RUN_EVERY == RUN_EVERY - 1}
+
+
+def run_recipe(
+    recipe: Recipe, title: str, notes: Notes, *, certified: bool, with_processes: bool
+) -> None:
     """Plan the program of a recipe and compare it with the plain model.
 
     Args:
         certified: whether `autopar.check` is asked, too.
+        with_processes: whether real processes train a step, where they are few.
 
     Raises:
         InvalidCase: where the plain model does not run.
@@ -51,6 +61,10 @@ def run_recipe(recipe: Recipe, title: str, notes: Notes, *, certified: bool) -> 
         if not found.ok:
             raise WrongResult(str(found))
         notes.entries["max_rel_err"] = found.max_error
+        if with_processes and may_run(recipe):
+            notes.phase = "processes"
+            notes.entries["processes"] = plan.mesh.num_devices
+            run_processes(text, plan)
         if certified and "random_legal" not in recipe.plan:
             notes.phase = "check"
             profile = module.hardware()

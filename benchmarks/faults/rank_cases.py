@@ -1,4 +1,4 @@
-"""Ranks that misbehave: every rank that is left raises an error, within seconds, that names the rank.
+"""Ranks that misbehave: all that are left raise an error, within seconds, that names the rank.
 
 Two real processes train a small model; from some step on one of them does something else than the
 other. What has no effect, as an additional call where no rank waits for another, may pass, where
@@ -160,9 +160,16 @@ class Ended:
         return re.findall(r"^loss \d+ (\S+)$", self.out, re.MULTILINE)
 
     @property
+    def finished(self) -> bool:
+        """Whether it came to the end of the script."""
+        return "end" in self.out.split("\n")
+
+    @property
     def refusal(self) -> str:
         """The AutoparError with which it ended, empty where there is none."""
-        start = max(self.err.rfind("\nautopar.errors."), self.err.rfind("autopar.errors.AutoparError"))
+        start = max(
+            self.err.rfind("\nautopar.errors."), self.err.rfind("autopar.errors.AutoparError")
+        )
         return self.err[start:].strip() if start >= 0 else ""
 
 
@@ -170,7 +177,7 @@ class Ended:
 def undisturbed(plan: str, dropout: float) -> tuple[str, ...]:
     """The losses of a run without an odd rank."""
     ranks = launch(script_of("undisturbed", plan, -1, "sleeps", 0, dropout))
-    if any("end" not in rank.out.split("\n") for rank in ranks):
+    if not all(rank.finished for rank in ranks):
         raise InvalidCase(f"an undisturbed run does not end:\n{ranks[0].err[-1500:]}")
     return tuple(ranks[0].losses)
 
@@ -189,9 +196,13 @@ def launch(text: str) -> list[Ended]:
             for process in processes:
                 process.kill()
                 process.wait()
-        files = [[(folder / f"{rank}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
-                 for rank in range(NUM_RANKS)]  # fmt: skip
-    return [Ended(status, out, err) for status, (out, err) in zip(statuses, files, strict=True)]
+        return [Ended(status, *written(folder, rank)) for rank, status in enumerate(statuses)]
+
+
+def written(folder: Path, rank: int) -> tuple[str, str]:
+    """What a rank wrote, output and errors."""
+    out, err = (folder / f"{rank}.{kind}" for kind in ("out", "err"))
+    return out.read_text(errors="replace"), err.read_text(errors="replace")
 
 
 def start_rank(rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -223,16 +234,19 @@ def wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
 
 def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str) -> None:
     """Raises where a rank did not end as it has to."""
-    left = [rank for rank in range(NUM_RANKS) if not (rank == odd and deed in ENDED)]
+    gone = deed in ENDED or (ranks[odd].status == 0 and ranks[odd].finished)
+    left = [rank for rank in range(NUM_RANKS) if not (rank == odd and gone)]
     waiting = [rank for rank in left if ranks[rank].status is None]
     if waiting:
-        raise Misbehaviour(HANG, f"ranks {waiting} still wait after {NOTICE_S:.0f} s\n{said(ranks)}")
-    passed = all("end" in rank.out.split("\n") for rank in ranks)
+        raise Misbehaviour(
+            HANG, f"ranks {waiting} still wait after {NOTICE_S:.0f} s\n{said(ranks)}"
+        )
+    passed = all(rank.finished for rank in ranks)
     if passed and all(tuple(rank.losses) == usual for rank in ranks):
         return
     if deed in HARMLESS:
         raise WrongResult(f"a harmless deed changes something\n{said(ranks)}")
-    if all(ranks[rank].status == 0 for rank in left):
+    if passed:
         raise WrongResult(f"nobody notices\n{said(ranks)}")
     for rank in left:
         if not ranks[rank].refusal:
@@ -245,6 +259,6 @@ def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str)
 def said(ranks: list[Ended]) -> str:
     """How the ranks ended, in their own words."""
     return "\n".join(
-        f"rank {number}: status {rank.status}, {len(rank.losses)} losses\n{rank.err[-1000:].strip()}"
+        f"rank {number}: status {rank.status}, {len(rank.losses)} losses\n{rank.err[-999:].strip()}"
         for number, rank in enumerate(ranks)
     )

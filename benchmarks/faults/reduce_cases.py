@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from benchmarks.faults.judging import FAILED, Notes, judge
-from benchmarks.faults.model_cases import CHECKED_EVERY, run_recipe
+from benchmarks.faults.model_cases import extent_of, run_recipe
 from benchmarks.faults.programs import Recipe, random_recipe, smaller
 
 BUDGET_S = 120.0
@@ -13,9 +13,9 @@ BUDGET_S = 120.0
 
 def run(seed: int, notes: Notes) -> None:
     """Reduce the model of a seed, then run what is left; its row is the reduced failure's."""
-    title, certified = f"models:{seed}, reduced", seed % CHECKED_EVERY == 0
+    title, extent = f"models:{seed}, reduced", extent_of(seed)
     recipe = random_recipe(seed)
-    failure = failure_of(recipe, title, certified)
+    failure = failure_of(recipe, title, extent)
     deadline = time.monotonic() + BUDGET_S
     found: Recipe | None = recipe if failure else None
     while found is not None:
@@ -23,13 +23,13 @@ def run(seed: int, notes: Notes) -> None:
         for candidate in smaller(recipe):
             if time.monotonic() > deadline:
                 break
-            if failure_of(candidate, title, certified) == failure:
+            if failure_of(candidate, title, extent) == failure:
                 found = candidate
                 break
-    run_recipe(recipe, title, notes, certified=certified)
+    run_recipe(recipe, title, notes, **extent)
 
 
-def failure_of(recipe: Recipe, title: str, certified: bool) -> tuple[str, str] | None:
+def failure_of(recipe: Recipe, title: str, extent: dict[str, bool]) -> tuple[str, str] | None:
     """How a recipe fails: what it is and in which phase; None where it does not."""
-    row = judge(lambda notes: run_recipe(recipe, title, notes, certified=certified))
+    row = judge(lambda notes: run_recipe(recipe, title, notes, **extent))
     return (row["why"], row["phase"]) if row["outcome"] == FAILED else None
