@@ -75,11 +75,13 @@ class ScaledStep:
         if self._before is None:
             what = f"the loss was multiplied by {tangent:g}, backward ran inside the call with {self._assumed:g}, and buffers have changed"
             raise RuntimeStateError(what, remedy="set pm.loss_scale = scaler.get_scale() before the first call")
-        changed = next((name for name, x, before in self._versions if before is None or _version(x) != before), None)
+        changed = next(((name, before) for name, x, before in self._versions if before is None or _version(x) != before), None)
         if changed is not None:
+            name, before = changed
+            why = "was changed since the call" if before is not None else "was made under torch.inference_mode, which does not count changes"
             raise RuntimeStateError(
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with {self._assumed:g}, and the step cannot run "
-                f"again: {changed} was changed since the call",
+                f"again: {name} {why}",
                 remedy="run backward before whatever changes it, or set pm.loss_scale to the factor of the loss before the call",
             )
         device = self._calls.device_type

@@ -59,6 +59,17 @@ class Spiked(nn.Module):
         return ((self.out(x) - y[:, :1]) ** 2).mean()
 
 
+class Columns(nn.Module):
+    """Of float32; the gradient of the last element of `weight`, and of that alone, is as large as `y`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, SIZE))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.cat([x[:, :-1], y[:, -1:]], 1) * self.weight).mean()
+
+
 def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(12, SIZE, generator=generator), torch.randn(12, SIZE, generator=generator)
@@ -82,7 +93,7 @@ def apart(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
             continue
         mine, wanted = (p.grad, theirs[name].grad) if gradients else (p, theirs[name].detach())
         assert mine is not None and wanted is not None
-        whole = mine.full_tensor()
+        whole = mine.detach().full_tensor()
         if not torch.equal(whole.isfinite(), wanted.isfinite()):
             return math.inf
         known = wanted.isfinite()
@@ -105,3 +116,88 @@ def first_gradients(rank: int, names: list[str]) -> dict[str, float]:
             scaler.unscale_(optimizer)
         found[name] = apart(module, plain, gradients=True)
     return found
+
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
+def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One optimizer for matrices, another for vectors."""
+    own = [list(p for p in model.parameters() if (p.dim() > 1) == wide) for wide in (True, False)]
+    return [torch.optim.SGD(own[0], 0.02), torch.optim.AdamW(own[1], 1e-3)]
+
+
+def by_stage(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One for the first layers and one for the last: a stage has no parameter in one of them."""
+    named = list(model.named_parameters())
+    early = [p for name, p in named if name.startswith(("layers.0", "layers.1"))]
+    late = [p for name, p in named if name.startswith("out")]
+    groups = ({"params": early}, {"params": late})
+    return [torch.optim.SGD([group, {"params": []}], 0.02) for group in groups]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "momentum": lambda model: [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)],
+    "foreach": lambda model: [torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)],
+    "fused": lambda model: [torch.optim.AdamW(model.parameters(), 1e-3, fused=True)],
+    "two optimizers": halves,
+    "an optimizer for each stage": by_stage,
+}
+
+
+Loop = tuple[Callable[[], nn.Module], str, float, int, bool]
+"""The model, which optimizers, the scale to begin with, over how many batches gradients are added up, and whether they are clipped."""
+LOOPS: dict[str, Loop] = {
+    "momentum": (Net, "momentum", 2.0**15, 1, True),
+    "foreach": (Net, "foreach", 2.0**15, 1, True),
+    "fused": (Net, "fused", 2.0**15, 1, True),
+    "fused, not clipped": (Net, "fused", 2.0**15, 1, False),
+    "two optimizers": (Net, "two optimizers", 2.0**15, 1, True),
+    "accumulation": (Net, "momentum", 2.0**15, 2, True),
+    "normed": (lambda: Net(normed=True), "momentum", 2.0**15, 1, True),
+    "one stage overflows": (Spiked, "momentum", 2.0**118, 1, True),
+    "one stage overflows, fused": (Spiked, "fused", 2.0**118, 1, False),
+    "one stage overflows, foreach": (Spiked, "foreach", 2.0**118, 1, False),
+    "one shard overflows": (Columns, "momentum", 2.0**118, 1, True),
+    "one shard overflows, fused": (Columns, "fused", 2.0**118, 1, False),
+    "an optimizer for each stage": (Spiked, "an optimizer for each stage", 2.0**118, 1, True),
+}
+
+
+def train(model: Any, loop: Loop, *, clip: Callable[[], Any]) -> list[float]:
+    """The scales of an ordinary loop, whose scaler grows after two steps; in the third of six steps a batch makes gradients overflow."""
+    _, kind, init_scale, every, clips = loop
+    optimizers, scaler, scales = OPTIMIZERS[kind](model), scaler_of(init_scale=init_scale, growth_interval=2), []
+    for step in range(6 * every):
+        x, y = batch(step)
+        loss = model(x, y * 1e6 if step // every == 2 else y) / every
+        scaler.scale(loss).backward()
+        if (step + 1) % every:
+            continue
+        for optimizer in optimizers if clips else ():
+            scaler.unscale_(optimizer)
+        if clips:
+            clip()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def loops(rank: int, layout: str, names: list[str]) -> dict[str, Any]:
+    """The scales of each loop on one process and here, and the error of the parameters after it."""
+    told = {}
+    for name in names:
+        plain, module = made(LOOPS[name][0], layout)
+        clips = (lambda: nn.utils.clip_grad_norm_(plain.parameters(), 1.0), lambda: module.clip_grad_norm_(1.0))
+        wanted, found = (train(model, LOOPS[name], clip=clip) for model, clip in zip((plain, module), clips, strict=True))
+        told[name] = wanted, found, apart(module, plain)
+    return told
+
+
+def usual(rank: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """The most common of both."""
+    return first_gradients(rank, ["sharded in two", "stages in two"]), loops(rank, "stages in two", ["momentum", "one stage overflows, fused"])
