@@ -140,7 +140,7 @@ def plan(
     time_limit_s: float = math.inf,
     num_microbatches: int | Literal["auto"] = "auto",
     loss_rows: int | Literal["auto"] = "auto",
-    precision: Literal["bf16"] | None = None,
+    precision: Literal["bf16", "fp16"] | None = None,
     inference: bool = False,
     batch: Batch = "global",
     outputs: Outputs = "auto",
