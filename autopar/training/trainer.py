@@ -35,7 +35,7 @@ from autopar.training.first_call import first_call, may_be_read_once, same_rando
 from autopar.training.plain_model import PlainModel
 from autopar.training.pretrained import is_peft, load_adapter, names_saved, whole_values
 from autopar.training.refusals import OPTIMIZERS, check_arguments, check_inputs, check_optimizer
-from autopar.training.whole_batches import Accelerator, as_one_process, check_scaled
+from autopar.training.whole_batches import Accelerator, as_one_process
 
 log = logging.getLogger("autopar")
 _STATE = "autopar"  # the folder of the optimizer's state, in each checkpoint
@@ -107,7 +107,6 @@ class Trainer(transformers.Trainer):
             name = getattr(self.args.optim, "value", self.args.optim)
             options = {"optimizer": OPTIMIZERS.get(name, "adamw")} | ({} if trains else {"inference": True})
             options = {} if "plan" in self._compile_options else options
-            check_scaled(self.accelerator, self._compile_options, trains)
             with self.compute_loss_context_manager():
                 self._compiled = compile(self.model, self._mesh, example_inputs=example, **{**options, **self._compile_options})
             self.accelerator.plain = {self._compiled: self.model}

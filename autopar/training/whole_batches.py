@@ -68,15 +68,15 @@ class Accelerator(accelerate.Accelerator):
         """
         holder = holder_of(model)
         if model not in self._models:
-            if self.native_amp and model not in self.__dict__.get("plain", {}):  # a `Trainer` enters autocast itself
-                self._prepare_precision(model, holder)
+            precision = cast(Any, holder).plan.options.get("precision")
+            check_scaled(self.scaler, precision, isinstance(holder, Compiled) and not holder.is_for_inference)
+            own = model not in self.__dict__.get("plain", {})  # a `Trainer` enters autocast itself
+            if own and self.native_amp and precision != self.mixed_precision:
+                self._prepare_autocast(model, holder)
             self._models.append(model)
         return model
 
-    def _prepare_precision(self, model: nn.Module, holder: Holder) -> None:
-        options = cast(Any, holder).plan.options
-        if options.get("precision") == self.mixed_precision:
-            return
+    def _prepare_autocast(self, model: nn.Module, holder: Holder) -> None:
         with self.autocast():
             is_made_so = isinstance(holder, Compiled) and holder.is_made_here()
         if not is_made_so:
@@ -177,13 +177,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What other ranks do."""
 
 
-def check_scaled(accelerator: accelerate.Accelerator, options: Mapping[str, Any], trains: bool) -> None:
+def check_scaled(scaler: object, precision: object, trains: bool) -> None:
     """Raises RuntimeStateError where training is planned in fp16, and losses are not scaled."""
-    plan = options.get("plan")
-    precision = plan.options.get("precision") if isinstance(plan, Plan) else options.get("precision")
-    if trains and precision == "fp16" and accelerator.scaler is None:
+    if trains and precision == "fp16" and scaler is None:
         what = 'the model is planned with precision="fp16", and nothing scales its loss: gradients would underflow'
-        raise RuntimeStateError(what, remedy='pass fp16=True on a GPU, where accelerate scales losses; or precision="bf16"')
+        remedy = 'ask for mixed precision in fp16 (fp16=True, mixed_precision="fp16") on a GPU, where accelerate scales losses; or pass '
+        raise RuntimeStateError(what, remedy=f'{remedy}precision="bf16" to autopar.compile')
 
 
 def _check_precision(mixed_precision: object) -> None:
