@@ -12,7 +12,7 @@ from worker_scaling import LAYOUTS, LOOPS
 
 pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_scaling.py")
-HALF = 3e-3  # rounding of float16
+HALF, NARROW = 3e-3, 1e-2  # rounding of float16, where both compute in it, and beside float32
 
 
 def check_loops(told: dict[str, Any]) -> None:
@@ -23,8 +23,9 @@ def check_loops(told: dict[str, Any]) -> None:
 
 
 def test_gradients_scales_and_skipped_steps_are_those_of_one_process() -> None:
-    for gradients, told in run_processes(2, WORKER, "usual"):
+    for gradients, narrow, told in run_processes(2, WORKER, "usual"):
         assert all(error < HALF for error in gradients.values())
+        assert all(error < NARROW for error in narrow.values())
         check_loops(told)
 
 
@@ -32,6 +33,12 @@ def test_gradients_scales_and_skipped_steps_are_those_of_one_process() -> None:
 def test_the_first_gradients_of_a_tiny_loss_do_not_underflow_in_any_layout() -> None:
     for told in run_processes(2, WORKER, "first_gradients", [*LAYOUTS]):
         assert all(error < HALF for error in told.values()), told
+
+
+@pytest.mark.slow
+def test_a_precision_of_fp16_has_the_gradients_of_fp32_in_every_layout() -> None:
+    for told in run_processes(2, WORKER, "narrow_gradients"):
+        assert all(error < NARROW for error in told.values()), told
 
 
 FURTHER = {

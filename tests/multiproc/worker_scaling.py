@@ -105,11 +105,16 @@ def scaler_of(**options: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**24, **options})
 
 
-def first_gradients(rank: int, names: list[str]) -> dict[str, float]:
-    """Errors of the gradients of a tiny loss after the first call, which nothing came before."""
+def first_gradients(rank: int, names: list[str], *, by_precision: bool = False) -> dict[str, float]:
+    """Errors of the gradients of a tiny loss after the first call, which nothing came before.
+
+    Args:
+        by_precision: whether the plan reads fp32 parameters in fp16; else the model casts by itself.
+    """
     found = {}
     for name in names:
-        plain, module = made(lambda: Net(1e-7), name)
+        options: dict[str, Any] = {"precision": "fp16"} if by_precision else {}
+        plain, module = made(lambda: Net(1e-7, dtype=torch.float32 if by_precision else torch.float16), name, **options)
         for model in (plain, module):
             scaler, optimizer = scaler_of(), torch.optim.SGD(model.parameters(), 0.0)
             scaler.scale(model(*batch())).backward()
@@ -198,6 +203,13 @@ def loops(rank: int, layout: str, names: list[str]) -> dict[str, Any]:
     return told
 
 
-def usual(rank: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """The most common of both."""
-    return first_gradients(rank, ["sharded in two", "stages in two"]), loops(rank, "stages in two", ["momentum", "one stage overflows, fused"])
+def usual(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
+    """The most common ones: gradients of autocast and of a precision, and loops."""
+    narrow = first_gradients(rank, ["stages in two"], by_precision=True)
+    gradients = first_gradients(rank, ["sharded in two", "stages in two"])
+    return gradients, narrow, loops(rank, "stages in two", ["momentum", "one stage overflows, fused"])
+
+
+def narrow_gradients(rank: int) -> dict[str, float]:
+    """Of a precision, in every layout."""
+    return first_gradients(rank, [*LAYOUTS], by_precision=True)
