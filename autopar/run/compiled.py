@@ -96,6 +96,10 @@ class Compiled(Holder):
         remedy = "call it as it is; with accelerate use autopar.Accelerator, in the place of transformers' Trainer autopar.Trainer"
         raise RuntimeStateError(what, remedy=remedy)
 
+    def is_made_here(self) -> bool:
+        """Whether the program was made under the autocast that is active now."""
+        return autocast_around(self.device_mesh.device_type) == self._made_under
+
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)

@@ -61,7 +61,7 @@ class LossScale:
     def given(self, value: float) -> None:
         if not (isinstance(value, int | float | Tensor) and math.isfinite(value) and value > 0):
             raise RuntimeStateError(f"loss_scale={value!r} is no factor of a loss", remedy="set a positive number, as scaler.get_scale()")
-        self._given, self._seen, self._num_repeats = float(value), None, 0
+        self._given, self._seen = float(value), None
 
     @property
     def assumed(self) -> float:

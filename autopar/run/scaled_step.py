@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
 from autopar.run.loss_scale import LossScale, may_be_multiplied
+from autopar.run.ranks import by_all
 from autopar.run.stage_calls import StageCalls
 
 
@@ -75,16 +76,22 @@ class ScaledStep:
         if self._before is None:
             what = f"the loss was multiplied by {tangent:g}, backward ran inside the call with {self._assumed:g}, and buffers have changed"
             raise RuntimeStateError(what, remedy="set pm.loss_scale = scaler.get_scale() before the first call")
-        changed = next((name for name, x, before in self._versions if before is None or _version(x) != before), None)
-        if changed is not None:
-            raise RuntimeStateError(
-                f"the loss was multiplied by {tangent:g}, backward ran inside the call with {self._assumed:g}, and the step cannot run "
-                f"again: {changed} was changed since the call",
-                remedy="run backward before whatever changes it, or set pm.loss_scale to the factor of the loss before the call",
-            )
+        remedy = "run backward before whatever changes it, or set pm.loss_scale to the factor of the loss before the call"
+        by_all(lambda: self._check_unchanged(tangent, remedy), "backward", remedy)  # all ranks run again, or none
         device = self._calls.device_type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return self._calls.step(parts, {**buffers, **self._before}, parameters, scale=tangent, keep=True, returns=False)[1]
+
+    def _check_unchanged(self, tangent: float, remedy: str) -> None:
+        changed = next(((name, before) for name, x, before in self._versions if before is None or _version(x) != before), None)
+        if changed is not None:
+            name, before = changed
+            why = "was changed since the call" if before is not None else "was made under torch.inference_mode, which does not count changes"
+            raise RuntimeStateError(
+                f"the loss was multiplied by {tangent:g}, backward ran inside the call with {self._assumed:g}, and the step cannot run "
+                f"again: {name} {why}",
+                remedy=remedy,
+            )
 
     def _read(self) -> list[tuple[str, Tensor]]:
         """What the user may change and a second run reads."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +59,17 @@ class Spiked(nn.Module):
         return ((self.out(x) - y[:, :1]) ** 2).mean()
 
 
+class Columns(nn.Module):
+    """Of float32; the gradient of the last element of `weight`, and of that alone, is as large as `y`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, SIZE))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.cat([x[:, :-1], y[:, -1:]], 1) * self.weight).mean()
+
+
 def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(12, SIZE, generator=generator), torch.randn(12, SIZE, generator=generator)
@@ -95,11 +105,16 @@ def scaler_of(**options: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**24, **options})
 
 
-def first_gradients(rank: int, names: list[str]) -> dict[str, float]:
-    """Errors of the gradients of a tiny loss after the first call, which nothing came before."""
+def first_gradients(rank: int, names: list[str], *, by_precision: bool = False) -> dict[str, float]:
+    """Errors of the gradients of a tiny loss after the first call, which nothing came before.
+
+    Args:
+        by_precision: whether the plan reads fp32 parameters in fp16; else the model casts by itself.
+    """
     found = {}
     for name in names:
-        plain, module = made(lambda: Net(1e-7), name)
+        options: dict[str, Any] = {"precision": "fp16"} if by_precision else {}
+        plain, module = made(lambda: Net(1e-7, dtype=torch.float32 if by_precision else torch.float16), name, **options)
         for model in (plain, module):
             scaler, optimizer = scaler_of(), torch.optim.SGD(model.parameters(), 0.0)
             scaler.scale(model(*batch())).backward()
@@ -148,6 +163,8 @@ LOOPS: dict[str, Loop] = {
     "one stage overflows": (Spiked, "momentum", 2.0**118, 1, True),
     "one stage overflows, fused": (Spiked, "fused", 2.0**118, 1, False),
     "one stage overflows, foreach": (Spiked, "foreach", 2.0**118, 1, False),
+    "one shard overflows": (Columns, "momentum", 2.0**118, 1, True),
+    "one shard overflows, fused": (Columns, "fused", 2.0**118, 1, False),
     "an optimizer for each stage": (Spiked, "an optimizer for each stage", 2.0**118, 1, True),
 }
 
@@ -175,12 +192,24 @@ def train(model: Any, loop: Loop, *, clip: Callable[[], Any]) -> list[float]:
     return scales
 
 
-def train_beside_plain(rank: int, layout: str, names: list[str]) -> dict[str, Any]:
-    """Return, per loop, the scales of one process and those here, and the error of the parameters."""
-    results = {}
+def loops(rank: int, layout: str, names: list[str]) -> dict[str, Any]:
+    """The scales of each loop on one process and here, and the error of the parameters after it."""
+    told = {}
     for name in names:
         plain, module = made(LOOPS[name][0], layout)
-        wanted = train(plain, LOOPS[name], clip=partial(nn.utils.clip_grad_norm_, [*plain.parameters()], 1.0))
-        found = train(module, LOOPS[name], clip=partial(module.clip_grad_norm_, 1.0))
-        results[name] = wanted, found, apart(module, plain)
-    return results
+        clips = (lambda: nn.utils.clip_grad_norm_(plain.parameters(), 1.0), lambda: module.clip_grad_norm_(1.0))
+        wanted, found = (train(model, LOOPS[name], clip=clip) for model, clip in zip((plain, module), clips, strict=True))
+        told[name] = wanted, found, apart(module, plain)
+    return told
+
+
+def usual(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
+    """The most common ones: gradients of autocast and of a precision, and loops."""
+    narrow = first_gradients(rank, ["stages in two"], by_precision=True)
+    gradients = first_gradients(rank, ["sharded in two", "stages in two"])
+    return gradients, narrow, loops(rank, "stages in two", ["momentum", "one stage overflows, fused"])
+
+
+def narrow_gradients(rank: int) -> dict[str, float]:
+    """Of a precision, in every layout."""
+    return first_gradients(rank, [*LAYOUTS], by_precision=True)
