@@ -16,6 +16,7 @@ from autopar.capture._torch.logs import prints_left_out
 from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._torch.raising import raises_left_out
 from autopar.capture._transformers import branches_of_eager
+from autopar.capture._transformers_caches import asks_for_documents, empty_caches, without_caches
 from autopar.capture.attributes import tell_of_known, tell_of_prints, tell_of_raises, tell_of_unkept
 from autopar.capture.border import Border
 from autopar.capture.calls import argument_of, called, check_call
@@ -86,17 +87,29 @@ def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """With the branches that a transformers model takes under tracing, or else with those that eager takes, or with those for finite
     values."""
     try:
-        return _captured_knowing(model, call, fold)
+        return _captured_with_caches(model, call, fold)
     except CaptureError as refusal:
         if asks_for_finite(refusal):
             with contextlib.suppress(CaptureError), all_finite(refusal):
-                return _captured_knowing(model, call, fold)
+                return _captured_with_caches(model, call, fold)
         with branches_of_eager(model) as others:
             if not others:
                 raise
             with contextlib.suppress(CaptureError):
-                return _captured_knowing(model, call, fold)
+                return _captured_with_caches(model, call, fold)
         raise refusal from refusal.__cause__
+
+
+def _captured_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """Without caches of keys and values, or with empty ones where the result depends on there being one."""
+    try:
+        with without_caches(model):
+            return _captured_knowing(model, call, fold)
+    except CaptureError as refusal:
+        if not asks_for_documents(refusal):
+            raise
+    with empty_caches(model):
+        return _captured_knowing(model, call, fold)
 
 
 def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
