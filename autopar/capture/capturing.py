@@ -31,8 +31,10 @@ from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import number_draws, replace_random
 from autopar.capture.refusals import ReadsInputs, of_modules, refuse_unseen
 from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
+from autopar.capture.tensor_kinds import refuse_state_and_inputs
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Trace
+from autopar.capture.trees import flatten_call
 from autopar.errors import CaptureError, Where
 from autopar.garbage import collected_seldom
 
@@ -61,8 +63,10 @@ def capture(
         CaptureError: the model draws random numbers that no op of autopar draws, or is not one graph; it names the user's line.
     """
     refuse_unseen(model)
-    refuse_overlaps(model)
     check_call(inspect.signature(model.forward), args, kwargs or {})
+    leaves, _ = flatten_call(args, dict(kwargs or {}))
+    refuse_state_and_inputs(model, ((argument_of(path, model), leaf) for path, leaf in leaves))
+    refuse_overlaps(model)
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
         _refuse_called(model, call)
         with raises_left_out() as lines, prints_left_out() as printed:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from torch import fx, nn
 
+from autopar.capture.tensor_kinds import refusal_in_words
 from autopar.errors import CaptureError, Where
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -73,6 +74,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
     what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
+    if refused := refusal_in_words(text, source):
+        return refused
     kind = type(error).__name__  # torch's classes for these are private
     if "_ctc_loss" in text:
         said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"

@@ -46,7 +46,8 @@ from autopar.capture.notes import Notes, noting
 from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import ReadsInputs, as_capture_error, changes_parameter, draws_of_python, of_inputs, quiet
-from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
+from autopar.capture.refused_ops import refuse_branches, refuse_kinds, refuse_miscompiled
+from autopar.capture.tensor_kinds import is_of_kinds
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import CaptureError, Where
 
@@ -115,6 +116,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         try:
             captured, notes = _captured(model, call)
             unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: faked(tensor, call.mode, None))
+            refuse_kinds(captured.graph)
             refuse_miscompiled(captured.graph)
             refuse_branches(captured.graph)
             tell_of_disabled(captured.graph)
@@ -183,8 +185,11 @@ def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origin
     read = [argument_of(call.in_leaves[position][0], model) for position in sorted(origins.last_of_inputs_alone())]
     if isinstance(error, CaptureError):
         return of_inputs(error, read)
+    refusal = as_capture_error(error)
+    if is_of_kinds(refusal):
+        return _placed(refusal, model, call)
     refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
-    return refused or _placed(of_inputs(as_capture_error(error), read), model, call)
+    return refused or _placed(of_inputs(refusal, read), model, call)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
