@@ -122,7 +122,7 @@ def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
         try:
             return _captured(model, call, fold)
         except ReadsInputs as refusal:
-            call = call.knowing(refusal.positions)
+            call = call.knowing(refusal.keys)
 
 
 def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:

@@ -125,11 +125,11 @@ def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
 
 
 class ReadsInputs(CaptureError):
-    """Forward reads values of inputs that may be known; `positions` are theirs among the call's flat leaves."""
+    """Forward reads values of inputs and buffers that may be known; `keys` are the flat positions and names of those that are not yet."""
 
-    def __init__(self, refusal: CaptureError, positions: frozenset[int]) -> None:
+    def __init__(self, refusal: CaptureError, keys: frozenset[int | str]) -> None:
         super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
-        self.positions = positions
+        self.keys = keys
 
 
 def of_changing_shapes(where: Where) -> CaptureError:

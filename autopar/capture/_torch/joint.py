@@ -70,7 +70,7 @@ class RawJoint:
         results: (kind, name or flat index) per result; kind is output, gradient (of a parameter), input gradient, mutation or none.
         loss: flat position of the loss in the returned structure, None where there is none.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
-        known: flat position → what the input there holds, where the graph is for these values alone.
+        known: flat position of an input, or name of a buffer → what it holds, where the graph is for these values alone.
         attributes: values of modules that forward looked at. outside: of what no module has.
         unkept: attributes that forward writes and a program does not.
     """
@@ -81,7 +81,7 @@ class RawJoint:
     results: tuple[tuple[str, Any], ...]
     loss: int | None
     in_leaves: tuple[tuple[str, Any], ...]
-    known: Mapping[int, torch.Tensor]
+    known: Mapping[int | str, torch.Tensor]
     in_spec: Any
     out_leaves: tuple[tuple[str, Any], ...]
     out_spec: Any
@@ -180,9 +180,9 @@ def _call_again(model: nn.Module, call: Prepared) -> Any:
 
 def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origins) -> CaptureError:
     """What is said of an error of torch's, or of a refusal; that of inputs which may be known asks for these."""
-    if positions := call.knowable(origins):
-        return ReadsInputs(error if isinstance(error, CaptureError) else as_capture_error(error), positions)
-    read = [argument_of(call.in_leaves[position][0], model) for position in sorted(origins.last_of_inputs_alone())]
+    if (keys := call.knowable(origins)) is not None:
+        return ReadsInputs(error if isinstance(error, CaptureError) else as_capture_error(error), keys)
+    read = [key if isinstance(key, str) else argument_of(call.in_leaves[key][0], model) for key in sorted(origins.last_read(), key=str)]
     if isinstance(error, CaptureError):
         return of_inputs(error, read)
     refusal = as_capture_error(error)
