@@ -51,7 +51,7 @@ def known_values(origins: Origins) -> Iterator[None]:
         with _unknown_where_many(operands, func, mode, work):
             result = dispatch(mode, func, types, args, kwargs or {})
         if _is_small(result, most) and (value := _made(func, args, kwargs or {}, result)) is not None:
-            return mode.fake_tensor_converter.from_real_tensor(mode, value, make_constant=True)
+            result, operands = mode.fake_tensor_converter.from_real_tensor(mode, value, make_constant=True), []
         origins.note(func, operands, result)
         return result
 
