@@ -40,7 +40,7 @@ PROCESS_GROUP_UNITS = {"run", "kernels", "api", "training", "cli"}
 # Placement and tensor types, which make no process group, are words of the vocabulary.
 PLACEMENT_MODULES = ("torch.distributed.tensor",)
 PRIVATE_TORCH_ONLY_IN = "autopar.capture._torch"
-TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.hf.building")
+TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.capture._transformers_caches", "autopar.hf.building")
 OPTIONAL_ONLY_IN = ("cli", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

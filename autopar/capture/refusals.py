@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from torch import fx, nn
 
+from autopar.capture.tensor_kinds import refusal_in_words
 from autopar.errors import CaptureError, Where
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -78,6 +79,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
     what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
+    if refused := refusal_in_words(text, source):
+        return refused
     kind = type(error).__name__  # torch's classes for these are private
     if flex := _FLEX.search(frames := "".join(_frames(error))):
         return of_flex_attention(flex[1], user_line(frames[: flex.start()]))
@@ -129,11 +132,11 @@ def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
 
 
 class ReadsInputs(CaptureError):
-    """Forward reads values of inputs that may be known; `positions` are theirs among the call's flat leaves."""
+    """Forward reads values of inputs and buffers that may be known; `keys` are the flat positions and names of those that are not yet."""
 
-    def __init__(self, refusal: CaptureError, positions: frozenset[int]) -> None:
+    def __init__(self, refusal: CaptureError, keys: frozenset[int | str]) -> None:
         super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
-        self.positions = positions
+        self.keys = keys
 
 
 def of_flex_attention(name: str, source: str) -> CaptureError:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ambient import autocast_around
-from autopar.capture.trace import ModuleAttribute, OutsideValue
+from autopar.capture.trace import Constant, KnownBuffer
 from autopar.errors import RuntimeStateError
 from autopar.run.arguments import Arguments
 from autopar.run.derivatives import refuse_tracing, refuse_transforms
 from autopar.run.frozen import Frozen
 from autopar.run.holder import Holder
+from autopar.run.known_buffers import KnownBuffers
 from autopar.run.plain_model import PlainModel
 from autopar.run.program import ProgramTensor
 from autopar.run.variants import AsksForGradient, Misfit, OtherMode, Unfrozen, Variant
@@ -55,6 +56,7 @@ class Compiled(Holder):
         self.only_forward = self.is_for_inference = False
         self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self._frozen: Frozen | None = None
+        self._known_buffers = KnownBuffers(())
         self._left: PlainModel | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,10 +73,13 @@ class Compiled(Holder):
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns."""
 
-    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute | OutsideValue], shared: Compiled | None) -> None:
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[Constant], shared: Compiled | None) -> None:
         """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
         own goes before."""
-        self._frozen = Frozen(model, attributes, None if shared is None else shared._frozen)
+        attributes = tuple(attributes)
+        constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
+        self._frozen = Frozen(model, constants, None if shared is None else shared._frozen)
+        self._known_buffers = KnownBuffers(each for each in attributes if isinstance(each, KnownBuffer))
         if shared is None:
             self._left = PlainModel(model, dict(self.named_parameters()))
         for path, module in model.named_modules(remove_duplicate=False):
@@ -153,6 +158,7 @@ class Compiled(Holder):
         self.check_values()
         if self._frozen is not None:
             self._frozen.check(self._container)
+            self._known_buffers.check(dict(self.named_buffers(remove_duplicate=False)).get)
         if self._left is not None:
             self._left.check(self)
         if self._captured_mode is not None and self.training != self._captured_mode:
