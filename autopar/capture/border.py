@@ -166,7 +166,11 @@ class Border:
             settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)}
             | {position: value for position, value in self.raw.known.items() if isinstance(position, int)},
             fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"], self.raw.known),
-            attributes=(*self.raw.attributes, *self.raw.outside, *self._known_buffers({kind[1] for kind in positions if kind[0] == "mutation"})),
+            attributes=(
+                *self.raw.attributes,
+                *self.raw.outside,
+                *self._known_buffers({kind[1] for kind in positions if kind[0] == "mutation"}),
+            ),
         )
 
     def _known_buffers(self, mutated: Collection[str]) -> Iterator[KnownBuffer]:
@@ -217,7 +221,8 @@ def _described(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
 def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...], known: Mapping[int | str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for key, value in sorted(known.items(), key=lambda entry: str(entry[0])):
-        digest.update(f"{key} {value.dtype} {tuple(value.shape)} ".encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digest.update(f"{key} {value.dtype} {tuple(value.shape)} ".encode() + content)
     for entry in parameters:
         read = f" read as {entry.compute_dtype}" if entry.is_narrowed else ""
         digest.update(f"{entry.name} {entry.shape} {entry.dtype}{read} {entry.requires_grad}\n".encode())

@@ -31,7 +31,9 @@ def settle_known(graph: fx.Graph) -> None:
             continue
         _read_by_numbers(node, written)
         value = _known(node)
-        if value is None or value.numel() > _MOST or not value.numel() or _storage(node) in written or not (_picks(node) or any(map(_picks, node.all_input_nodes))):
+        if value is None or not 0 < value.numel() <= _MOST or _storage(node) in written:
+            continue
+        if not any(map(_picks, (node, *node.all_input_nodes))):
             continue
         with graph.inserting_before(node):
             literal = graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
@@ -44,7 +46,7 @@ def settle_known(graph: fx.Graph) -> None:
                 graph.erase_node(operand)
 
 
-def _read_by_numbers(node: fx.Node, written: Collection[int]) -> None:
+def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
     """Let what known masks pick, or known numbers repeat, be read by the numbers of rows: ``x[mask]``, ``x[mask] = y``, ``masked_select``,
     ``repeat_interleave``."""
     name = name_of(node)
@@ -62,7 +64,7 @@ def _read_by_numbers(node: fx.Node, written: Collection[int]) -> None:
         _repeat_by_numbers(node)
 
 
-def _numbers(node: fx.Node, mask: Any, written: Collection[int]) -> tuple[Any, ...]:
+def _numbers(node: fx.Node, mask: Any, written: Collection[int | None]) -> tuple[Any, ...]:
     """Of a known mask the numbers along each of its dims of what it picks; else the entry of an index as it is."""
     value = _known(mask)
     if value is None or value.dtype is not torch.bool or not value.dim() or value.numel() > _MOST or _storage(mask) in written:
@@ -77,7 +79,7 @@ def _repeat_by_numbers(node: fx.Node) -> None:
     given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
     repeats, source, dim = _known(given.get("repeats")), given.get("input"), given.get("dim")
     held = tensor_of(source)
-    if repeats is None or held is None or repeats.numel() > _MOST:
+    if repeats is None or held is None or not isinstance(source, fx.Node) or repeats.numel() > _MOST:
         return
     length = held.numel() if dim is None else held.shape[dim]
     with no_modes():

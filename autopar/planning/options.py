@@ -40,7 +40,8 @@ class PlanOptions:
         solver: ``highs`` or ``cbc``.
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
-        precision: ``"bf16"`` or ``"fp16"``: what wider floating parameters and inputs are read in; None: what the model computes in by itself.
+        precision: ``"bf16"`` or ``"fp16"``: the dtype that wider floating parameters and inputs are read in;
+            None: the dtypes that the model computes in by itself.
         ends: when, on the monotonic clock, the time of a planning that has begun is over (`begun`).
         inference: whether forward alone is planned. batch, outputs: as in `autopar.compile`; they bear on the peak.
     """

@@ -37,8 +37,8 @@ class KnownBuffers:
                 continue
             if not _is_equal(buffer, value):
                 raise RuntimeStateError(
-                    f"the buffer {name!r}, whose values forward reads, holds others than when the model was captured: shapes or branches of "
-                    "the program follow from them",
+                    f"the buffer {name!r}, whose values forward reads, has changed since the model was "
+                    "captured: shapes or branches of the program follow from them",
                     remedy="compile the model again with these values; or let forward take the tensor as an argument: each value then has "
                     "a program of its own",
                 )

@@ -86,7 +86,8 @@ class ScaledStep:
         changed = next(((name, before) for name, x, before in self._versions if before is None or _version(x) != before), None)
         if changed is not None:
             name, before = changed
-            why = "was changed since the call" if before is not None else "was made under torch.inference_mode, which does not count changes"
+            unknown = "was made under torch.inference_mode, which does not count changes"
+            why = unknown if before is None else "was changed since the call"
             raise RuntimeStateError(
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with {self._assumed:g}, and the step cannot run "
                 f"again: {name} {why}",

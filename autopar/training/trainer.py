@@ -161,7 +161,7 @@ class Trainer(transformers.Trainer):
         return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
 
     def _narrow(self) -> torch.dtype | None:
-        """What calls are autocast to: as accelerate decides, which trains without autocast where a device has no mixed precision in fp16."""
+        """The dtype that calls are autocast to. accelerate trains without autocast on devices without fp16."""
         if self.args.fp16:
             return torch.float16 if self.accelerator.native_amp else None
         return torch.bfloat16 if self.args.bf16 else None

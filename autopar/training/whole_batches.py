@@ -8,7 +8,7 @@ for all that it computes, and of this process' rank for what one rank alone does
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, cast
 
 import accelerate
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError, RuntimeStateError
-from autopar.plans import Plan
 from autopar.run.compiled import Compiled
 from autopar.run.holder import Holder, holder_of
 from autopar.run.ranks import local_rank, num_ranks, of_all, rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,8 +198,8 @@ def loops(rank: int, layout: str, names: list[str]) -> dict[str, Any]:
     told = {}
     for name in names:
         plain, module = made(LOOPS[name][0], layout)
-        clips = (lambda: nn.utils.clip_grad_norm_(plain.parameters(), 1.0), lambda: module.clip_grad_norm_(1.0))
-        wanted, found = (train(model, LOOPS[name], clip=clip) for model, clip in zip((plain, module), clips, strict=True))
+        wanted = train(plain, LOOPS[name], clip=partial(nn.utils.clip_grad_norm_, [*plain.parameters()], 1.0))
+        found = train(module, LOOPS[name], clip=partial(module.clip_grad_norm_, 1.0))
         told[name] = wanted, found, apart(module, plain)
     return told
 

@@ -38,7 +38,8 @@ class Prepared:
     Attributes:
         precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
         on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing has a gradient, whatever the model says.
-        buffers: name → the model's own. known: flat position or name of a buffer → what is there, where the graph is for these values alone.
+        buffers: name → the model's own.
+        known: flat position or name of a buffer → its values, if the graph is for these values alone.
         is_reading: whether forward reads a value that is not known without more effort (`Origins`).
     """
 
