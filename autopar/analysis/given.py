@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from autopar.capture.graphs import aten, copied, dtype_of, emit, shape_of, sweep
+from autopar.analysis.value_numbers import number_known_values
+from autopar.capture.graphs import aten, copied, dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.trace import Input, Trace
 
 
@@ -51,7 +52,7 @@ class Counting:
 
 
 def add_equal_values(part: Trace, given: Sequence[Given]) -> tuple[Given, ...]:
-    """Add every node that computes the same value as a node in `given`.
+    """Extend `given` to every node that computes an equal value.
 
     A loss may count its labels once for forward and once more for backward. If only one of the two
     were replaced by the value of the whole batch, the gradients would be wrong by a factor.
@@ -61,44 +62,18 @@ def add_equal_values(part: Trace, given: Sequence[Given]) -> tuple[Given, ...]:
         given: the values of the whole batch that forward needs.
 
     Returns:
-        `given`, followed by one entry for each further node with an equal value, in graph order.
+        One entry for each node with an equal value, in graph order. The reshape of such a node has no
+        entry: it reads the value of the batch.
     """
-    values, names = number_known_values(part), {g.node for g in given}
-    kinds = {values[g.node]: g.kind for g in given if g.node in values}
-    keys = {node.name: node.meta["key"] for node in part.graph.nodes if node.op == "call_function"}
-    further = (name for name, value in values.items() if value in kinds and name not in names)
-    return (*given, *(Given(name, f"{keys[name]} of the batch", kinds[values[name]]) for name in further))
-
-
-def number_known_values(trace: Trace) -> dict[str, int]:
-    """Number the values that follow from the call and from buffers alone; equal numbers mean equal values.
-
-    Two nodes are equal if they apply the same op with the same arguments to equal values.
-
-    Args:
-        trace: a joint forward and backward graph.
-
-    Returns:
-        The number of each known ``call_function`` node, by name, in graph order.
-    """
-    varies = {p.node for p in trace.parameters} | {o.tangent for o in trace.outputs}
-    numbers, found, known = dict[tuple[object, str], int](), dict[str, int](), dict[str, str]()
-    for node in trace.graph.nodes:
-        if node.op == "placeholder" and node.name not in varies:
-            known[node.name] = node.name
-        if node.op != "call_function" or any(operand.name not in known for operand in node.all_input_nodes):
-            continue
-        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: _Known(known[operand.name]))
-        found[node.name] = numbers.setdefault((node.target, repr(arguments)), len(numbers))
-        known[node.name] = f"#{found[node.name]}"
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Stands for an operand in the arguments of a node, so that no string argument can be taken for it."""
-
-    value: str
+    values, known = number_known_values(part), {g.node: g for g in given}
+    kinds = {values[g.node]: g.kind for g in given}
+    found = list[Given]()
+    for node in part.graph.nodes:
+        value = values.get(node.name)
+        if value in kinds and not any(values.get(o.name) == value for o in node.all_input_nodes):
+            own = Given(node.name, f"{node.meta['key']} of the batch", kinds[value])
+            found.append(known.get(node.name, own))
+    return tuple(found)
 
 
 def find_unexplained_sum(whole: Trace, part: Trace, given: Sequence[Given], cut: Collection[str]) -> fx.Node | None:
@@ -117,12 +92,14 @@ def find_unexplained_sum(whole: Trace, part: Trace, given: Sequence[Given], cut:
         The node of `part` that is read in backward, or None if forward accounts for all of them.
     """
     values = number_known_values(part)
-    explained = {values[g.node] for g in given if g.node in values} | _values_of_outputs(part, values)
+    explained = {values[g.node] for g in given} | _values_of_outputs(part, values)
     replaced = {g.node for g in add_equal_values(part, given)}
-    shapes = {node.meta["key"]: shape_of(node) for node in whole.graph.nodes if _is_tensor(node)}
+    calls = [n for n in whole.graph.nodes if n.op == "call_function" and is_tensor(n)]
+    shapes = {n.meta["key"]: shape_of(n) for n in calls}
 
-    def is_sum(node: fx.Node) -> bool:  # without a counterpart in the batch's graph nothing says that it is none
-        return _is_tensor(node) and shapes.get(node.meta["key"], shape_of(node)) == shape_of(node)
+    def is_sum(node: fx.Node) -> bool:
+        # Without a counterpart in the graph of the batch, nothing says that a node is no sum.
+        return is_tensor(node) and shapes.get(node.meta["key"], shape_of(node)) == shape_of(node)
 
     for node in _follow_samples(part, values.keys() - replaced, cut):
         if values[node.name] not in explained and is_sum(node) and any(user.name not in values for user in node.users):
@@ -138,10 +115,6 @@ def _follow_samples(trace: Trace, among: Collection[str], cut: Collection[str]) 
             follows.add(node.name)
             found.append(node)
     return tuple(found)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _values_of_outputs(trace: Trace, values: Mapping[str, int]) -> set[int]:
@@ -212,7 +185,9 @@ def with_given(part: Trace, given: Sequence[Given], averages: Collection[str], n
         inputs.append(Input(g.path, last.name, shape_of(node), dtype_of(node), given=True))
     sweep(graph)
     graph.lint()
-    return replace(here, inputs=tuple(inputs))
+    results = next(iter(reversed(graph.nodes))).args[0]
+    outputs = tuple(replace(o, node=result.name) for o, result in zip(part.outputs, results, strict=False))
+    return replace(here, inputs=tuple(inputs), outputs=outputs)
 
 
 class ReadOtherwiseError(Exception):

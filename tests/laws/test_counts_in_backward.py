@@ -54,6 +54,18 @@ def of_images(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(pixels, labels, ignore_index=2, label_smoothing=0.1)
 
 
+def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+    scores, labels = z.view(-1, 2, 5), y.view(-1, 2)  # as a language model has them
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), label_smoothing=0.1, ignore_index=2)
+
+
+def of_opposites(z: Tensor, y: Tensor) -> Tensor:
+    scores = z.log_softmax(-1)
+    ignored = (y.view(-1, 2) == 2).view(-1)
+    smooth = -scores.mean(-1).masked_fill(ignored, 0.0).sum() / ignored.logical_not().sum().view(1)
+    return F.nll_loss(scores, y, ignore_index=2) + 0.1 * smooth.sum()
+
+
 LOSSES: dict[str, Loss] = {
     "label smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
     "with ignored labels": lambda z, y: F.cross_entropy(z, y, ignore_index=2, label_smoothing=0.1),
@@ -62,6 +74,8 @@ LOSSES: dict[str, Loss] = {
     "weighted and mean": weighted_and_mean,
     "unlikelihood": unlikelihood,
     "of images": of_images,
+    "of tokens": of_tokens,
+    "of opposites": of_opposites,
 }
 
 
@@ -107,7 +121,7 @@ class CountedOtherwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         z, y = ctx.saved_tensors
-        count = (y == 2).logical_not().to(z.dtype).sum()
+        count = len(y) - (y == 2).to(z.dtype).sum()
         return gradient * 2 * z * (y != 2)[:, None] / count, None
 
 
@@ -116,3 +130,23 @@ def test_a_count_that_forward_does_not_account_for_is_refused() -> None:
         make_plan(CountedOtherwise.apply, num_microbatches=2)
     assert refusal.value.where is not None
     assert "test_counts_in_backward.py" in refusal.value.where.source
+
+
+class WithParts(Classifier):
+    """Return the loss and both of its terms, one of which is an average and one divided by a count."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        scores = self.head(self.layers[1](self.layers[0](x)))
+        counted, mean = F.cross_entropy(scores, y, ignore_index=2), 0.1 * scores.square().mean()
+        return {"loss": counted + mean, "counted": counted.detach(), "mean": mean.detach()}
+
+
+def test_outputs_that_are_divided_by_the_count_of_the_batch_are_returned() -> None:
+    torch.manual_seed(0)
+    model = WithParts(two_targets).double()
+    batch = {"x": torch.randn(12, 8, dtype=torch.float64), "y": torch.randint(0, 5, (12,))}
+    plan = autopar.plan(
+        model, 2, example_inputs=batch, hardware="cpu-gloo", constraints=[pipeline(microbatches=2)]
+    )
+    found = autopar.verify(plan, model, batch)
+    assert found.ok and found.max_error < 1e-12, str(found)
