@@ -79,11 +79,11 @@ def as_capture_error(error: BaseException) -> CaptureError:
     what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
-    if refused := refusal_in_words(text, source):
-        return refused
     kind = type(error).__name__  # torch's classes for these are private
     if flex := _FLEX.search(frames := "".join(_frames(error))):
         return of_flex_attention(flex[1], user_line(frames[: flex.start()]))
+    if refused := refusal_in_words(text, source):
+        return refused
     if "_ctc_loss" in text:
         said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
         return CaptureError(said, where=Where(source=source), remedy=_CTC)
