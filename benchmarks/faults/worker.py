@@ -5,6 +5,7 @@ A case that crashes or hangs costs its process, not the run: the next case has a
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -66,15 +67,24 @@ class Worker:
         return {**row, "row_s": round(time.monotonic() - start, 2)}
 
     def close(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            os.close(self.answers)
+        """End the process, for good."""
+        self._stop()
+        self.log.close()
+
+    def _stop(self) -> None:
+        """Kill the process and all that it started."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+        os.close(self.answers)
         self.process = None
 
     def _start(self) -> None:
-        self.close()
+        self._stop()
         self.log.seek(0)
         self.log.truncate()
         self.answers, write = os.pipe()
@@ -111,7 +121,7 @@ class Worker:
         if hung:
             self.process.send_signal(signal.SIGUSR1)  # it writes its stacks
             time.sleep(1.0)
-        self.close()
+        self._stop()
         self.log.seek(0)
         said = self.log.read()[-TAIL:]
         why = HANG if hung else CRASH
