@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 # The unit is the first name below `autopar`: a module of that name, or a package, whose modules share its floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "units", "typed", "garbage", "ambient", "lazy", "schedules"),
+    ("errors", "version", "units", "typed", "garbage", "ambient", "lazy", "schedules", "json_text"),
     ("mesh", "hardware", "hf", "halo", "mirrored", "streams", "terminal", "keywords"),
     ("layout", "collective", "devices"),
     ("layout_graph", "choices", "random_ops", "norm_ops", "ops"),
@@ -40,7 +40,7 @@ PROCESS_GROUP_UNITS = {"run", "kernels", "api", "training", "cli"}
 # Placement and tensor types, which make no process group, are words of the vocabulary.
 PLACEMENT_MODULES = ("torch.distributed.tensor",)
 PRIVATE_TORCH_ONLY_IN = "autopar.capture._torch"
-TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.hf.building")
+TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.capture._transformers_caches", "autopar.hf.building")
 OPTIONAL_ONLY_IN = ("cli", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from autopar.capture.graphs import aten, copied, dtype_of, emit, shape_of, sweep
+from autopar.analysis.value_numbers import number_known_values
+from autopar.capture.graphs import aten, copied, dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.trace import Input, Trace
 
 
@@ -48,6 +49,83 @@ class Counting:
     buffers: tuple[str, ...]
     inputs: tuple[str, ...]
     given: tuple[Given, ...]
+
+
+def add_equal_values(part: Trace, given: Sequence[Given]) -> tuple[Given, ...]:
+    """Extend `given` to every node that computes an equal value.
+
+    A loss may count its labels once for forward and once more for backward. If only one of the two
+    were replaced by the value of the whole batch, the gradients would be wrong by a factor.
+
+    Args:
+        part: the trace of one microbatch, which computes its own values.
+        given: the values of the whole batch that forward needs.
+
+    Returns:
+        One entry for each node with an equal value, in graph order. The reshape of such a node has no
+        entry: it reads the value of the batch.
+    """
+    values, known = number_known_values(part), {g.node: g for g in given}
+    kinds = {values[g.node]: g.kind for g in given}
+    found = list[Given]()
+    for node in part.graph.nodes:
+        value = values.get(node.name)
+        if value in kinds and not any(values.get(o.name) == value for o in node.all_input_nodes):
+            own = Given(node.name, f"{node.meta['key']} of the batch", kinds[value])
+            found.append(known.get(node.name, own))
+    return tuple(found)
+
+
+def find_unexplained_sum(whole: Trace, part: Trace, given: Sequence[Given], cut: Collection[str]) -> fx.Node | None:
+    """Find a sum over samples in backward that nothing in forward accounts for.
+
+    Backward is the derivative of forward, so replacing a value of forward by that of the whole batch is
+    right only if backward reads the same value. A sum over the samples of one microbatch that backward
+    computes in another form cannot be told apart from a value that has to be replaced.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch.
+        given: the values of the whole batch that forward needs, without those that are equal to them.
+        cut: placeholders of the inputs that are cut into microbatches.
+
+    Returns:
+        The node of `part` that is read in backward, or None if forward accounts for all of them.
+    """
+    values = number_known_values(part)
+    explained = {values[g.node] for g in given} | _values_of_outputs(part, values)
+    replaced = {g.node for g in add_equal_values(part, given)}
+    calls = [n for n in whole.graph.nodes if n.op == "call_function" and is_tensor(n)]
+    shapes = {n.meta["key"]: shape_of(n) for n in calls}
+
+    def is_sum(node: fx.Node) -> bool:
+        # Without a counterpart in the graph of the batch, nothing says that a node is no sum.
+        return is_tensor(node) and shapes.get(node.meta["key"], shape_of(node)) == shape_of(node)
+
+    for node in _follow_samples(part, values.keys() - replaced, cut):
+        if values[node.name] not in explained and is_sum(node) and any(user.name not in values for user in node.users):
+            return node
+    return None
+
+
+def _follow_samples(trace: Trace, among: Collection[str], cut: Collection[str]) -> tuple[fx.Node, ...]:
+    """The nodes of `among` that depend on an input that is cut, by way of each other alone, in graph order."""
+    follows, found = set(cut), list[fx.Node]()
+    for node in trace.graph.nodes:
+        if node.name in among and any(operand.name in follows for operand in node.all_input_nodes):
+            follows.add(node.name)
+            found.append(node)
+    return tuple(found)
+
+
+def _values_of_outputs(trace: Trace, values: Mapping[str, int]) -> set[int]:
+    """The numbers of the known values that outputs depend on."""
+    stack, seen = [trace.node(o.node) for o in trace.outputs], set[str]()
+    while stack:
+        node = stack.pop()
+        if node.name not in seen:
+            seen.add(node.name)
+            stack += node.all_input_nodes
+    return {values[name] for name in seen if name in values}
 
 
 def counting(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
@@ -107,7 +185,9 @@ def with_given(part: Trace, given: Sequence[Given], averages: Collection[str], n
         inputs.append(Input(g.path, last.name, shape_of(node), dtype_of(node), given=True))
     sweep(graph)
     graph.lint()
-    return replace(here, inputs=tuple(inputs))
+    results = next(iter(reversed(graph.nodes))).args[0]
+    outputs = tuple(replace(o, node=result.name) for o, result in zip(part.outputs, results, strict=False))
+    return replace(here, inputs=tuple(inputs), outputs=outputs)
 
 
 class ReadOtherwiseError(Exception):

@@ -19,7 +19,17 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar import random_ops
-from autopar.analysis.given import Counting, Given, ReadOtherwiseError, counting, divides, scaled, with_given
+from autopar.analysis.given import (
+    Counting,
+    Given,
+    ReadOtherwiseError,
+    add_equal_values,
+    counting,
+    divides,
+    find_unexplained_sum,
+    scaled,
+    with_given,
+)
 from autopar.analysis.microbatch_labels import MEAN_OF, WHOLE, Label, node_labels, part_label, refusal
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError, CoupledError
@@ -74,8 +84,10 @@ def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
     """The trace of one microbatch that takes what it is given of the batch, and how that is computed."""
     if not how.given:
         return part, how
+    given = add_equal_values(part, how.given)
     try:
-        return with_given(part, how.given, how.averages, how.num), replace(how, counting=counting(part, how.given))
+        taking = with_given(part, given, how.averages, how.num)
+        return taking, replace(how, given=given, counting=counting(part, given))
     except ReadOtherwiseError as error:  # the graph of one sample is another one than that of two
         raise refusal(error.args[0], how.num, _READ_OTHERWISE) from error
 
@@ -171,9 +183,18 @@ class _Labelling:
         given = tuple(Given(self.here[keys[n]].name, f"{keys[n]} of the batch", label.kind) for n, label in self.given.items())  # type: ignore[arg-type]
         averages = tuple(self.here[keys[n]].name for n in self._quotients)
         if averages:
-            self._check_averages(given, averages)
+            self._check_averages(add_equal_values(self.part, given), averages)
+        if given:
+            self._check_backward(given)
         cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
         return Microbatching(num, cut, outputs, tuple(self._promised), given, averages)
+
+    def _check_backward(self, given: tuple[Given, ...]) -> None:
+        cut = {i.node for i, w in zip(self.part.inputs, self.whole.inputs, strict=True) if i.shape != w.shape}
+        node = find_unexplained_sum(self.whole, self.part, given, cut)
+        if node is not None:
+            why = "backward reads a sum over the samples of one microbatch that is not a value of forward"
+            raise refusal(node, self.num, why)
 
     def _check_averages(self, given: tuple[Given, ...], averages: tuple[str, ...]) -> None:
         try:

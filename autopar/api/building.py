@@ -22,6 +22,7 @@ from autopar.api.hardware import planned_for
 from autopar.api.planning import plan_told
 from autopar.api.tracing import program_of, refuse_parts, settled, traced_for
 from autopar.capture import Trace
+from autopar.cost.priced import OPTIMIZERS
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
@@ -31,6 +32,7 @@ from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Outputs
 from autopar.run.module import ParallelModule
+from autopar.run.optimizer_state import PlannedState, note_planned
 from autopar.run.program import Program, StagedProgram
 from autopar.run.ranks import rank
 from autopar.run.staged_module import StagedModule
@@ -90,6 +92,7 @@ def parallel_module(
     module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
+        _note_optimizer(module, plan)
         asked = order.options if order.plan is None else plan.options
         module.is_for_inference = bool(asked.get("inference", False))
         for line in idle(plan) if rank() == 0 else ():
@@ -98,6 +101,12 @@ def parallel_module(
         further = order.build if usual else {**order.build, "outputs": wanted}
         module.variants = Variants(partial(_variant, further, order.hardware, Structure.of(order.model), devices))
     return module
+
+
+def _note_optimizer(module: nn.Module, plan: Plan) -> None:
+    num_copies = {name: num for name, (num, _) in OPTIMIZERS.items()}
+    planned = str(plan.options.get("optimizer", "none"))
+    note_planned(module.parameters(), PlannedState(planned, num_copies.get(planned, 0), num_copies))
 
 
 def _variant(

@@ -21,6 +21,8 @@ from autopar.run.module import ParallelModule
 from autopar.run.program import StagedProgram
 from autopar.run.staged_module import StagedModule
 
+_KEPT = 1 << 16  # elements of a buffer whose values are kept for further programs: a mask for 256 positions
+
 
 @dataclass(frozen=True, slots=True)
 class Structure:
@@ -37,12 +39,13 @@ class Structure:
 
     @staticmethod
     def of(model: nn.Module) -> Structure:
-        """A copy whose parameters and buffers are on meta."""
+        """A copy whose parameters and large buffers are on meta; small buffers hold what they held, which a capture may have to read."""
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
-            memo.setdefault(id(buffer), buffer.detach().to("meta"))
+            kept = buffer.detach().clone() if buffer.numel() <= _KEPT else buffer.detach().to("meta")
+            memo.setdefault(id(buffer), kept)
         modes = {path: module.training for path, module in model.named_modules()}
         try:
             return Structure(copy.deepcopy(model, memo), modes)

@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     solver: str
     num_microbatches: int | Literal["auto"]
     loss_rows: int | Literal["auto"]
-    precision: Literal["bf16"] | None
+    precision: Literal["bf16", "fp16"] | None
     inference: bool
 
 

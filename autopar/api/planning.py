@@ -140,7 +140,7 @@ def plan(
     time_limit_s: float = math.inf,
     num_microbatches: int | Literal["auto"] = "auto",
     loss_rows: int | Literal["auto"] = "auto",
-    precision: Literal["bf16"] | None = None,
+    precision: Literal["bf16", "fp16"] | None = None,
     inference: bool = False,
     batch: Batch = "global",
     outputs: Outputs = "auto",
@@ -172,9 +172,9 @@ def plan(
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
             choice, where the model does not return the logits (see ``outputs="loss"``). Under `tensor_parallel` and `megatron` what
             makes these logits, and a table that is tied to it, is not split by its vocabulary then.
-        precision: ``"bf16"``: parameters rest as they are, with their gradients and optimizer state, and are gathered and computed with
-            in bf16, as the model's floating inputs are; buffers stay as they are. Gradients are summed in the parameters' own dtype. None:
-            the model's own dtypes, or what `torch.autocast` around this call makes of them.
+        precision: ``"bf16"`` or ``"fp16"``: parameters rest as they are, with their gradients and optimizer state, and are gathered and
+            computed with in that dtype, as the model's floating inputs are; buffers stay. Gradients are summed in the parameters'
+            dtype. Training in fp16 needs a `torch.amp.GradScaler`. None: the model's dtypes, or those of an active `torch.autocast`.
         inference: forward alone is planned, without gradients and optimizer state. So it is where no parameter requires a gradient.
         batch, outputs: as in `compile`.
 

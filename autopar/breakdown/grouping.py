@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.plans import Entry, NodeChoice, Plan
@@ -65,8 +64,37 @@ def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
     return groups[-1]
 
 
-def index_of(groups: Sequence[Group], node: str, instances: Instances) -> int:
-    """Which group of a node's module has its copies, or most of them."""
+def _decides(group: Group, node: str) -> bool:
+    """Tell whether one of a group's decisions is about a node.
+
+    Args:
+        group: of the plan.
+        node: pattern of the node.
+
+    Returns:
+        Whether it is.
+    """
+    return any(choice.node == node for entry in group.entries for choice in entry.nodes)
+
+
+def index_of(groups: list[Group], node: str, instances: Instances) -> int:
+    """Find the group that a node's communication or kept value is counted with.
+
+    A module that decides nothing by itself has no group: one that only reshapes, say, whose nodes
+    follow another module's decision. What its nodes move is counted with that decision.
+
+    Args:
+        groups: of the plan, as `grouped` gives them; a module that the plan decides nothing for is added.
+        node: pattern of the node.
+        instances: copies of it.
+
+    Returns:
+        The index of the group that has the copies, or most of them.
+    """
     module = owner(node)
     mine = [i for i, group in enumerate(groups) if group.module == module]
+    mine = mine or [i for i, group in enumerate(groups) if _decides(group, node)]
+    if not mine:
+        groups.append(Group(module, instances))
+        return len(groups) - 1
     return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))

@@ -1,6 +1,6 @@
 """What Hugging Face transformers needs under tracing. Without transformers everything here does nothing.
 
-- Caches have no place in a training graph, and their types stop the export: `use_cache` is off during a capture.
+- Caches: see `autopar.capture._transformers_caches`.
 - Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a capture.
 - Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
   before. The hooks read a context variable, which it cannot trace either: a plain one takes its place.
@@ -13,9 +13,8 @@
   as it is traced, the branches that eager takes are tried.
 - Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
   runs with ``is_causal=True``. Under tracing, transformers does not dare to look and builds a ``[batch, 1, seq, seq]`` mask
-  in every layer. No values need be read to know better: where a transformers model itself is captured and gets no
-  position ids, they are an arange. A mask that the user passes stays data, and inside a module of the user's own, which
-  may pass packed positions on, the mask that looks for packed sequences stays.
+  in every layer. A capture knows the values of the positions that a model makes itself, so the mask is left out where
+  they count up by one. A mask that the user passes stays data.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ import torch
 from torch import nn
 
 from autopar import ops
+from autopar.capture._transformers_caches import documents_if_known
 
 _ACTS = {
     "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "ReLU": "relu",
@@ -49,7 +49,6 @@ def model_loggers() -> list[logging.Logger]:
 def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """The adaptions above, undone on exit (recording hooks stay: a first forward would have installed them too)."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_caches(model))
         stack.enter_context(_sounds_without_gradient(model))
         if "transformers" in sys.modules:
             _install_recording_hooks(model)
@@ -59,20 +58,6 @@ def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: 
             stack.enter_context(_experts_as_one_op(model))
             stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
         yield
-
-
-@contextlib.contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """`use_cache` off in every configuration of the model, and on again at the end where it was."""
-    configs = {id(module.config): module.config for module in model.modules() if getattr(module, "config", None) is not None}
-    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
-    try:
-        for config in on:
-            config.use_cache = False
-        yield
-    finally:
-        for config in on:
-            config.use_cache = True
 
 
 @contextlib.contextmanager
@@ -255,14 +240,9 @@ def _masks_by_shape(positions_are_default: bool) -> Iterator[None]:
         if hasattr(masking_utils, "is_torchdynamo_exporting"):
             # With a mask passed the functions still see that it is traced, and keep it.
             stack.enter_context(mock.patch.object(masking_utils, "is_torchdynamo_exporting", _not_exporting))
-        if positions_are_default and hasattr(masking_utils, "find_packed_sequence_indices"):
-            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", _one_sequence))
+        stack.enter_context(documents_if_known(positions_are_default))
         yield
 
 
 def _not_exporting() -> bool:
     return False
-
-
-def _one_sequence(position_ids: Any) -> None:
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.passes.random import next_state
 from autopar.capture.passes.tangents_last import add_tangents_last
 from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
-from autopar.capture.trace import Input, Output, Parameter, Trace
-from autopar.errors import CaptureError
+from autopar.capture.trace import Input, KnownBuffer, Output, Parameter, Trace
+from autopar.errors import CaptureError, Where
 
 
 class Border:
@@ -164,10 +164,32 @@ class Border:
             out_spec=self.raw.out_spec,
             constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
             settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)}
-            | dict(self.raw.known),
+            | {position: value for position, value in self.raw.known.items() if isinstance(position, int)},
             fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"], self.raw.known),
-            attributes=(*self.raw.attributes, *self.raw.outside),
+            attributes=(
+                *self.raw.attributes,
+                *self.raw.outside,
+                *self._known_buffers({kind[1] for kind in positions if kind[0] == "mutation"}),
+            ),
         )
+
+    def _known_buffers(self, mutated: Collection[str]) -> Iterator[KnownBuffer]:
+        """Those that forward reads.
+
+        Raises:
+            CaptureError: forward changes one, too.
+        """
+        for name, value in self.raw.known.items():
+            if isinstance(name, int):
+                continue
+            if name in mutated:
+                raise CaptureError(
+                    f"forward reads the values of the buffer {name!r}, on which a branch or a shape depends, and changes them",
+                    where=Where(module=name.rpartition(".")[0]),
+                    remedy="count in the training loop, and pass the number as a plain argument: each value has a program of its own; or "
+                    "compute with the buffer as a tensor (torch.where)",
+                )
+            yield KnownBuffer(name, value)
 
     def _parameters(
         self, group: str, tensors: Mapping[str, torch.Tensor], positions: Mapping[tuple[str, Any], int]
@@ -196,10 +218,11 @@ def _described(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
     return node.name, shape_of(node), node.meta["val"].dtype
 
 
-def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...], known: Mapping[int, torch.Tensor]) -> str:
+def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...], known: Mapping[int | str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for position, value in sorted(known.items()):
-        digest.update(f"{position} {value.tolist()}\n".encode())
+    for key, value in sorted(known.items(), key=lambda entry: str(entry[0])):
+        content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digest.update(f"{key} {value.dtype} {tuple(value.shape)} ".encode() + content)
     for entry in parameters:
         read = f" read as {entry.compute_dtype}" if entry.is_narrowed else ""
         digest.update(f"{entry.name} {entry.shape} {entry.dtype}{read} {entry.requires_grad}\n".encode())

@@ -61,6 +61,8 @@ def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], lea
     try:
         if not any(isinstance(leaf, Tensor) for leaf in leaves_of(run(copied))):
             return CaptureError("forward returns no tensor", remedy="let it return its loss, or the outputs of which the loss is computed")
+    except CaptureError as refusal:  # of a function that a capture replaces
+        return refusal
     except Exception as error:
         text = str(error).strip()
         if _raised_by_the_model(error):

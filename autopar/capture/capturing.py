@@ -16,6 +16,7 @@ from autopar.capture._torch.logs import prints_left_out
 from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._torch.raising import raises_left_out
 from autopar.capture._transformers import branches_of_eager
+from autopar.capture._transformers_caches import asks_for_documents, empty_caches, without_caches
 from autopar.capture.attributes import tell_of_known, tell_of_prints, tell_of_raises, tell_of_unkept
 from autopar.capture.border import Border
 from autopar.capture.calls import argument_of, called, check_call
@@ -30,8 +31,10 @@ from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import number_draws, replace_random
 from autopar.capture.refusals import ReadsInputs, of_modules, refuse_unseen
 from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
+from autopar.capture.tensor_kinds import refuse_state_and_inputs
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Trace
+from autopar.capture.trees import flatten_call
 from autopar.errors import CaptureError, Where
 from autopar.garbage import collected_seldom
 
@@ -60,8 +63,10 @@ def capture(
         CaptureError: the model draws random numbers that no op of autopar draws, or is not one graph; it names the user's line.
     """
     refuse_unseen(model)
-    refuse_overlaps(model)
     check_call(inspect.signature(model.forward), args, kwargs or {})
+    leaves, _ = flatten_call(args, dict(kwargs or {}))
+    refuse_state_and_inputs(model, ((argument_of(path, model), leaf) for path, leaf in leaves))
+    refuse_overlaps(model)
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
         _refuse_called(model, call)
         with raises_left_out() as lines, prints_left_out() as printed:
@@ -86,17 +91,29 @@ def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """With the branches that a transformers model takes under tracing, or else with those that eager takes, or with those for finite
     values."""
     try:
-        return _captured_knowing(model, call, fold)
+        return _captured_with_caches(model, call, fold)
     except CaptureError as refusal:
         if asks_for_finite(refusal):
             with contextlib.suppress(CaptureError), all_finite(refusal):
-                return _captured_knowing(model, call, fold)
+                return _captured_with_caches(model, call, fold)
         with branches_of_eager(model) as others:
             if not others:
                 raise
             with contextlib.suppress(CaptureError):
-                return _captured_knowing(model, call, fold)
+                return _captured_with_caches(model, call, fold)
         raise refusal from refusal.__cause__
+
+
+def _captured_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """Without caches of keys and values, or with empty ones where the result depends on there being one."""
+    try:
+        with without_caches(model):
+            return _captured_knowing(model, call, fold)
+    except CaptureError as refusal:
+        if not asks_for_documents(refusal):
+            raise
+    with empty_caches(model):
+        return _captured_knowing(model, call, fold)
 
 
 def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
@@ -105,7 +122,7 @@ def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
         try:
             return _captured(model, call, fold)
         except ReadsInputs as refusal:
-            call = call.knowing(refusal.positions)
+            call = call.knowing(refusal.keys)
 
 
 def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:

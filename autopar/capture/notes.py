@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from autopar.capture.outside import PLAIN, STEP, is_as_found, lines_of_draws, name_outside, outside_values
 from autopar.capture.refusals import is_torchs, user_line
-from autopar.capture.trace import ModuleAttribute, OutsideValue, Stamp
+from autopar.capture.trace import Constant, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
 
 UNKNOWN = object()  # a value that is neither a constant nor tensors
 _HOOK = "_hooks[list("  # Dynamo's name of a hook
@@ -165,12 +165,12 @@ def _place(source: str, scope: dict[str, Any]) -> Place | None:
     return Place(source, found, path.strip("."), name.lstrip("."))
 
 
-def of_the_model(attributes: Iterable[ModuleAttribute | OutsideValue], model: nn.Module) -> tuple[ModuleAttribute | OutsideValue, ...]:
+def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
     """Those of modules with the values that they have in `model`: a capture changes some for a while; layers count themselves."""
     scope = {"model": model}
-    found: list[ModuleAttribute | OutsideValue] = []
+    found: list[Constant] = []
     for each in attributes:
-        if isinstance(each, OutsideValue):
+        if isinstance(each, OutsideValue | KnownBuffer):
             found.append(each)
             continue
         modules = "".join(f"._modules[{name!r}]" for name in each.path.split(".") if name)
@@ -183,10 +183,12 @@ def of_the_model(attributes: Iterable[ModuleAttribute | OutsideValue], model: nn
     return tuple({_where(each): each for each in found}.values())
 
 
-def _where(each: ModuleAttribute | OutsideValue) -> tuple[Any, str]:
+def _where(each: Constant) -> tuple[Any, str]:
     """Of two closures' variables the names may be the same."""
     if isinstance(each, ModuleAttribute):
         return each.path, each.name
+    if isinstance(each, KnownBuffer):
+        return KnownBuffer, each.name
     return each.holder if isinstance(each.holder, str) else id(each.holder), each.name
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from torch import fx, nn
 
+from autopar.capture.tensor_kinds import refusal_in_words
 from autopar.errors import CaptureError, Where
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -38,6 +39,11 @@ _REMEDIES = {
     "compute it before and pass it as a Python value, say a list: what forward makes of plain numbers (`torch.tensor(sizes)`) it may read",
 }
 _CTC = "call F.ctc_loss, as the name in torch.nn.functional, or nn.CTCLoss, which programs compute; of one row for each sample, padded"
+_FLEX = re.compile(r'nn[/\\]attention[/\\]flex_attention\.py", line \d+, in (create_block_mask|flex_attention)\b')
+_DENSE = (
+    'pass attn_implementation="sdpa" to a transformers model; elsewhere call F.scaled_dot_product_attention with the mask as attn_mask, '
+    "which also takes a bias that is added to the scores"
+)
 _UNKNOWN = re.compile(r"Could not (guard on|extract specialized integer from) data-dependent expression")
 _ON_VALUES = frozenset(_REMEDIES[mark] for mark in ("data-dependent", "Dynamic control flow", "item()"))
 _OUTSIDE = "call it outside of the model and pass in what it gives, or compute that by torch's functions"
@@ -74,6 +80,10 @@ def as_capture_error(error: BaseException) -> CaptureError:
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
     kind = type(error).__name__  # torch's classes for these are private
+    if flex := _FLEX.search(frames := "".join(_frames(error))):
+        return of_flex_attention(flex[1], user_line(frames[: flex.start()]))
+    if refused := refusal_in_words(text, source):
+        return refused
     if "_ctc_loss" in text:
         said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
         return CaptureError(said, where=Where(source=source), remedy=_CTC)
@@ -122,11 +132,17 @@ def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
 
 
 class ReadsInputs(CaptureError):
-    """Forward reads values of inputs that may be known; `positions` are theirs among the call's flat leaves."""
+    """Forward reads values of inputs and buffers that may be known; `keys` are the flat positions and names of those that are not yet."""
 
-    def __init__(self, refusal: CaptureError, positions: frozenset[int]) -> None:
+    def __init__(self, refusal: CaptureError, keys: frozenset[int | str]) -> None:
         super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
-        self.positions = positions
+        self.keys = keys
+
+
+def of_flex_attention(name: str, source: str) -> CaptureError:
+    """The refusal of a call of `name` from torch.nn.attention.flex_attention."""
+    what = f"forward calls {name} of torch.nn.attention.flex_attention, which has no rules for layouts"
+    return CaptureError(what, where=Where(op=name, source=source), remedy=_DENSE)
 
 
 def of_changing_shapes(where: Where) -> CaptureError:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.capture.refusals import user_line
+from autopar.capture.tensor_kinds import of_forward, unusual_kind
 from autopar.errors import CaptureError, Where
 
 _MISCOMPILED = ("multilabel_margin_loss",)
@@ -25,6 +26,17 @@ def refuse_branches(graph: fx.Graph) -> None:
                 where=_of_call(node),
                 remedy="compute what each branch gives and choose by torch.where, or write a loop of a fixed number of steps in Python",
             )
+
+
+def refuse_kinds(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first node of Dynamo's graph that gives a sparse, nested or other tensor that no program computes with."""
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        kind = unusual_kind(value) if isinstance(value, torch.Tensor) else None
+        if kind is not None:
+            readers = [node, *node.users] if node.op == "placeholder" else [node]
+            lines = (user_line(reader.meta.get("stack_trace") or "") for reader in readers)
+            raise of_forward(kind, Where(source=next((line for line in lines if line), "")))
 
 
 def refuse_miscompiled(graph: fx.Graph) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -175,6 +175,21 @@ class OutsideValue:
         return self  # a copy of what is outside would be another
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownBuffer:
+    """A buffer whose values forward read, so that shapes or branches of the graph follow from them.
+
+    Attributes:
+        name: of the buffer in the model. value: what it held, on the CPU.
+    """
+
+    name: str
+    value: torch.Tensor
+
+
+Constant: TypeAlias = ModuleAttribute | OutsideValue | KnownBuffer
+
+
 @dataclass(frozen=True, slots=True)
 class Folding:
     """Which layers were captured a few at a time and repeated, or why none were.
@@ -207,7 +222,8 @@ class Trace:
         folding: how repeated layers were captured; the graph is the same either way.
         precision: what wider floating parameters and inputs are read in, where that was asked for.
         attributes: plain values of the model's modules, and of what these hold, that forward looked at (`training` left out); of layers
-            that were repeated, the values of the layer that was captured in their place; and the same of what no module has.
+            that were repeated, the values of the layer that was captured in their place; the same of what no module has; and the values of
+            buffers that forward read.
     """
 
     graph: fx.Graph
@@ -223,7 +239,7 @@ class Trace:
     fingerprint: str
     folding: Folding = Folding()
     precision: torch.dtype | None = None
-    attributes: tuple[ModuleAttribute | OutsideValue, ...] = ()
+    attributes: tuple[Constant, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Trace:
         return self  # nothing changes it; torch warns of specs of calls that are copied

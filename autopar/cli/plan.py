@@ -55,7 +55,7 @@ def plan_command(
     ] = "auto",
     inference: Annotated[bool, typer.Option("--inference", help="Forward alone, no labels: no gradients, no optimizer state.")] = False,
     precision: Annotated[
-        str | None, typer.Option(help="bf16: what wider parameters, which rest as they are, are gathered and computed with in.")
+        str | None, typer.Option(help="bf16 or fp16: what wider parameters, which rest as they are, are gathered and computed with in.")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,

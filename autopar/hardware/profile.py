@@ -22,6 +22,7 @@ from typing import Any
 from autopar.errors import HardwareError
 from autopar.hardware.figures import FLOP_KINDS, MEMORY_KINDS, Curve, Figure, Host, Link
 from autopar.hardware.reading import Reader, compute_curves, host, kernels, links
+from autopar.json_text import read_json
 
 FORMAT = "autopar-hardware"
 VERSION = 1
@@ -125,11 +126,12 @@ class HardwareProfile:
         """The JSON of a profile that `load` would load, its fields not yet checked. Raises `HardwareError` where there is none."""
         path = _path(profile)
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise HardwareError(f"cannot read hardware profile: {error.strerror}", where=str(path), remedy="check the path") from error
         except ValueError as error:
-            raise HardwareError(f"hardware profile is no JSON: {error}", where=str(path), remedy="mend the file") from error
+            what = f"hardware profile is no JSON that autopar reads: {error}"
+            raise HardwareError(what, where=str(path), remedy="mend the file") from error
 
     @staticmethod
     def from_json(data: Any, where: str = "") -> HardwareProfile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any
@@ -47,7 +48,10 @@ class Reader:
 
     def number(self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False) -> float:
         value = data.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        # Integers of any length can be compared, those that no float is as large as cannot be made one.
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(path + name, f"must be a number, not {value!r}")
+        if not abs(value) <= sys.float_info.max:
             raise self.error(path + name, f"must be a number, not {value!r}")
         if value < 0 or (value == 0 and not zero):
             raise self.error(path + name, f"must be {'0 or more' if zero else 'above 0'}, not {value!r}")

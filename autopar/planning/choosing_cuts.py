@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.capture.trace import Trace
+from autopar.errors import ConstraintError
 from autopar.planning.asked import Asked
 from autopar.planning.options import UNLIMITED
 from autopar.planning.units import Unit, balanced, fastest
+from autopar.stages import CutPoint, find_refusal
 
 _LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit
+
+_MOST_TRIED = 64  # cuts, each of which places all nodes of a trace
 
 Units = Sequence[Sequence[Unit]]
 """Per stage, what units take on its devices."""
@@ -62,3 +68,43 @@ class CutChoice:
     def _unequal(self) -> bool:
         """Whether devices have unequal memory."""
         return len(set(self.asked.budgets)) > 1
+
+
+def nearest_legal(part: Trace, points: Sequence[CutPoint], wanted: Sequence[int]) -> tuple[int, ...]:
+    """The legal cuts that are nearest to the wanted ones, themselves where they are legal.
+
+    The distance is the number of units by which cuts are moved. Cuts are tried in the order of their distance.
+
+    Args:
+        wanted: indices of the units that begin later stages.
+
+    Raises:
+        ConstraintError: none of the cuts that were tried is legal.
+    """
+    first = tuple(wanted)
+    waiting, seen, refusal = [(0, first)], {first}, None
+    for _ in range(_MOST_TRIED):
+        if not waiting:
+            break
+        _, cuts = heapq.heappop(waiting)
+        found = find_refusal(part, [points[index - 1].position for index in cuts])
+        if found is None:
+            return cuts
+        refusal = refusal or found
+        for moved in _moved_by_one(cuts, len(points)):
+            if moved not in seen:
+                seen.add(moved)
+                distance = sum(abs(a - b) for a, b in zip(moved, first, strict=True))
+                heapq.heappush(waiting, (distance, moved))
+    assert refusal is not None, "the wanted cuts were tried"
+    what = f"no way was found to cut the model into {len(first) + 1} stages: {refusal.what}"
+    remedy = "use a shorter pipeline axis, or use the axis for data or tensor parallelism"
+    raise ConstraintError(what, where=refusal.where, remedy=remedy) from refusal
+
+
+def _moved_by_one(cuts: tuple[int, ...], num_points: int) -> Iterator[tuple[int, ...]]:
+    """The cuts of which one begins one unit earlier or later; no two cuts coincide."""
+    for place, index in enumerate(cuts):
+        for other in (index - 1, index + 1):
+            if 1 <= other <= num_points and other not in cuts:
+                yield (*cuts[:place], other, *cuts[place + 1 :])

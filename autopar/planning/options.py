@@ -17,8 +17,8 @@ from autopar.hardware import HardwareProfile
 from autopar.run.executor import Batch, Outputs
 
 SOLVERS = ("highs", "cbc")
-PRECISIONS = {"bf16": torch.bfloat16}
-"""What parameters may be read in where they rest in a wider dtype. fp16 is none: its loss would have to be scaled."""
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What parameters may be read in where they rest in a wider dtype. Training in fp16 needs the loss scaled, by `torch.amp.GradScaler`."""
 UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
 _BEHIND = 0.25  # share of a time limit that is left to what comes behind the last solve: emission, memory, the order of communications
@@ -40,7 +40,8 @@ class PlanOptions:
         solver: ``highs`` or ``cbc``.
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
-        precision: ``"bf16"``: what wider floating parameters and inputs are read in; None: what the model computes in by itself.
+        precision: ``"bf16"`` or ``"fp16"``: the dtype that wider floating parameters and inputs are read in;
+            None: the dtypes that the model computes in by itself.
         ends: when, on the monotonic clock, the time of a planning that has begun is over (`begun`).
         inference: whether forward alone is planned. batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
@@ -76,7 +77,7 @@ class PlanOptions:
             raise AutoparError(f"loss_rows={self.loss_rows!r} is no number of rows", remedy='pass a number from 0, or "auto"')
         if self.precision is not None and self.precision not in PRECISIONS:
             what = f"precision={self.precision!r} is not known"
-            raise AutoparError(what, remedy=f"pass one of {', '.join(PRECISIONS)}, or None; fp16 would need its loss scaled")
+            raise AutoparError(what, remedy=f"pass one of {', '.join(PRECISIONS)}, or None")
         if not 0 <= self.gap < 1:
             raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
         if not self.time_limit_s > 0.0:

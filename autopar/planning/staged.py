@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.analysis.microbatches import Microbatching
@@ -27,7 +27,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.asked import Asked, Whole, crossing_layouts
-from autopar.planning.choosing_cuts import CutChoice
+from autopar.planning.choosing_cuts import CutChoice, nearest_legal
 from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict_of_stages
 from autopar.planning.job import Job
@@ -93,7 +93,7 @@ class StagedSearch:
         tried = {first}
         for _ in range(_ROUNDS if asked.wish.cuts is None and asked.num_stages > 1 else 0):
             ways = choice.ways(reweighed(whole.units, first, best.times))
-            again = next((cuts for cuts in ways if cuts not in tried), None)
+            again = next((cuts for cuts in self._legal_among(whole, ways) if cuts not in tried), None)
             if again is None or asked.options.is_late:
                 break
             tried.add(again)
@@ -112,16 +112,37 @@ class StagedSearch:
             InfeasibleError: where a stage does not fit.
         """
         tried = set[tuple[int, ...]]()
-        cuts = self.asked.cuts(whole.points) if self.asked.wish.cuts is not None else choice.best(whole.units)
+        cuts = self._legal(whole, self.asked.cuts(whole.points) if self.asked.wish.cuts is not None else choice.best(whole.units))
         while True:
             try:
                 return cuts, self._planned(whole, cuts)
             except InfeasibleError:
                 tried.add(cuts)
                 again = choice.others(whole.units, self._lacking)
+                again = None if again is None else next(self._legal_among(whole, [again]), None)
                 if again is None or again in tried:
                     raise
                 cuts = again
+
+    def _legal(self, whole: Whole, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """These cuts, or the nearest legal ones where the user named none.
+
+        Raises:
+            ConstraintError: the model cannot be cut as the user asks, or no legal cuts were found.
+        """
+        legal = nearest_legal(self.asked.part, whole.points, cuts) if cuts else cuts
+        if legal == cuts or self.asked.wish.cuts is None:
+            return legal
+        names = ", ".join(whole.points[index - 1].module for index in legal)
+        raise ConstraintError(f"{self.asked.wish}: the model cannot be cut there", remedy=f"cut before {names}")
+
+    def _legal_among(self, whole: Whole, ways: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+        """`_legal` of each of several ways to cut; those without legal cuts nearby are left out."""
+        for cuts in ways:
+            try:
+                yield self._legal(whole, cuts)
+            except ConstraintError as error:
+                log.info("no plan cut before units %s: %s", cuts, error.what)
 
     def proven(self) -> Need:
         """No pipeline that is asked for needs less."""
@@ -143,7 +164,7 @@ class StagedSearch:
         ways = [] if least is None else [least]
         ways += [light_cuts(whole.units, asked.in_flight, asked.budgets * asked.wish.chunks)] if asked.wish.cuts is None else []
         found = []
-        for cuts in dict.fromkeys(ways):
+        for cuts in dict.fromkeys(self._legal_among(whole, ways)):
             try:
                 stages = self._planned(whole, cuts)
             except InfeasibleError as error:

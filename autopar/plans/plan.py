@@ -18,6 +18,7 @@ from typing import Any
 
 from autopar.collective import Collective
 from autopar.errors import AutoparError, PlanError
+from autopar.json_text import read_json
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans.bucket import Bucket, read_bucket
@@ -222,9 +223,10 @@ class Plan:
     def loads(text: str, where: str = "") -> Plan:
         """Read a plan from text; `where` names it in errors."""
         try:
-            data = json.loads(text)
+            data = read_json(text)
         except ValueError as error:
-            raise PlanError(f"plan is no JSON: {error}", where=where, remedy="save it again with Plan.save") from error
+            what = f"plan is no JSON that autopar reads: {error}"
+            raise PlanError(what, where=where, remedy="save it again with Plan.save") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise PlanError("the file is no autopar plan", where=where, remedy="pass a file written by Plan.save")
         if data.get("version") != VERSION:

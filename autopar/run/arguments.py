@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.calls import check_call
+from autopar.capture.tensor_kinds import unusual_kind
 from autopar.capture.trees import paths_in
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
-from autopar.run.equal import check_batch
+from autopar.run.equal import check_batch, check_parts
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.variants import AsksForGradient, Misfit
 
@@ -70,7 +71,8 @@ class Arguments:
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor]:
         """The program's input tensors, in its order.
 
-        That every rank passes the same whole batch is made sure of in calls 1, 2, 4, 8 and so on: what makes batches differ does so soon.
+        That every rank passes the same whole batch, or the same part where the plan does not split it, is made sure of in calls 1, 2, 4,
+        8 and so on: what makes batches differ does so soon.
 
         Raises:
             CallError: where the model itself does not take such arguments.
@@ -80,8 +82,13 @@ class Arguments:
         """
         tensors = self._tensors(args, kwargs)
         self._num_calls += 1
-        if self._is_whole and self._num_calls & (self._num_calls - 1) == 0:
-            check_batch([tensor.name for _, tensor, _ in self._inputs], tensors, devices)
+        if self._num_calls & (self._num_calls - 1) == 0:
+            names = [tensor.name for _, tensor, _ in self._inputs]
+            if self._is_whole:
+                check_batch(names, tensors, devices)
+            else:
+                layouts = [tensor.layout for _, tensor, _ in self._inputs]
+                check_parts(names, tensors, layouts, devices)
         return tensors
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -151,10 +158,7 @@ class Arguments:
             value = leaves[position]
             if not isinstance(value, Tensor):
                 raise Misfit(f"argument {tensor.name!r} is {type(value).__name__}, not a tensor", remedy=self._remedy)
-            if isinstance(value, DTensor):
-                what = f"argument {tensor.name!r} is a DTensor, the program takes plain tensors"
-                remedy = "pass x.full_tensor(), called on every rank, or compile the module that it comes from with outputs='full'"
-                raise RuntimeStateError(what, remedy=remedy)
+            _check_kind(tensor.name, value)
             if tuple(value.shape) != shape or value.dtype != tensor.dtype:
                 part = "" if self._is_whole else f", this rank's part of {tensor.shape}"
                 what = f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program takes {tensor.dtype} {shape}{part}"
@@ -164,6 +168,7 @@ class Arguments:
                     f"argument {tensor.name!r} is on {value.device}, the mesh on {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
                 )
+            value = value.resolve_conj().resolve_neg()  # ranks send memory as it is
             tensors.append(value if value.device.type != "cuda" else self._here(value, tensor.name))
         return tensors
 
@@ -224,6 +229,16 @@ def defaults_of(model: nn.Module) -> dict[str, Any]:
     parameters = inspect.signature(forward).parameters.values()
     found = {p.name: p.default for p in parameters if p.default is None or (is_bare and p.default is not p.empty)}
     return {name: x for name, x in found.items() if all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(x))}
+
+
+def _check_kind(name: str, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        what = f"argument {name!r} is a DTensor, the program takes plain tensors"
+        remedy = "pass x.full_tensor(), called on every rank, or compile the module that it comes from with outputs='full'"
+        raise RuntimeStateError(what, remedy=remedy)
+    kind = unusual_kind(value)
+    if kind is not None:
+        raise RuntimeStateError(f"argument {name!r} is {kind.name}, the program takes plain tensors", remedy=kind.remedy)
 
 
 def _is_same(given: Any, default: Any) -> bool:

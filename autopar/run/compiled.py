@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ambient import autocast_around
-from autopar.capture.trace import ModuleAttribute, OutsideValue
+from autopar.capture.trace import Constant, KnownBuffer
 from autopar.errors import RuntimeStateError
 from autopar.run.arguments import Arguments
 from autopar.run.derivatives import refuse_tracing, refuse_transforms
 from autopar.run.frozen import Frozen
 from autopar.run.holder import Holder
+from autopar.run.known_buffers import KnownBuffers
 from autopar.run.plain_model import PlainModel
 from autopar.run.program import ProgramTensor
 from autopar.run.variants import AsksForGradient, Misfit, OtherMode, Unfrozen, Variant
@@ -55,6 +56,7 @@ class Compiled(Holder):
         self.only_forward = self.is_for_inference = False
         self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self._frozen: Frozen | None = None
+        self._known_buffers = KnownBuffers(())
         self._left: PlainModel | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,10 +73,13 @@ class Compiled(Holder):
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns."""
 
-    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute | OutsideValue], shared: Compiled | None) -> None:
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[Constant], shared: Compiled | None) -> None:
         """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
         own goes before."""
-        self._frozen = Frozen(model, attributes, None if shared is None else shared._frozen)
+        attributes = tuple(attributes)
+        constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
+        self._frozen = Frozen(model, constants, None if shared is None else shared._frozen)
+        self._known_buffers = KnownBuffers(each for each in attributes if isinstance(each, KnownBuffer))
         if shared is None:
             self._left = PlainModel(model, dict(self.named_parameters()))
         for path, module in model.named_modules(remove_duplicate=False):
@@ -96,6 +101,10 @@ class Compiled(Holder):
         remedy = "call it as it is; with accelerate use autopar.Accelerator, in the place of transformers' Trainer autopar.Trainer"
         raise RuntimeStateError(what, remedy=remedy)
 
+    def is_made_here(self) -> bool:
+        """Whether the program was made under the autocast that is active now."""
+        return autocast_around(self.device_mesh.device_type) == self._made_under
+
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
@@ -106,7 +115,9 @@ class Compiled(Holder):
         return ""
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor] | Misfit:
-        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call` and `Arguments.tensors`."""
+        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call`, `Arguments.tensors`,
+        and where random numbers begin differently on different ranks."""
+        self._compare_state()
         try:
             self._check_call()
             return self._arguments.tensors(args, kwargs, devices)
@@ -147,6 +158,7 @@ class Compiled(Holder):
         self.check_values()
         if self._frozen is not None:
             self._frozen.check(self._container)
+            self._known_buffers.check(dict(self.named_buffers(remove_duplicate=False)).get)
         if self._left is not None:
             self._left.check(self)
         if self._captured_mode is not None and self.training != self._captured_mode:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import random_ops
 from autopar.errors import RuntimeStateError
 from autopar.run.device_mesh import first_rank_says
+from autopar.run.equal import check_random_state
 from autopar.run.part import Standing
 from autopar.run.variants import Variants
 
@@ -24,6 +25,7 @@ class Drawing(Standing):
     variants: Variants | None
     _world: DeviceMesh
     _pending: int | None = None
+    _is_compared: bool = False
 
     def manual_seed(self, seed: int) -> None:
         """Begin anew with the random numbers of `seed`, which must be the same on every rank.
@@ -50,11 +52,23 @@ class Drawing(Standing):
 
     def _set(self, state: int | Tensor) -> None:
         """Go on from a state; where no program draws yet, one that does later begins with it."""
+        self.__dict__["_is_compared"] = False
         drawn_from = self._drawn_from()
         if drawn_from is None:
             self.__dict__["_pending"] = int(state)
         else:
             drawn_from.fill_(int(state))
+
+    def _compare_state(self) -> None:
+        """Compare the state with that of the other ranks, in the first call after it was made or set.
+
+        Raises:
+            RuntimeStateError: on every rank, where they differ.
+        """
+        state = None if self._is_compared else self._drawn_from()
+        if state is not None:
+            check_random_state(int(state), self._world)
+            self.__dict__["_is_compared"] = True
 
     def _state_to_draw_from(self) -> Tensor | None:
         """That of all programs, for one that draws, too; None where none draws and none was set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RuntimeStateError
+from autopar.layout import Layout
+from autopar.layout.placements import splits
 from autopar.run.ranks import of_all_alike
 
 log = logging.getLogger("autopar")
@@ -75,6 +78,65 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
         )
 
 
+def check_parts(
+    names: Sequence[str], values: Sequence[Tensor], layouts: Sequence[Layout], devices: DeviceMesh
+) -> None:
+    """Refuse parts of a batch that differ on ranks between which the plan does not split them.
+
+    Args:
+        names: of the inputs.
+        values: this rank's part of each input.
+        layouts: how each whole input lies over the mesh.
+        devices: the mesh that the model runs on.
+
+    Raises:
+        RuntimeStateError: on every rank, naming the ranks and the inputs.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    sharing = [_group_sharers(layout, devices) for layout in layouts]
+    if not any(sharing):
+        return
+    digests = [_digest(x) if groups else None for x, groups in zip(values, sharing, strict=True)]
+    facts = dict(zip(_ranks(devices), _gathered("batch", digests, devices), strict=True))
+    different: dict[tuple[int, ...], list[str]] = {}
+    for place, (name, groups) in enumerate(zip(names, sharing, strict=True)):
+        for group in groups:
+            if len({facts[rank][place] for rank in group}) > 1:
+                different.setdefault(group, []).append(name)
+    if different:
+        ranks, inputs = next(iter(different.items()))
+        raise RuntimeStateError(
+            f"ranks {list(ranks)} were given different batches: {', '.join(map(repr, inputs))}, "
+            "which the plan does not split between these ranks",
+            remedy="pass these ranks the same tensors (pm.input_layouts says which axes split an "
+            'input); or compile with batch="global" and the whole batch as example_inputs, and pass '
+            "every rank the whole batch",
+        )
+
+
+def check_random_state(state: int, devices: DeviceMesh) -> None:
+    """Refuse random numbers that would begin differently on different ranks.
+
+    Args:
+        state: what the random numbers of this rank follow from.
+        devices: the mesh that the model runs on.
+
+    Raises:
+        RuntimeStateError: on every rank, naming those that differ from the first.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    ranks, states = _ranks(devices), _gathered("random state", state, devices)
+    different = [rank for rank, each in zip(ranks, states, strict=True) if each != states[0]]
+    if different:
+        raise RuntimeStateError(
+            f"ranks {different} have another random state than rank {ranks[0]}",
+            remedy="set the same on every rank: pm.manual_seed(seed) or pm.random_state = state; "
+            "each rank draws the numbers of its own part by itself",
+        )
+
+
 class Beside:
     """Plain tensors that scripts compute with beside parameters, which count as the same on all ranks.
 
@@ -119,6 +181,23 @@ def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: Devic
             remedy="compute the same loss on every rank: of the same labels, and with the same seed where it draws random numbers; or let "
             "the model compute its loss",
         )
+
+
+def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]:
+    """Group the ranks that have the same part of a tensor.
+
+    Args:
+        layout: how the whole tensor lies over the mesh.
+        devices: the mesh.
+
+    Returns:
+        The ranks of each group of more than one.
+    """
+    whole = [axis for axis, placement in enumerate(layout.placements) if not splits(placement)]
+    others = [axis for axis in range(devices.mesh.ndim) if axis not in whole]
+    parts = math.prod(devices.mesh.shape[axis] for axis in others)
+    groups = devices.mesh.permute(*others, *whole).reshape(parts, -1).tolist()
+    return [tuple(group) for group in groups if len(group) > 1]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError
 from autopar.run.checkpoints import checkpointable
 from autopar.run.held import parted_as
+from autopar.run.optimizer_state import check_state
 
 SUPPORTED = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 REFUSED = {"SparseAdam": "gradients are dense"}
@@ -55,6 +56,7 @@ def watch_optimizers(parameters: Iterable[Tensor]) -> None:
         setattr(parameter, _MARK, True)
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
+        _hook.append(register_optimizer_step_post_hook(lambda optimizer, *_: check_state(optimizer)))
 
 
 def watch_replaced(parameters: Iterable[Tensor]) -> None:

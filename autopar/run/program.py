@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar import random_ops
-from autopar.capture.trace import Input, ModuleAttribute, Output, OutsideValue, Trace, gradient_name
+from autopar.capture.trace import Constant, Input, Output, Trace, gradient_name
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -92,7 +92,7 @@ class Program:
     collectives: tuple[tuple[str, str, Any], ...]
     plan_hash: str = ""
     settings: Mapping[int, Any] = field(default_factory=dict)
-    attributes: tuple[ModuleAttribute | OutsideValue, ...] = ()
+    attributes: tuple[Constant, ...] = ()
     accumulates: bool = False
     begin: fx.GraphModule | None = None
     end: fx.GraphModule | None = None
@@ -273,7 +273,7 @@ class StagedProgram:
         return self.trace.settings
 
     @property
-    def attributes(self) -> tuple[ModuleAttribute | OutsideValue, ...]:
+    def attributes(self) -> tuple[Constant, ...]:
         return self.trace.attributes
 
 

@@ -9,36 +9,41 @@ from torch import Tensor
 
 from autopar.errors import RuntimeStateError
 from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
+from autopar.run.scaled_step import ScaledStep
 from autopar.run.stage_calls import StageCalls
 
 
 class Published(torch.autograd.Function):
-    """The loss, whose backward hands out gradients that are known already."""
+    """The loss, whose backward hands out gradients that are known already, or runs the step again for another factor of the loss."""
 
     @staticmethod
     def forward(
-        ctx: Any, calls: StageCalls, scale: float, loss: list[Tensor], gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor
+        ctx: Any,
+        calls: StageCalls,
+        step: ScaledStep,
+        loss: list[Tensor],
+        gradients: list[Tensor | None],
+        anchor: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         """The loss, which comes in a list, so that it is no input: those are returned as views, which could not be changed in place.
 
         Args:
-            scale: that losses had in backward. anchor: has a gradient, so that backward comes to ranks whose parameters are all frozen.
+            step: that made it. anchor: has a gradient, so that backward comes to ranks whose parameters are all frozen.
         """
-        ctx.calls, ctx.gradients, ctx.scale, ctx.are_plain = calls, gradients, scale, which_are_plain(parameters)
+        ctx.calls, ctx.gradients, ctx.step, ctx.are_plain = calls, gradients, step, which_are_plain(parameters)
         return loss[0]
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
-        """The gradients that are there."""
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        """The gradients for this tangent."""
+        made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
+        if made is None:
             raise RuntimeStateError(
                 "backward ran a second time through one call, and its gradients have been handed out",
                 remedy="call the module again before each backward; one call gives one backward",
             )
-        factor = float(tangent) / ctx.scale
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return (None, None, None, None, None, *as_given(ctx.calls.wrapped(gradients), ctx.are_plain))
+        ctx.calls.check_tangent(tangent)
+        gradients = ctx.calls.wrapped(step.gradients(tangent, made))
+        return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))

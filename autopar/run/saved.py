@@ -131,7 +131,7 @@ class Checkpoints:
         known = by_first(lambda: runs_of(self._found()), str(self.folder), "see the reason")
         self._known = {step: run for step, run in known.items() if step in steps}  # one that is saved meanwhile is of a run that goes on
         holder, place = holder_of(module), self._place(steps[-1])
-        about, damage = read_about(place)
+        about, damage = self._read_about(steps[-1])
         if damage:
             raise RuntimeStateError(f"step {steps[-1]} is damaged: {damage}", where=str(place), remedy=self._remedy(steps))
         beside = read_others(place, others)
@@ -166,18 +166,25 @@ class Checkpoints:
             what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
             remedy = f"there are steps {', '.join(map(str, steps))}" if steps else "name the folder that Checkpoints saved into"
             raise RuntimeStateError(what, where=str(self.folder), remedy=remedy)
-        place = self._place(steps[-1] if step is None else step)
-        about, damage = read_about(place)
+        newest = steps[-1] if step is None else step
+        place, (about, damage) = self._place(newest), self._read_about(newest)
         if damage:
             raise RuntimeStateError(f"{place.name} is damaged: {damage}", where=str(place), remedy="export another step")
         export(place, keys_of_model(place, about.get("tied", {})), Path(folder), dtype, max_file_bytes)
         return int(about["step"])
 
+    def _read_about(self, step: int) -> tuple[Mapping[str, Any], str]:
+        """What is said beside the checkpoint of a step, and what is damaged; every rank calls it."""
+        about, damage = read_about(self._place(step))
+        if not damage and about.get("step") != step:
+            damage = f"it was saved as step {about.get('step')}, and its folder was renamed since"
+        return about, damage
+
     def _remedy(self, steps: Sequence[int]) -> str:
         """What to do where the newest of these is damaged; every rank calls it."""
         for number, step in enumerate(reversed(steps[:-1]), start=1):
             try:
-                damage = read_about(self._place(step))[1]
+                damage = self._read_about(step)[1]
             except RuntimeStateError as refusal:
                 damage = refusal.what
             if not damage:

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
@@ -24,6 +22,7 @@ from torch.optim import Optimizer
 from autopar.errors import RuntimeStateError
 from autopar.run.holder import Holder
 from autopar.run.ranks import of_all
+from autopar.run.saved_reader import Reader, load_parts
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODEL, _STATE = "model.", "optimizer.state."
@@ -33,7 +32,8 @@ def state_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool = Tru
     """What is saved of both; tensors are those that they hold. Without `weights` of the optimizer alone."""
     groups = {} if optimizer is None else _groups(holder, optimizer)
     state = {} if optimizer is None or not optimizer.state else _optimizer_state(holder, optimizer)
-    return {**(_model_state(holder) if weights else {}), **groups, **state}
+    settled = {key: _plain(value) for key, value in {**groups, **state}.items()}
+    return {**(_model_state(holder) if weights else {}), **settled}
 
 
 def states_of(others: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weig
     Raises:
         RuntimeStateError: where it is of another model or optimizer. Nothing is changed then.
     """
-    saved = FileSystemReader(place).read_metadata()
+    saved = Reader(place).read_metadata()
     fresh = optimizer is not None and not optimizer.state
     state = {} if optimizer is None else _optimizer_state(holder, optimizer)
     never = _never_stepped(state, saved)
@@ -88,7 +88,7 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weig
         if optimizer is not None and fresh:  # torch has made one, to know what there is to load
             optimizer.state.clear()
         raise
-    dcp.load(wanted, checkpoint_id=place)
+    load_parts(wanted, place)
     if optimizer is None:
         return ("optimizer",) if any(key.startswith("optimizer.") for key in saved.state_dict_metadata) else ()
     given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
@@ -104,14 +104,14 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weig
 def missing_files(place: Path) -> list[str]:
     """Files of a checkpoint that are not there, or shorter than what was written into them."""
     ends: dict[str, int] = {}
-    for info in (FileSystemReader(place).read_metadata().storage_data or {}).values():
+    for info in (Reader(place).read_metadata().storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     return sorted(name for name, end in ends.items() if not (place / name).is_file() or (place / name).stat().st_size < end)
 
 
 def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
     """Names of a checkpoint's parameters and buffers, of each one, and their keys in it."""
-    keys = (key for key in FileSystemReader(place).read_metadata().state_dict_metadata if key.startswith(_MODEL))
+    keys = (key for key in Reader(place).read_metadata().state_dict_metadata if key.startswith(_MODEL))
     return {name: key for key in keys if (name := key.removeprefix(_MODEL)) not in tied}
 
 
@@ -146,6 +146,13 @@ def _groups(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
         for setting, value in group.items()
         if setting != "params"
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting without numpy, which is not read back: schedulers compute rates with it."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 def _stateful(name: str, other: Any) -> Any:

@@ -16,6 +16,7 @@ from autopar.run.equal import check_tangents
 from autopar.run.forwards_first import ForwardsFirst
 from autopar.run.held import held
 from autopar.run.interleaving import Interleaving
+from autopar.run.loss_scale import computes_in_fp16
 from autopar.run.parameters import Storage
 from autopar.run.program import Microbatches, ProgramTensor, StagedProgram
 from autopar.run.ranks import by_all
@@ -35,6 +36,10 @@ class StageCalls:
         works: stage → its work, of this rank's. how: how microbatches make the batch, with what weighs them bound to this rank.
         kept: the batch's outputs that a call returns. held: the parameters here. storages: how parameters and buffers rest.
         group, rank: the ranks of the pipeline, None for one, and this one's place among them. world: all devices.
+
+    Attributes:
+        is_fp16: whether a value of any stage is in float16. mutates: whether any stage changes buffers. mutated: the buffers that are
+            changed here.
     """
 
     def __init__(
@@ -53,8 +58,15 @@ class StageCalls:
         self.exchange = Exchange.of(program, group, rank, world.device_type)
         self._works, self._storages, self._group, self._world = works, storages, group, world
         self._schedule = self._make_schedule()
+        self.is_fp16, self.mutates = computes_in_fp16(program.trace), any(stage.mutated for stage in program.stages)
+        self.mutated = tuple(dict.fromkeys(name for work in works.values() for name in work.program.mutated))
         self._num_backwards = 0
         self._unused: dict[frozenset[str], Unused] = {}
+
+    @property
+    def device_type(self) -> str:
+        """Of all devices."""
+        return self._world.device_type
 
     def _make_schedule(self) -> Any:
         """None for a single stage, whose microbatches come one after another, and for one a rank where no backward runs among forwards."""
@@ -75,14 +87,16 @@ class StageCalls:
         *,
         scale: float,
         keep: bool,
+        returns: bool = True,
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """The batch's outputs by path, and this rank's gradients, both the same on all ranks that should have them.
 
         Args:
             parts: the inputs of each microbatch. buffers: local ones by name. parameters: those held. scale: of losses in backward.
-            keep: whether backward runs, too.
+            keep: whether backward runs, too. returns: whether outputs are collected; else there are none.
         """
-        self.begin(self._works, parts, self.how.weight * scale, buffers, parameters, keep=keep)
+        kept = self.kept if returns else ()
+        self.begin(self._works, parts, self.how.weight * scale, buffers, parameters, keep=keep, kept=kept)
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)
         elif keep and self._schedule is not None:
@@ -96,7 +110,7 @@ class StageCalls:
             self.runner(self._works).forward()
         own = self._joined(self._works)
         gradients = self.finish(self._works, parameters, keep=keep)
-        return self.exchange.spread(self.kept, own), gradients
+        return self.exchange.spread(kept, own), gradients
 
     def new_works(self) -> dict[int, StageWork]:
         """Of one call, which may wait for its backward while others come."""
@@ -115,8 +129,13 @@ class StageCalls:
         parameters: Sequence[Tensor],
         *,
         keep: bool,
+        kept: Sequence[ProgramTensor] | None = None,
     ) -> None:
-        """Of each stage. A buffer that several change, each once per microbatch, is changed in a copy by all but the first."""
+        """Of each stage. A buffer that several change, each once per microbatch, is changed in a copy by all but the first.
+
+        Args:
+            kept: the outputs that are collected; by default those that a call returns.
+        """
         with torch.no_grad():  # as they are, without autograd; `detach` fails under torch.inference_mode
             locals = {t.name: self._storages[t.name].local(p) for p, t in zip(parameters, self.held, strict=True)}
         changed: set[str] = set()
@@ -124,8 +143,8 @@ class StageCalls:
             program = work.program
             mine = {t.name: buffers[t.name].clone() if t.name in changed & {*program.mutated} else buffers[t.name] for t in program.buffers}
             changed |= {*program.mutated}
-            kept = [t.name for t in self.kept]
-            work.begin(kept, [locals[t.name] for t in program.parameters], list(mine.values()), parts, weight, keep=keep)
+            wanted = [t.name for t in (self.kept if kept is None else kept)]
+            work.begin(wanted, [locals[t.name] for t in program.parameters], list(mine.values()), parts, weight, keep=keep)
 
     def returned(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
         """After all forwards of a model without a loss: the batch's outputs on all ranks."""
@@ -178,6 +197,16 @@ class StageCalls:
             watched.watch([*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())], work.saved())
         watched.follow(zip((f"parameter {t.name!r}" for t in self.held), parameters, strict=True))
         return watched
+
+    def check_tangent(self, tangent: Tensor) -> None:
+        """In backwards 1, 2, 4, 8 and so on: that every rank multiplied the loss by the same factor.
+
+        Raises:
+            RuntimeStateError: on all ranks, where they did not.
+        """
+        self._num_backwards += 1
+        if self._num_backwards & (self._num_backwards - 1) == 0:
+            check_tangents([("the loss", tangent)], self._world)
 
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
         """That nothing which backward reads has changed, and, as `ParallelModule` does, that every rank computed the same loss.

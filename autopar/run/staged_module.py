@@ -3,8 +3,9 @@
 A call takes the whole batch and runs the schedule, forward and backward of all microbatches; what it returns is what the model returns for
 the batch, on every rank: with ``outputs="full"``, or of one stage in one microbatch, every output, else the loss and None for the others,
 since parts of microbatches have no place in a whole tensor. `loss.backward()` then publishes the gradients that are there already. The loss
-is the one differentiable output, and what comes after it must be linear: `loss_scale` is what the losses are multiplied with before
-backward, and ``(loss * pm.loss_scale).backward()`` publishes scaled gradients.
+is the one differentiable output, and what comes after it must be linear. Where the user multiplies the loss, as gradient scalers do, and
+the graph computes in float16, the step runs again when the factor changes (`autopar.run.loss_scale`); a user who sets `loss_scale` to the
+factor before the call spares that.
 
 Of a model that returns no loss a call runs all forwards and returns whole outputs, and `backward` of whatever the user computes of them
 runs all backwards (`autopar.run.forwards_first`), on every rank alike; `loss_scale` has no part in it.
@@ -32,12 +33,15 @@ from autopar.run.clipping import clip_over_stages
 from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
+from autopar.run.loss_scale import LossScale
+from autopar.run.overflows import share_overflows
 from autopar.run.parameters import Storage
 from autopar.run.parted import parted
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.published import Published
 from autopar.run.ranks import rank
 from autopar.run.refused import refusing
+from autopar.run.scaled_step import ScaledStep
 from autopar.run.stage_calls import StageCalls
 from autopar.run.stage_work import StageWork, outputs_kept
 from autopar.run.variants import Misfit, Variant
@@ -53,13 +57,12 @@ class StagedModule(Compiled):
         devices: the whole mesh. model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
 
     Attributes:
-        loss_scale: factor of the losses in backward (see the module docstring). rank: this one's place along the pipeline's axis.
+        loss_scale: the factor by which the user multiplies losses before backward (see the module docstring).
+        rank: this one's place along the pipeline's axis.
 
     Raises:
         MeshError: where the program was made for another mesh. RuntimeStateError: where ranks hold different plans; on ``batch="local"``.
     """
-
-    loss_scale: float
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class StagedModule(Compiled):
         here = {name for t in held.values() for name in (t.name, *t.aliases)}
         every = {name for s in program.stages for t in (*s.parameters, *s.buffers) for name in (t.name, *t.aliases)}
         super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices, both_modes=both_modes, shared=shared)
-        self.program, self.loss_scale = program, 1.0
+        self.program, self._scale = program, LossScale()
         self.world_mesh, self._group = devices, group
         groups = groups_of(own)
         kept = [t for stage in program.stages for t in outputs_kept(stage, outputs, program.microbatches.num)]
@@ -115,6 +118,8 @@ class StagedModule(Compiled):
                 '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not wanted', _told(program, left_out), why
             )
         self._calls = StageCalls(program, works, self._how, self._kept, self._held, self._storages, group, self.rank, devices)
+        if group is not None:
+            share_overflows(group, devices.device_type)
         self._stand_for_all(model, program.attributes, shared)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
@@ -149,12 +154,15 @@ class StagedModule(Compiled):
 
     def _stepped(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool) -> dict[str, Tensor]:
         """The outputs; with `keep`, backward has run, too."""
+        buffers, loss = self._local_buffers(), self._how.loss
         with torch.autocast(self.device_mesh.device_type, enabled=False):
-            outputs, gradients = self._calls.step(parts, self._local_buffers(), parameters, scale=self.loss_scale, keep=keep)
-        loss = self._how.loss
-        if keep and loss is not None:
+            if not keep:
+                return self._calls.step(parts, buffers, parameters, scale=1.0, keep=False)[0]
+            step = ScaledStep(self._calls, self._scale, parts, buffers, parameters)
+            outputs, gradients = step.run()
+        if loss is not None:
             anchor = torch.empty(0, requires_grad=True)  # a rank whose parameters are all frozen calls backward, too
-            outputs[loss] = Published.apply(self._calls, self.loss_scale, [outputs[loss]], gradients, anchor, *parameters)
+            outputs[loss] = Published.apply(self._calls, step, [outputs[loss]], gradients, anchor, *parameters)
         return outputs
 
     def _waiting(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -168,10 +176,23 @@ class StagedModule(Compiled):
         named = {t.name for stage in self.program.stages for t in stage.buffers if t.name in self._storages}
         return {name: self._storages[name].local(self.get_buffer(name)) for name in sorted(named)}
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward, 1 unless the user sets it.
+
+        Raises:
+            RuntimeStateError: where it is set to what is no positive number.
+        """
+        return self._scale.given
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._scale.given = value
+
     def _set_up(self, variant: Variant) -> None:
         super()._set_up(variant)
         if isinstance(variant, StagedModule):
-            variant.loss_scale = self.loss_scale
+            variant._scale = self._scale
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model, all stages, is at most `max_norm`; returns the norm before.

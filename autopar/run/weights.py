@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -29,6 +28,7 @@ from autopar.run.checkpoints import CheckpointTensor
 from autopar.run.holder import Holder, holder_of
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
 from autopar.run.saved_files import SEEN_WITHIN_S, save_parts, seen_by_all
+from autopar.run.saved_reader import Reader, load_parts
 from autopar.run.weight_files import Piece, WeightFiles, in_files, put_in_place, write_file
 from autopar.terminal import progress_of_long
 
@@ -173,7 +173,7 @@ def _writing_into(folder: Path) -> Iterator[Path]:
 
 def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Whole tensors of what torch.distributed.checkpoint wrote, in files; each rank writes some of these."""
-    known = by_first(lambda: FileSystemReader(place).read_metadata().state_dict_metadata, str(place), "see the reason")
+    known = by_first(lambda: Reader(place).read_metadata().state_dict_metadata, str(place), "see the reason")
     written, facts = folder / _PART, {name: cast(TensorStorageMetadata, known[key]) for name, key in keys.items()}
     dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items()}
     sizes = {name: math.prod(facts[name].size) * of.itemsize for name, of in dtypes.items()}
@@ -194,7 +194,7 @@ def _read_whole(state: dict[str, Tensor], place: Path) -> None:
     """By this process alone, on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=place, no_dist=True)
+        load_parts(state, place, alone=True)
 
 
 def _written_in(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
+from autopar.stages.crossing import boundaries
 from autopar.stages.placing import CutError, Placing, place
 from autopar.stages.points import CutPoint, cut_points
 
@@ -15,31 +17,32 @@ from autopar.stages.points import CutPoint, cut_points
 def usable_points(trace: Trace) -> tuple[tuple[CutPoint, ...], Placing]:
     """The places at which the model can be cut, and where everything is if it is cut at all of them.
 
+    Each place is legal on its own. Several together need not be: `find_refusal` says.
+
     Raises:
         ConstraintError: where there is none.
     """
     points = list(cut_points(trace))
-    tried, refusal = False, None
+    refusal = find_refusal(trace, [p.position for p in points]) if points else None
+    if refusal is not None:
+        points = [p for p in points if find_refusal(trace, [p.position]) is None]
     while points:
         try:
             return tuple(points), place(trace, [p.position for p in points])
-        except CutError as error:
-            refusal = error
-            if tried:  # each alone can be cut, but not all together
-                points = points[::2] if len(points) > 1 else []
-            else:
-                points, tried = [p for p in points if _cuttable(trace, p)], True
+        except CutError as error:  # each alone can be cut, but not all together
+            refusal, points = error, points[::2] if len(points) > 1 else []
     why, where = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
     what = f"the model has no place to cut it into stages{why}"
     raise ConstraintError(what, where=where, remedy="use the axis for data or tensor parallelism")
 
 
-def _cuttable(trace: Trace, point: CutPoint) -> bool:
+def find_refusal(trace: Trace, positions: Sequence[int]) -> CutError | None:
+    """Why the model cannot be cut at these positions together; None where it can."""
     try:
-        place(trace, [point.position])
-    except CutError:
-        return False
-    return True
+        boundaries(trace, place(trace, positions), len(positions) + 1)
+    except CutError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,11 +122,10 @@ def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
 def check_trainer(trainer: Any, module: Any) -> None:
     """Raises RuntimeStateError on precisions and callbacks that a compiled module does not serve."""
     plugin = trainer.precision_plugin
-    scaled = isinstance(plugin, MixedPrecision) and plugin.precision != "bf16-mixed"
     halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
-    if scaled or halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+    if halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         what = f"autopar.LightningStrategy does not take precision={plugin.precision!r}"
-        raise RuntimeStateError(what, remedy='pass precision="bf16-mixed", "bf16-true", "32-true" or "64-true"')
+        raise RuntimeStateError(what, remedy='pass precision="16-mixed", "bf16-mixed", "bf16-true", "32-true" or "64-true"')
     for each in trainer.callbacks:
         for kind, remedy in _REFUSED:
             if isinstance(each, kind):

@@ -53,7 +53,7 @@ class LightningStrategy(WholeBatches):
             calls it with on the loader's first batch, which is read for it.
 
     Raises:
-        AutoparError: on what a compiled module cannot serve (fp16, several optimizers, parameters that are trained in several children),
+        AutoparError: on what a compiled module cannot serve (several optimizers, parameters that are trained in several children),
             with what to do.
     """
 

@@ -16,7 +16,7 @@ OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"
 _CONSTRAINTS = "leave it out: how the model is split is the planner's choice, or that of compile_options={'constraints': [...]}"
 _RECOMPUTES = "leave it out: what is run again is the planner's choice, under compile_options={'memory_bytes': ...}"
 _HOOKS = "leave it out: it puts hooks or kernels of its own into the model, which is one program"
-_FULL_EVAL = "leave it out, and evaluate as it is trained: bf16=True, or compile_options={'precision': 'bf16'}"
+_FULL_EVAL = "leave it out, and evaluate as it is trained: bf16=True or fp16=True, or compile_options={'precision': 'bf16'}"
 
 # Argument → whether it is asked for, and what to do.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -25,7 +25,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallelism_config": (bool, _CONSTRAINTS),
     "activation_checkpointing": (bool, _RECOMPUTES),
     "gradient_checkpointing": (bool, _RECOMPUTES),
-    "fp16": (bool, "pass bf16=True: losses in fp16 would have to be scaled"),
     "fp16_full_eval": (bool, _FULL_EVAL),
     "bf16_full_eval": (bool, _FULL_EVAL),
     "torch_compile": (bool, "leave it out, and pass compile_options={'backend': 'inductor'}"),

@@ -58,7 +58,7 @@ class Trainer(transformers.Trainer):
         example_inputs: a batch as the model is called with it; by default the first of the training set, which is read for it.
 
     Raises:
-        AutoparError: on what a compiled module cannot serve (fp16, deepspeed, hooks, ...), with what to do.
+        AutoparError: on what a compiled module cannot serve (deepspeed, hooks, ...), with what to do.
     """
 
     def __init__(
@@ -151,13 +151,20 @@ class Trainer(transformers.Trainer):
         if self._left is not None:
             self._left.check(self.model)
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **others)
-        return convert_to_fp32(found) if self.args.bf16 else found
+        return found if self._narrow() is None else convert_to_fp32(found)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager[Any]:
-        """Around every call, and around compiling: autocast where the arguments say bf16."""
-        if not self.args.bf16:
+        """Around every call, and around compiling: autocast where the arguments say bf16 or fp16."""
+        dtype = self._narrow()
+        if dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=bool(cache_enabled))
+        return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
+
+    def _narrow(self) -> torch.dtype | None:
+        """The dtype that calls are autocast to. accelerate trains without autocast on devices without fp16."""
+        if self.args.fp16:
+            return torch.float16 if self.accelerator.native_amp else None
+        return torch.bfloat16 if self.args.bf16 else None
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         return self.compiled()
@@ -173,11 +180,16 @@ class Trainer(transformers.Trainer):
         return super().get_decay_parameter_names(self.model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm: Tensor = self.compiled().clip_grad_norm_(self.args.max_grad_norm)
-        return norm
+        return self._clip(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return self.compiled().clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        return self._clip(float("inf")) if grad_norm is None else grad_norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """By the norm of the gradients themselves, also where losses are scaled; the norm before."""
+        self.accelerator.unscale_gradients()
+        norm: Tensor = self.compiled().clip_grad_norm_(max_norm)
+        return norm
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers has it; where nothing is trained the module is planned for these batches."""

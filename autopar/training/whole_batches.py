@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType, convert_to_fp32, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError, RuntimeStateError
-from autopar.run.holder import holder_of
+from autopar.run.compiled import Compiled
+from autopar.run.holder import Holder, holder_of
 from autopar.run.ranks import local_rank, num_ranks, of_all, rank
 
 _UNKNOWN = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_backend", "dynamo_plugin")
@@ -42,9 +43,9 @@ class Accelerator(accelerate.Accelerator):
         if asked := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
             what = f"autopar.Accelerator does not take {asked[0]}"
             raise AutoparError(what, remedy="leave it out: how a model is split is autopar.compile's choice, or its constraints'")
-        _refuse_casts(kwargs.get("mixed_precision"))  # before accelerate keeps it for the whole process
+        _check_precision(kwargs.get("mixed_precision"))  # before accelerate keeps it for the whole process
         super().__init__(*args, **kwargs)
-        _refuse_casts(self.mixed_precision)  # which may come from where accelerate was started
+        _check_precision(self.mixed_precision)  # which may come from where accelerate was started
 
     observed: int | None = None
     """Samples of the batch that was evaluated last, where somebody counts: of data without a length nothing else says it."""
@@ -59,15 +60,35 @@ class Accelerator(accelerate.Accelerator):
     is_last_process = property(lambda _: rank() == num_ranks() - 1)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """The module as it is.
+        """The module as it is, called under this accelerator's autocast, with outputs in fp32, where it was compiled so.
 
         Raises:
-            RuntimeStateError: where it is not compiled.
+            RuntimeStateError: where it is not compiled, or not for this accelerator's mixed precision.
         """
-        holder_of(model)
+        holder = holder_of(model)
         if model not in self._models:
+            precision = cast(Any, holder).plan.options.get("precision")
+            check_scaled(self.scaler, precision, isinstance(holder, Compiled) and not holder.is_for_inference)
+            own = model not in self.__dict__.get("plain", {})  # a `Trainer` enters autocast itself
+            if own and self.native_amp and precision != self.mixed_precision:
+                self._prepare_autocast(model, holder)
             self._models.append(model)
         return model
+
+    def _prepare_autocast(self, model: nn.Module, holder: Holder) -> None:
+        with self.autocast():
+            is_made_so = isinstance(holder, Compiled) and holder.is_made_here()
+        if not is_made_so:
+            what = f"the module was compiled without the mixed precision of the accelerator, {self.mixed_precision}"
+            remedy = f'compile it under `with accelerator.autocast():`, or with precision="{self.mixed_precision}"'
+            raise RuntimeStateError(what, remedy=remedy)
+        call = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return convert_to_fp32(call(*args, **kwargs))
+
+        object.__setattr__(model, "forward", forward)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The module as it is; for a `Trainer`, the plain model, which is asked for its class."""
@@ -87,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip all gradients of the compiled module by their norm over all ranks; the norm before.
+        """Clip all gradients of the compiled module by their norm over all ranks, unscaled where losses are scaled; the norm before.
 
         Raises:
             RuntimeStateError: where these are not the parameters of one prepared module.
@@ -95,6 +116,7 @@ class Accelerator(accelerate.Accelerator):
         wanted = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for model in self._models:
             if wanted == {id(p) for p in model.parameters()}:
+                self.unscale_gradients()
                 norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
         what = "the parameters to clip are not those of a compiled module that was prepared"
@@ -154,10 +176,18 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What other ranks do."""
 
 
-def _refuse_casts(mixed_precision: object) -> None:
-    if mixed_precision not in (None, "no"):
+def check_scaled(scaler: object, precision: object, trains: bool) -> None:
+    """Raises RuntimeStateError where training is planned in fp16, and losses are not scaled."""
+    if trains and precision == "fp16" and scaler is None:
+        what = 'the model is planned with precision="fp16", and nothing scales its loss: gradients would underflow'
+        remedy = 'ask for mixed precision in fp16 (fp16=True, mixed_precision="fp16") on a GPU, where accelerate scales losses; or pass '
+        raise RuntimeStateError(what, remedy=f'{remedy}precision="bf16" to autopar.compile')
+
+
+def _check_precision(mixed_precision: object) -> None:
+    if mixed_precision not in (None, "no", "bf16", "fp16"):
         what = f"autopar.Accelerator does not take mixed_precision={str(mixed_precision)!r}"
-        raise AutoparError(what, remedy='leave it out, and pass precision="bf16" to autopar.compile')
+        raise AutoparError(what, remedy='pass "bf16", "fp16" or "no"')
 
 
 def as_one_process(state: PartialState) -> PartialState:

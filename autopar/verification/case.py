@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar import random_ops
 from autopar.capture import Trace
-from autopar.capture._transformers import without_caches
 from autopar.capture.execute import device_of, execute, promoted, promoted_dtype
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
@@ -180,7 +179,7 @@ class Case:
         args, kwargs = tree_map(self._input, (args, dict(kwargs)))
         own_eps = OwnEps(self.own)  # made before anything is watched: it norms a number to know
         trained = bool(self.trace.differentiable)
-        with without_caches(plain), torch.set_grad_enabled(trained), self._refused_by_kernels():
+        with torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
             with self._autocast() as outside, Widened(self.computed) if self.widened else nullcontext():
                 with drawn, watch, own_eps:  # the draws themselves are not watched

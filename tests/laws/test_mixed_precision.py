@@ -417,7 +417,7 @@ def test_buffers_stay_as_they_are() -> None:
     assert all(b.dtype == b.compute_dtype == dtypes[b.name] for b in trace.buffers)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "float32", torch.bfloat16])
+@pytest.mark.parametrize("precision", ["fp8", "float32", torch.bfloat16])
 def test_other_precisions_are_refused(precision: Any) -> None:
     model, batch = zoo_small.llama()
     with pytest.raises(AutoparError, match=r"precision=.* is not known\n.*pass one of bf16"):

@@ -34,3 +34,33 @@ def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_n
     for fact in facts:
         for said in (fact[name]["refusal"], fact[name]["later"]):
             assert "ranks were given different batches: '0'" in said and 'batch="local"' in said
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
+def test_random_states_that_differ_are_refused_on_every_rank(facts: list[dict[str, Any]], name: str) -> None:
+    for fact in (each[name]["random"] for each in facts):
+        for said in (fact["seed"], fact["state"]):
+            assert "ranks [1] have another random state than rank 0" in said
+            assert "pm.manual_seed(seed)" in said
+        assert fact["losses"] == fact["again"] == facts[0][name]["random"]["losses"]
+        assert len(set(fact["losses"])) == 3
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[dict[str, dict[str, str]]]:
+    return run_processes(4, str(HERE / "worker_equal.py"), "run_parts")
+
+
+@pytest.mark.parametrize(("name", "splitters", "ranks"), [("tensor", "(0,)", [2, 3]), ("whole", "()", [0, 1, 2, 3])])
+def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
+    parts: list[dict[str, dict[str, str]]], name: str, splitters: str, ranks: list[int]
+) -> None:
+    for fact in (each[name] for each in parts):
+        assert fact["splitters"] == splitters and fact["same"] == fact.get("remedy", "") == ""
+        assert f"ranks {ranks} were given different batches: '0'" in fact["other"]
+        assert "pass these ranks the same tensors" in fact["other"]
+
+
+def test_parts_of_a_batch_that_the_plan_splits_over_all_ranks_may_differ(parts: list[dict[str, dict[str, str]]]) -> None:
+    for fact in (each["data"] for each in parts):
+        assert fact == {"splitters": "(0, 1)", "same": "", "other": ""}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.constraints import ddp, fsdp, pipeline
+from autopar.constraints import ddp, fsdp, pipeline, tensor_parallel
 from autopar.errors import RuntimeStateError
 
 CONSTRAINTS = {"ddp": [ddp()], "fsdp": [fsdp()], "stages": [pipeline("gpu", microbatches=2)]}
@@ -47,7 +47,65 @@ def run(rank: int) -> dict[str, Any]:
         facts[name] |= {"held": {key: x.tolist() for key, x in held.items()}, "own": {key: x.tolist() for key, x in first.items()}}
         facts[name]["refusal"] = _refusal(model, batch, constraints, rank)
         facts[name]["later"] = _refusal(model, batch, constraints, rank, after=3)
+        facts[name]["random"] = _refuse_random_states(constraints, rank)
     return facts
+
+
+def run_parts(rank: int) -> dict[str, dict[str, str]]:
+    """Per constraint what parts of a batch are refused with that differ between ranks which share them."""
+    torch.manual_seed(0)
+    whole, model = torch.randn(8, 8), Net()
+    mesh = autopar.Mesh({"data": 2, "tensor": 2})
+    facts: dict[str, dict[str, str]] = {}
+    layouts = {
+        "tensor": [ddp(axes="data"), tensor_parallel("1d", axes="tensor")],
+        "whole": [tensor_parallel("1d", axes=("data", "tensor"))],
+        "data": [ddp()],
+    }
+    for name, constraints in layouts.items():
+        pm = autopar.compile(model, mesh, example_inputs=whole, hardware="cpu-gloo", constraints=constraints, batch="local")
+        splitters = pm.input_layouts["0"].splitters(0)
+        num_parts, part = {0: (1, 0), 1: (2, rank // 2), 2: (4, rank)}[len(splitters)]
+        own = whole.chunk(num_parts)[part]
+        facts[name] = {"splitters": str(splitters), "same": _message(pm, own)}
+        facts[name]["other"] = _message(pm, own.flip(0) if rank == 3 else own)
+    constraints = layouts["whole"]
+    pm = autopar.compile(model, mesh, example_inputs=whole, hardware="cpu-gloo", constraints=constraints)
+    facts["whole"]["remedy"] = _message(pm, whole)
+    return facts
+
+
+class Dropping(Net):
+    """The same, with a dropout before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+def _refuse_random_states(constraints: Any, rank: int) -> dict[str, Any]:
+    """What random states that differ between ranks are refused with, and losses with those that do not."""
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    mesh = autopar.Mesh({"gpu": 2})
+    torch.manual_seed(0)
+    pm = autopar.compile(Dropping(), mesh, example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+    pm.manual_seed(3 + rank)
+    found: dict[str, Any] = {"seed": _message(pm, batch)}
+    pm.manual_seed(3)
+    found["losses"] = [pm(batch).item() for _ in range(3)]
+    pm.random_state += rank
+    found["state"] = _message(pm, batch)
+    pm.manual_seed(3)
+    found["again"] = [pm(batch).item() for _ in range(3)]
+    return found
+
+
+def _message(pm: nn.Module, batch: torch.Tensor) -> str:
+    """What a call is refused with; empty where it is not."""
+    try:
+        pm(batch)
+    except RuntimeStateError as error:
+        return str(error)
+    return ""
 
 
 class _Told(logging.Handler):

@@ -216,3 +216,46 @@ def test_what_a_real_plan_runs_again_is_a_part_of_its_own() -> None:
     again_s = sum(part.recompute_s for part in breakdown(made.pipeline.stages[parts.rank]))
     assert parts.again_s == pytest.approx(4 * again_s) and again_s > 0.0
     assert parts.total_s == pytest.approx(made.prediction.simulated_s)
+
+
+class _Flattens(nn.Module):
+    """A module whose own nodes are views alone, which follow its layer's decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(64, 100_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.flatten(self.body(x), 1))
+
+
+class _Scored(nn.Module):
+    """A loss over the module that flattens, with a parameter before it, so that backward reaches the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 1, bias=False)
+        self.inner = _Flattens()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.inner(self.first(x)), y)
+
+
+def test_what_a_module_moves_that_decides_nothing_is_counted_with_the_decision_it_follows() -> None:
+    with torch.device("meta"):
+        model, batch = _Scored(), (torch.empty(16, 3, 32, 32), torch.zeros(16, dtype=torch.long))
+    plan = autopar.plan(model, 2, hardware="h100-sxm", example_inputs=batch)
+    moved = next(c for c in plan.communications if c.node == "inner/view/backward/0")
+    found = {part.module: part for part in breakdown(plan)}
+    assert "inner" not in found
+    assert ("backward", moved.collective.kind) in {(t.phase, t.kind) for t in found["inner.fc"].transfers}
+    assert sum(part.communication_s for part in found.values()) == pytest.approx(plan.prediction.communication_s)
+    assert "inner.fc" in str(explain(plan))
+
+
+def test_what_is_moved_for_no_decision_of_the_plan_is_a_part_of_its_own() -> None:
+    plan = made_plan()
+    stray = replace(plan.communications[-1], node="net.stray/view/backward/0", module="net.stray")
+    found = {part.module: part for part in breakdown(replace(plan, communications=(*plan.communications, stray)))}
+    assert found["net.stray"].communication_s == pytest.approx(stray.time_s)

@@ -104,6 +104,28 @@ def test_a_file_that_is_no_json_says_so(tmp_path: Path) -> None:
         HardwareProfile.load(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("[" * 5000, "nested more than 100 levels deep"),
+        ("9" * 400, "of 400 digits has over 64 bits"),
+        ("-" + "9" * 5000, "of 5000 digits has over 64 bits"),
+        ("1e999", "number 1e999 is too large"),
+        ("Infinity", "Infinity is no number"),
+    ],
+)
+def test_a_file_too_deep_or_with_numbers_too_large_says_so(value: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"device_memory_bytes": {"value": ' + value + "}}")
+    with pytest.raises(HardwareError, match=rf"no JSON.*{complaint}(.|\n)*a\.json"):
+        HardwareProfile.load(tmp_path / "a.json")
+
+
+def test_an_integer_that_no_float_holds_is_refused_with_its_field(data: dict[str, Any]) -> None:
+    data["device_memory_bytes"]["value"] = 10**400
+    with pytest.raises(HardwareError, match=r"device_memory_bytes\.value must be a number"):
+        HardwareProfile.from_json(data)
+
+
 def _set(*path: str | int, value: Any) -> Callable[[Any], None]:
     def change(data: Any) -> None:
         for key in path[:-1]:

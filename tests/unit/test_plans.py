@@ -50,7 +50,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
     "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
     "a decision is of no phase": (lambda d: d["entries"][2].update(phase="later"), "is of phase 'later'"),
-    "a time is no number": (lambda d: d["entries"][2].update(time_s=float("nan")), r"entries\[2\]\.time_s is no number"),
     "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), "its budget is '80 GiB'"),
 }
 
@@ -94,6 +93,13 @@ def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() 
     assert num_refused > 4 * num_read > 0
 
 
+def _with_budget(number: str) -> str:
+    """Write the plan with another budget, which need be no JSON."""
+    data = json.loads(made_plan().dumps())
+    data["options"]["memory_bytes"] = "here"
+    return json.dumps(data).replace('"here"', number)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -107,6 +113,13 @@ def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() 
         (json.dumps({"format": FORMAT, "version": VERSION + 1}), f"plan version {VERSION + 1}, this autopar reads {VERSION}"),
         (json.dumps({"format": FORMAT, "version": VERSION}), "plan is malformed"),
         (made_plan().dumps()[:-200], "plan is no JSON"),
+        ("[" * 200_000, "nested more than 100 levels deep: line 1"),
+        (_with_budget('{"x": ' * 900 + "1" + "}" * 900), "nested more than 100 levels deep: line 1"),
+        (_with_budget("9" * 400), "integer 999999999999… of 400 digits has over 64 bits"),
+        (_with_budget("9" * 5000), "integer 999999999999… of 5000 digits has over 64 bits"),
+        (_with_budget("1e400"), "number 1e400 is too large"),
+        (_with_budget("NaN"), "NaN is no number"),
+        (_with_budget("-Infinity"), "-Infinity is no number"),
     ],
 )
 def test_what_is_no_plan_of_this_version_says_so_and_where(text: str, complaint: str, tmp_path: Path) -> None:

@@ -57,7 +57,11 @@ def no_modes() -> contextlib.AbstractContextManager[None]:
 def faked(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
     """A new fake tensor on the cpu like a real one, floating ones no wider than `precision`."""
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")
+    value = getattr(tensor, "constant", None)  # of a fake tensor that is known
+    if value is not None and made.dtype == value.dtype:
+        give_value(made, value)
+    return made
 
 
 def views_of_one_mode() -> contextlib.AbstractContextManager[object]:

@@ -46,7 +46,8 @@ from autopar.capture.notes import Notes, noting
 from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import ReadsInputs, as_capture_error, changes_parameter, draws_of_python, of_inputs, quiet
-from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
+from autopar.capture.refused_ops import refuse_branches, refuse_kinds, refuse_miscompiled
+from autopar.capture.tensor_kinds import is_of_kinds
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import CaptureError, Where
 
@@ -69,7 +70,7 @@ class RawJoint:
         results: (kind, name or flat index) per result; kind is output, gradient (of a parameter), input gradient, mutation or none.
         loss: flat position of the loss in the returned structure, None where there is none.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
-        known: flat position → what the input there holds, where the graph is for these values alone.
+        known: flat position of an input, or name of a buffer → what it holds, where the graph is for these values alone.
         attributes: values of modules that forward looked at. outside: of what no module has.
         unkept: attributes that forward writes and a program does not.
     """
@@ -80,7 +81,7 @@ class RawJoint:
     results: tuple[tuple[str, Any], ...]
     loss: int | None
     in_leaves: tuple[tuple[str, Any], ...]
-    known: Mapping[int, torch.Tensor]
+    known: Mapping[int | str, torch.Tensor]
     in_spec: Any
     out_leaves: tuple[tuple[str, Any], ...]
     out_spec: Any
@@ -115,6 +116,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         try:
             captured, notes = _captured(model, call)
             unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: faked(tensor, call.mode, None))
+            refuse_kinds(captured.graph)
             refuse_miscompiled(captured.graph)
             refuse_branches(captured.graph)
             tell_of_disabled(captured.graph)
@@ -178,13 +180,16 @@ def _call_again(model: nn.Module, call: Prepared) -> Any:
 
 def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origins) -> CaptureError:
     """What is said of an error of torch's, or of a refusal; that of inputs which may be known asks for these."""
-    if positions := call.knowable(origins):
-        return ReadsInputs(error if isinstance(error, CaptureError) else as_capture_error(error), positions)
-    read = [argument_of(call.in_leaves[position][0], model) for position in sorted(origins.last_of_inputs_alone())]
+    if (keys := call.knowable(origins)) is not None:
+        return ReadsInputs(error if isinstance(error, CaptureError) else as_capture_error(error), keys)
+    read = [key if isinstance(key, str) else argument_of(call.in_leaves[key][0], model) for key in sorted(origins.last_read(), key=str)]
     if isinstance(error, CaptureError):
         return of_inputs(error, read)
+    refusal = as_capture_error(error)
+    if is_of_kinds(refusal):
+        return _placed(refusal, model, call)
     refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
-    return refused or _placed(of_inputs(as_capture_error(error), read), model, call)
+    return refused or _placed(of_inputs(refusal, read), model, call)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:

@@ -13,7 +13,8 @@ from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, faked, give_value, new_fake_mode, no_modes
-from autopar.capture._torch.origins import Origins, may_be_known
+from autopar.capture._torch.flex import flex_attention_refused
+from autopar.capture._torch.origins import Key, Origins, buffer_may_be_known, may_be_known
 from autopar.capture._torch.replaced import functions_replaced
 from autopar.capture._transformers import transformers_under_capture
 from autopar.capture.distributions import known_divergences
@@ -23,13 +24,23 @@ from autopar.capture.trees import flatten_call, unflatten
 
 
 @dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer of the model, and the fake tensor in its place."""
+
+    own: torch.Tensor
+    fake: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A call that can be captured: its arguments as fake tensors, beside the leaves they were made of.
 
     Attributes:
         precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
         on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing has a gradient, whatever the model says.
-        known: flat position → what the input there holds, where the graph is for these values alone.
+        buffers: name → the model's own.
+        known: flat position or name of a buffer → its values, if the graph is for these values alone.
+        is_reading: whether forward reads a value that is not known without more effort (`Origins`).
     """
 
     mode: FakeMode
@@ -42,26 +53,37 @@ class Prepared:
     stored: Mapping[str, torch.dtype]
     on_gpu: bool
     inference: bool
-    known: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    known: Mapping[Key, torch.Tensor] = field(default_factory=dict)
+    is_reading: bool = False
 
     def origins(self) -> Origins:
-        """Follows the inputs of one capture."""
-        fakes = enumerate(tree_leaves((self.args, self.kwargs)))
-        return Origins({position: fake for position, fake in fakes if isinstance(fake, torch.Tensor)}, self.known)
+        """Follows the inputs and buffers of one capture."""
+        return Origins(self._fakes(), self.known, is_reading=self.is_reading)
 
-    def knowable(self, origins: Origins) -> frozenset[int]:
-        """Of the inputs that decide numbers, shapes or branches by themselves those that may be known, and are not yet."""
-        read = frozenset().union(*origins.of_inputs_alone()) - self.known.keys()
-        return frozenset(position for position in read if may_be_known(self.in_leaves[position][1]))
+    def _fakes(self) -> dict[Key, torch.Tensor]:
+        leaves = enumerate(tree_leaves((self.args, self.kwargs)))
+        inputs: dict[Key, torch.Tensor] = {position: fake for position, fake in leaves if isinstance(fake, torch.Tensor)}
+        return inputs | {name: buffer.fake for name, buffer in self.buffers.items()}
 
-    def knowing(self, positions: Iterable[int]) -> Prepared:
-        """The same call, whose inputs there are known, too."""
+    def knowable(self, origins: Origins) -> frozenset[Key] | None:
+        """The inputs and buffers that decide numbers, shapes or branches by themselves, may be known, and are not yet; None where knowing
+        more would not help."""
+        found = [keys - self.known.keys() for keys in origins.unknown() if all(map(self._may_be_known, keys))]
+        return frozenset().union(*found) if any(found) or (found and not self.is_reading) else None
+
+    def _may_be_known(self, key: Key) -> bool:
+        return buffer_may_be_known(self.buffers[key].own) if isinstance(key, str) else may_be_known(self.in_leaves[key][1])
+
+    def knowing(self, keys: Iterable[Key]) -> Prepared:
+        """The same call, of which these inputs and buffers are known, too."""
+        fakes = self._fakes()
         with no_modes():
-            values = {position: self.in_leaves[position][1].detach().cpu().clone() for position in positions}
-        leaves = tree_leaves((self.args, self.kwargs))
-        for position, value in values.items():
-            give_value(leaves[position], value)
-        return replace(self, known={**self.known, **values})
+            own = {key: self.buffers[key].own if isinstance(key, str) else self.in_leaves[key][1] for key in keys}
+            values = {key: tensor.detach().cpu().clone() for key, tensor in own.items()}
+        for key, value in values.items():
+            give_value(fakes[key], value)
+        return replace(self, known={**self.known, **values}, is_reading=True)
 
     def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Like args and kwargs, for a run of forward, which may change them."""
@@ -99,14 +121,17 @@ def prepared(
     on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(known_divergences())
+        own = dict(model.named_buffers(remove_duplicate=False))
         stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
+        buffers = {name: Buffer(own[name], fake) for name, fake in model.named_buffers()}
         stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch.set_grad_enabled(not inference))
         stack.enter_context(_ops_of_training())
         stack.enter_context(functions_replaced())
+        stack.enter_context(flex_attention_refused())
         stack.enter_context(_unchecked_distributions())
         aliases = aliases_of(model)  # captured, a tensor is another object
-        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference, buffers)
 
 
 def _fake_input(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool) -> torch.Tensor:

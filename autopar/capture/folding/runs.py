@@ -1,9 +1,10 @@
 """Find runs of equal layers in a model's lists of modules.
 
-A *list* is a ModuleList or Sequential that is not inside another list's run. A *unit* is `period` neighbouring layers; a
-*run* is several equal units in a row. Layers are equal where everything is equal that could decide what they compute:
-classes, attributes, shapes, dtypes, `requires_grad` and hooks of all their modules. An integer attribute that counts the
-layers (``layer_idx``) does not make them differ: whether it matters is for the check against the full model to find.
+A *list* is a ModuleList, a Sequential, or a ModuleDict with the keys "0", "1", …, that is not inside another list's run. A
+*unit* is `period` neighbouring layers; a *run* is several equal units in a row. Layers are equal where everything is equal that
+could decide what they compute: classes, attributes, shapes, dtypes, `requires_grad` and hooks of all their modules. An integer
+attribute that counts the layers (``layer_idx``) does not make them differ: whether it matters is for the check against the full
+model to find.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def _search(model: _Model, module: nn.Module, path: str, runs: list[Run], reason
 
 
 def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and list(module._modules) == [str(i) for i in range(len(module))]
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    return isinstance(module, containers) and list(module._modules) == [str(i) for i in range(len(module))]
 
 
 def _tensors_by_path(model: nn.Module) -> Iterator[torch.Tensor]:

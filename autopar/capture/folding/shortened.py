@@ -16,6 +16,7 @@ from autopar.capture.folding.checking import compare, tag, tell
 from autopar.capture.folding.closures import closures_repeated
 from autopar.capture.folding.cutting import cut, preserved
 from autopar.capture.folding.entries import NotFoldable
+from autopar.capture.folding.known_buffers import know_all_copies
 from autopar.capture.folding.repeating import attributes_repeated, renumbered
 from autopar.capture.folding.runs import Run, find_runs
 from autopar.capture.refusals import ReadsInputs
@@ -45,6 +46,7 @@ def capture_shortened(model: nn.Module, call: Prepared) -> Shortened:
     runs, reason = find_runs(model)
     if not runs:
         raise NotFoldable(reason)
+    call = know_all_copies(call, runs)
     counts = _check(model, call, runs)
     with preserved(model):
         kept = cut(model, runs, counts=counts)

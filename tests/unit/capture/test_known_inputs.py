@@ -1,4 +1,4 @@
-"""Inputs that hold rows of sizes: where forward reads them, the graph is for what the batch holds; other inputs are not read."""
+"""Inputs that describe the structure of a batch: where forward reads them, the graph is for what the batch holds; data are not read."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_plan_is_for_its_sizes_though_the_graph_be_the_same() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [torch.tensor(SIZES).float(), torch.tensor(SIZES).repeat(1, 4), torch.tensor([4, 8]), torch.tensor(SIZES, device="meta")],
-    ids=["floats", "tokens", "a row", "without values"],
+    [torch.tensor([[4.0, 8.0]]), torch.tensor([[4, 8, 1, 1, 1]] * 3), torch.tensor([[4, 8]], device="meta")],
+    ids=["floats", "tokens", "without values"],
 )
 def test_of_other_inputs_nothing_is_known(sizes: Tensor) -> None:
     def splits_first(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
@@ -120,12 +120,12 @@ def test_what_follows_from_weights_too_is_not_known() -> None:
         capture(net(picks_by_weights), batch())
 
 
-def test_what_masks_pick_is_not_read() -> None:
+def test_what_masks_of_data_pick_is_not_read() -> None:
     def picks(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
-        return x[sizes[:, 0] > 1].cumsum(0).sum()
+        return layers[0].linear(x)[sizes[:, 0] > 1].cumsum(0).sum()
 
     with pytest.raises(CaptureError, match="shape of a result"):
-        capture(net(picks), (torch.randn(2, 4), torch.tensor(SIZES)))
+        capture(net(picks), (torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 5, dtype=torch.int64)))
 
 
 def test_sizes_that_nothing_follows_from_stay_data() -> None:
@@ -148,5 +148,5 @@ def test_a_refusal_tells_which_inputs_the_values_follow_from() -> None:
         return y * 2 if (sizes > 3).any() else y
 
     with pytest.raises(CaptureError, match="branching; it follows from the values of 'sizes' alone") as refused:
-        capture(net(reads_tokens), (batch()[0], torch.arange(10).view(2, 5)))
+        capture(net(reads_tokens), (batch()[0], torch.arange(15).view(3, 5)))
     assert refused.value.remedy.endswith("or pass in what forward makes of 'sizes' there")

@@ -89,6 +89,20 @@ def test_a_step_that_is_saved_again_takes_the_place_of_the_first(saved: tuple[Pa
     assert not list(folder.glob("*.old")) and not list(folder.glob("*.part"))
 
 
+def test_a_folder_that_was_renamed_to_another_step_is_refused(saved: tuple[Path, float]) -> None:
+    folder, _ = saved
+    (folder / "step_000000003").rename(folder / "step_000000007")
+    module, checkpoints = compiled(), autopar.Checkpoints(folder)
+    before = values(module)
+    with pytest.raises(RuntimeStateError, match="step 7 is damaged: it was saved as step 3") as refusal:
+        checkpoints.load(module)
+    assert "step 2 is whole" in refusal.value.remedy
+    assert all(torch.equal(before[name], value) for name, value in values(module).items())
+    with pytest.raises(RuntimeStateError, match="saved as step 3"):
+        checkpoints.export(folder / "weights")
+    assert checkpoints.export(folder / "weights", step=2) == 2
+
+
 @pytest.mark.parametrize("case", ["shape", "names", "optimizer", "scheduler", "format"])
 def test_what_does_not_fit_is_refused_and_nothing_changes(saved: tuple[Path, float], case: str) -> None:
     folder, _ = saved

@@ -16,7 +16,7 @@ from autopar.training.libraries import LEAST, library
 
 ASKED = {
     "fsdp": True, "deepspeed": "ds.json", "parallelism_config": object(), "activation_checkpointing": True, "gradient_checkpointing": True,
-    "fp16": True, "fp16_full_eval": True, "bf16_full_eval": True, "torch_compile": True, "neftune_noise_alpha": 5.0,
+    "fp16_full_eval": True, "bf16_full_eval": True, "torch_compile": True, "neftune_noise_alpha": 5.0,
     "use_liger_kernel": True, "debug": ["underflow_overflow"], "auto_find_batch_size": True, "predict_with_generate": True,
     "push_to_hub": True, "save_on_each_node": True, "enable_jit_checkpoint": True, "train_sampling_strategy": "batch_rebalance",
     "optim": "adamw_bnb_8bit",
@@ -63,7 +63,7 @@ def test_a_compiled_model_is_refused_as_the_trainer_compiles_it_itself(tmp_path:
         autopar.Trainer(model=module, args=settings(tmp_path), **data())
 
 
-@pytest.mark.parametrize("argument", [{"mixed_precision": "bf16"}, {"fsdp_plugin": object()}, {"parallelism_config": object()}])
+@pytest.mark.parametrize("argument", [{"mixed_precision": "fp8"}, {"fsdp_plugin": object()}, {"parallelism_config": object()}])
 def test_the_accelerator_refuses_what_the_compiled_module_does_itself(argument: dict[str, Any]) -> None:
     with pytest.raises(AutoparError, match=next(iter(argument))):
         autopar.Accelerator(cpu=True, **argument)

@@ -1,0 +1,142 @@
+"""Reading what torch.distributed.checkpoint wrote, without running what a planted file says.
+
+Torch unpickles `.metadata` and every saved value that is no tensor, and a pickle may call anything.
+Here the first makes only what such files are of, and the others go through torch's own reader of
+weights. Tensors torch reads that way by itself.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from autopar.errors import RuntimeStateError
+
+_FILE = ".metadata"
+_PARTS = "torch.distributed.checkpoint.metadata"
+_REMEDY = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
+_ALLOWED = frozenset(
+    {
+        (_PARTS, "BytesStorageMetadata"),
+        (_PARTS, "ChunkStorageMetadata"),
+        (_PARTS, "Metadata"),
+        (_PARTS, "MetadataIndex"),
+        (_PARTS, "StorageMeta"),
+        (_PARTS, "TensorProperties"),
+        (_PARTS, "TensorStorageMetadata"),
+        (_PARTS, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("collections", "OrderedDict"),
+    }
+)
+_KINDS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_PATHS = frozenset((module, kind) for module in ("pathlib", "pathlib._local") for kind in _KINDS)
+
+
+class Reader(FileSystemReader):
+    """Torch's reader of a folder, whose `.metadata` makes nothing but what describes tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds; arguments are torch's, and mean nothing here.
+
+        Returns:
+            The keys, and in which files they are.
+
+        Raises:
+            RuntimeStateError: where the file would make anything else, or cannot be read.
+            OSError: where it cannot be opened.
+        """
+        place = Path(self.path) / _FILE
+        with place.open("rb") as file:
+            metadata = _unpickled(file, place)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """Torch's planner, which reads what is no tensor as weights are read."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take one saved value.
+
+        Args:
+            read_item: which one. value: its bytes, as `torch.save` wrote them.
+
+        Raises:
+            RuntimeStateError: where it is not made of tensors, numbers, texts, lists and dicts.
+        """
+        try:
+            found = torch.load(value, weights_only=True)
+        except Exception as error:  # pickle and torch raise many classes for what they do not take
+            what = f"{read_item.dest_index.fqn} of the checkpoint is refused: {_first_line(error)}"
+            raise RuntimeStateError(what, remedy=_REMEDY) from error
+        safe = io.BytesIO()  # written anew, since torch reads it once more, as any pickle
+        torch.save(found, safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
+
+
+def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> None:
+    """Read a checkpoint into tensors where they lie, and into other values by key.
+
+    Args:
+        state: what is read, by key. place: the checkpoint's folder. alone: by this process only.
+
+    Raises:
+        RuntimeStateError: on all that read, where a file holds what is not read, or is not there.
+    """
+    try:
+        dcp.load(state, storage_reader=Reader(place), planner=Planner(), no_dist=alone)
+    except dcp.api.CheckpointException as error:
+        said = [failure[0] for failure in error.failures.values()]
+        reasons = "; ".join(dict.fromkeys(getattr(each, "what", str(each)) for each in said))
+        what = f"the checkpoint was not read: {reasons}"
+        remedy = f"{_REMEDY}. What it was read into is in part overwritten"
+        raise RuntimeStateError(what, where=str(place), remedy=remedy) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], place: Path) -> None:
+        super().__init__(file)
+        self._place = place
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if (module, name) in _PATHS:  # where it was saved: nothing is opened by it
+            return PurePath
+        found = vars(torch).get(name) if module == "torch" else None
+        if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+            return found
+        what = f"{_FILE} of the checkpoint is refused: it would make or call {module}.{name}"
+        raise RuntimeStateError(what, where=str(self._place), remedy=_REMEDY)
+
+
+def _unpickled(file: IO[bytes], place: Path) -> Metadata:
+    try:
+        found = _Unpickler(file, place).load()
+    except RuntimeStateError:
+        raise
+    except Exception as error:  # a broken pickle raises many classes
+        what = f"{_FILE} of the checkpoint cannot be read: {_first_line(error)}"
+        raise RuntimeStateError(what, where=str(place), remedy=_REMEDY) from error
+    if not isinstance(found, Metadata):
+        what = f"{_FILE} of the checkpoint is refused: it is a {type(found).__name__}"
+        raise RuntimeStateError(what, where=str(place), remedy=_REMEDY)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""Random programs, damaged files and misbehaving ranks: is every answer right, or refused?"""

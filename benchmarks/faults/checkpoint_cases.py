@@ -1,0 +1,226 @@
+"""Damaged checkpoints: refused without a change, or loaded as they were saved.
+
+Two checkpoints, of steps 1 and 2, are saved once a process; each case damages a copy and loads it.
+Code that a file brings along is never run: a planted pickle would leave a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+from benchmarks.faults.damage import WAYS
+from benchmarks.faults.file_cases import batch, build
+from benchmarks.faults.judging import Notes, WrongResult
+
+State = dict[str, torch.Tensor]
+ABOUT = "autopar.json"
+
+
+class Planted:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The small model, compiled for this process, and its optimizer."""
+    module = autopar.compile(build(), example_inputs=batch())
+    return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+
+def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """All that a checkpoint restores, by name."""
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        state |= {
+            f"{index}.{k}": v.detach().clone() for k, v in entries.items() if torch.is_tensor(v)
+        }
+    return state
+
+
+@cache
+def saved() -> tuple[Path, dict[int, State]]:
+    """A folder with checkpoints of two steps, and what each of them holds."""
+    folder = Path(tempfile.mkdtemp(prefix="autopar_checkpoints_"))
+    module, optimizer = training()
+    checkpoints, states = autopar.Checkpoints(folder), {}
+    for step in (1, 2):
+        module(**batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.save(step, module, optimizer)
+        states[step] = state_of(module, optimizer)
+    return folder, states
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below a folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def newest(folder: Path) -> Path:
+    """The folder of the newest checkpoint."""
+    return max(path for path in folder.iterdir() if path.is_dir())
+
+
+def flip(folder: Path, mark: Path, rng: random.Random) -> str:
+    """One bit of a file is another."""
+    path = rng.choice([p for p in files_of(newest(folder)) if p.stat().st_size])
+    data = bytearray(path.read_bytes())
+    place = rng.randrange(len(data))
+    data[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return f"{path.name}: a bit of byte {place} of {len(data)}"
+
+
+def truncate(folder: Path, mark: Path, rng: random.Random) -> str:
+    """The end of a file is missing."""
+    path = rng.choice(files_of(newest(folder)))
+    size = rng.randrange(path.stat().st_size)
+    path.write_bytes(path.read_bytes()[:size])
+    return f"{path.name}: cut to {size} bytes"
+
+
+def delete(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A file is missing."""
+    path = rng.choice(files_of(newest(folder)))
+    path.unlink()
+    return f"{path.name}: removed"
+
+
+def swap_steps(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A file is that of the other step."""
+    old, new = sorted(path for path in folder.iterdir() if path.is_dir())
+    path = rng.choice(files_of(new))
+    other = old / path.relative_to(new)
+    if other.is_file():
+        shutil.copy(other, path)
+    return f"{path.name}: of the other step"
+
+
+def swap_files(folder: Path, mark: Path, rng: random.Random) -> str:
+    """Two files of a step have each other's names."""
+    a, b = rng.sample(files_of(newest(folder)), 2)
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+    return f"{a.name} and {b.name}: swapped"
+
+
+def other_step(folder: Path, mark: Path, rng: random.Random) -> str:
+    """The folder of one step is copied to the name of another."""
+    old, new = sorted(path for path in folder.iterdir() if path.is_dir())
+    target = rng.choice((new, new.with_name("step_000000007")))
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(old, target)
+    return f"{old.name} copied to {target.name}"
+
+
+def replace(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A file is of something else."""
+    path = rng.choice(files_of(newest(folder)))
+    content = rng.choice((b"", b"null", b"{}", b"[" * 100_000, b"\x80\x04.", os.urandom(64)))
+    path.write_bytes(content)
+    return f"{path.name}: {content[:12]!r}"
+
+
+def plant(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A file is a pickle that leaves a mark, and the checksums say that it belongs there."""
+    path = rng.choice(files_of(newest(folder)))
+    code = pickle.dumps(Planted(mark))
+    path.write_bytes(rng.choice((code, code + path.read_bytes())))
+    if path.name != ABOUT:
+        forge(newest(folder))
+    return f"{path.name}: a pickle, with its checksum"
+
+
+def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A pickle lies beside the files under a name that a reader may look for."""
+    place = rng.choice((folder, newest(folder)))
+    name = rng.choice((".metadata", "__0_9.distcp", "state.pt", "plan.pkl", "autopar.pkl"))
+    (place / name).write_bytes(pickle.dumps(Planted(mark)))
+    if place != folder:
+        forge(place)
+    return f"{name}: a pickle beside the files"
+
+
+def forged_json(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A fact of a JSON file is falsified, and the checksums say that it belongs there."""
+    path = rng.choice([p for p in files_of(newest(folder)) if p.suffix == ".json"])
+    damaged = WAYS[rng.choice(("structure", "falsified"))](path.read_text(encoding="utf-8"), rng)
+    path.write_text(damaged.text, encoding="utf-8", errors="replace")
+    forge(newest(folder))
+    return f"{path.name}: {damaged.how}, with its checksum"
+
+
+def forge(place: Path) -> None:
+    """Write the checksums of the files as they are now, as whoever can write there may."""
+    from autopar.run.saved_files import about_text, checksums
+
+    try:
+        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+        about.pop("checksum", None)
+        about["files"] = checksums(place, about["files"])
+        (place / ABOUT).write_text(about_text(about), encoding="utf-8")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
+        return  # what is damaged is what the checksums are kept in
+
+
+DAMAGES: tuple[Callable[[Path, Path, random.Random], str], ...] = (
+    flip, truncate, delete, swap_steps, swap_files, other_step, replace, plant, plant,
+    plant_beside, forged_json,
+)  # fmt: skip
+
+
+def run(seed: int, notes: Notes) -> None:
+    """The case of a seed.
+
+    Raises:
+        WrongResult: where code was run, something else was loaded, or a refusal changed something.
+        AutoparError: as autopar refuses.
+    """
+    rng = random.Random(seed)
+    whole, states = saved()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, mark = Path(scratch) / "run", Path(scratch) / "mark"
+        shutil.copytree(whole, folder)
+        damage = rng.choice(DAMAGES)
+        notes.entries["plan"] = damage.__name__
+        notes.entries["damage"] = damage(folder, mark, rng)
+        module, optimizer = training()
+        before = state_of(module, optimizer)
+        notes.phase = "load"
+        try:
+            step = autopar.Checkpoints(folder).load(module, optimizer)
+        except AutoparError:
+            if not same(before, state_of(module, optimizer)):
+                raise WrongResult("the checkpoint was refused, and the state is another") from None
+            raise
+        finally:
+            if mark.exists():
+                raise WrongResult("code of a file was run")
+        if not same(states.get(step, {}), state_of(module, optimizer)):
+            raise WrongResult(f"loaded as step {step}, and the state is not that of step {step}")
+
+
+def same(a: State, b: State) -> bool:
+    """Whether two states are equal, bit by bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,167 @@
+"""Damaged plans and profiles: refused, rejected by `check`, or as good as they were.
+
+A plan whose facts are falsified is rejected by `check`, or names the field as not verified. A
+damaged profile is refused, or what is planned with it is right.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.hardware import HardwareProfile
+from benchmarks.common import ROOT
+from benchmarks.faults.damage import WAYS, Damaged, pattern_of
+from benchmarks.faults.judging import Notes, WrongResult
+
+PROFILES = ("h100-sxm", "cpu-gloo", "a100-sxm-80gb")
+PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one device": ({"gpu": 1}, {}),
+    "microbatches": ({"gpu": 1}, {"num_microbatches": 2, "outputs": "loss"}),
+    "fsdp": ({"gpu": 2}, {"constraints": [autopar.constraints.fsdp()]}),
+    "tensor parallel": (
+        {"node": 2, "gpu": 2},
+        {"constraints": [autopar.constraints.megatron(tp=2, dp=2, zero=1)]},
+    ),
+    "stages": (
+        {"gpu": 2},
+        {"constraints": [autopar.constraints.pipeline("gpu", microbatches=2)], "outputs": "loss"},
+    ),
+}
+
+
+class Small(nn.Module):
+    """A few equal layers with a head and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.table(ids)
+        for layer in self.layers:
+            h = h + layer(h)
+        logits = self.head(h)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def build() -> nn.Module:
+    """The small model, with the weights of one seed."""
+    torch.manual_seed(0)
+    return Small()
+
+
+def batch() -> dict[str, Tensor]:
+    """Its batch."""
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 16, (8, 4), generator=made)
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+@cache
+def plan_text(name: str) -> str:
+    """The file of a plan that is whole."""
+    mesh, options = PLANS[name]
+    planned = autopar.plan(
+        build(), autopar.Mesh(mesh), example_inputs=batch(), hardware="h100-sxm", **options
+    )
+    return planned.dumps()
+
+
+def run(seed: int, notes: Notes) -> None:
+    """The case of a seed.
+
+    Raises:
+        WrongResult: where `check` accepts what is falsified, or a plan computes something else.
+        AutoparError: as autopar refuses.
+    """
+    rng = random.Random(seed)
+    way = rng.choice(tuple(WAYS))
+    if rng.random() < 0.25:
+        name = rng.choice(PROFILES)
+        whole = (ROOT / "cost_models" / f"{name}.json").read_text(encoding="utf-8")
+        damaged = WAYS[way](whole, rng)
+        notes.entries |= {"plan": f"profile {name}", "damage": damaged.how}
+        run_profile(damaged, notes)
+    else:
+        name = rng.choice(tuple(PLANS))
+        notes.phase = "whole plan"
+        damaged = WAYS[way](plan_text(name), rng)
+        notes.entries |= {"plan": f"plan {name}", "damage": damaged.how}
+        notes.entries["field"] = pattern_of(damaged.path)
+        run_plan(damaged, plan_text(name), notes)
+
+
+def run_plan(damaged: Damaged, whole: str, notes: Notes) -> None:
+    """Load a damaged plan, show it, check it, and run it where it is certified."""
+    notes.phase = "load"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_bytes(
+            damaged.text.encode(
+                errors="surrogateescape" if damaged.how == "bytes" else "surrogatepass"
+            )
+        )
+        plan = autopar.Plan.load(path)
+    original = autopar.Plan.loads(whole)
+    if plan == original:
+        notes.entries["note"] = "the plan is as it was"
+        return
+    notes.phase = "show"
+    for shown in (str(autopar.explain(plan)), str(autopar.diff(original, plan)), repr(plan)):
+        refuse_escapes(shown)
+    notes.phase = "check"
+    certificate = autopar.check(plan, build(), batch())
+    refuse_escapes(str(certificate))
+    if not certificate.ok:
+        notes.entries["note"] = "rejected by check"
+        return
+    notes.phase = "verify"
+    found = autopar.verify(plan, build(), batch())
+    if not found.ok:
+        raise WrongResult(f"check accepts a plan that computes something else:\n{found}")
+    names = [key for key in damaged.path if isinstance(key, str)]
+    if not names or names[-1] not in str(certificate):
+        raise WrongResult(f"check accepts a falsified plan: {damaged.how}")
+
+
+def run_profile(damaged: Damaged, notes: Notes) -> None:
+    """Load a damaged profile, and plan with it where it is taken."""
+    notes.phase = "load"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        path.write_bytes(
+            damaged.text.encode(
+                errors="surrogateescape" if damaged.how == "bytes" else "surrogatepass"
+            )
+        )
+        profile = HardwareProfile.load(str(path))
+    notes.phase = "plan"
+    mesh = autopar.Mesh({"gpu": 2})
+    plan = autopar.plan(build(), mesh, example_inputs=batch(), hardware=profile)
+    refuse_escapes(str(autopar.explain(plan)))
+    if not (math.isfinite(plan.prediction.step_s) and plan.prediction.step_s > 0):
+        raise WrongResult(f"a step of {plan.prediction.step_s} s is predicted: {damaged.how}")
+    notes.phase = "verify"
+    found = autopar.verify(plan, build(), batch())
+    if not found.ok:
+        raise WrongResult(str(found))
+
+
+def refuse_escapes(text: str) -> None:
+    """Raises WrongResult where a file's control characters would reach the terminal."""
+    if "\x1b" in text:
+        raise WrongResult("an escape sequence of the file is printed")

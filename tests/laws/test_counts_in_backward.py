@@ -1,0 +1,152 @@
+"""Losses whose backward counts samples again: each microbatch takes the count of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.analysis import microbatches
+from autopar.constraints import pipeline
+from autopar.errors import CoupledError, VerificationError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
+
+
+class Classifier(nn.Module):
+    """Three layers, a head, and a loss of its scores."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head, self.loss = nn.Linear(8, 5), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.softmax(layer(x), -1) + x
+        return self.loss(self.head(x), y)
+
+
+def two_targets(z: Tensor, y: Tensor) -> Tensor:
+    scores = z.log_softmax(-1)
+    return F.nll_loss(scores, y) + 0.5 * F.nll_loss(scores, (y + 1) % 5)
+
+
+def weighted_and_mean(z: Tensor, y: Tensor) -> Tensor:
+    scores = z.log_softmax(-1)
+    return F.nll_loss(scores, y, weight=WEIGHT) - 0.1 * scores.mean()
+
+
+def unlikelihood(z: Tensor, y: Tensor) -> Tensor:
+    scores, counted = z.log_softmax(-1), y != 2
+    unlikely = (1 - scores.exp()).clamp(min=1e-5).log() * counted[:, None]
+    return F.nll_loss(scores, y, ignore_index=2) - unlikely.sum() / counted.sum()
+
+
+def of_images(z: Tensor, y: Tensor) -> Tensor:
+    pixels, labels = z[:, :, None, None].expand(-1, -1, 2, 2), y[:, None, None].expand(-1, 2, 2)
+    return F.cross_entropy(pixels, labels, ignore_index=2, label_smoothing=0.1)
+
+
+def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+    scores, labels = z.view(-1, 2, 5), y.view(-1, 2)  # as a language model has them
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), label_smoothing=0.1, ignore_index=2)
+
+
+def of_opposites(z: Tensor, y: Tensor) -> Tensor:
+    scores = z.log_softmax(-1)
+    ignored = (y.view(-1, 2) == 2).view(-1)
+    smooth = -scores.mean(-1).masked_fill(ignored, 0.0).sum() / ignored.logical_not().sum().view(1)
+    return F.nll_loss(scores, y, ignore_index=2) + 0.1 * smooth.sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "label smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "with ignored labels": lambda z, y: F.cross_entropy(z, y, ignore_index=2, label_smoothing=0.1),
+    "with weights": lambda z, y: F.cross_entropy(z, y, WEIGHT, ignore_index=1, label_smoothing=0.1),
+    "two targets": two_targets,
+    "weighted and mean": weighted_and_mean,
+    "unlikelihood": unlikelihood,
+    "of images": of_images,
+    "of tokens": of_tokens,
+    "of opposites": of_opposites,
+}
+
+
+def make_plan(loss: Loss, **options: Any) -> tuple[autopar.Plan, nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 8, dtype=torch.float64), torch.randint(0, 5, (12,))
+    y[:6] = torch.tensor([2, 2, 1, 1, 2, 2])  # the microbatches count different numbers of labels
+    model, mesh = Classifier(loss).double(), autopar.Mesh({"gpu": 2 if "constraints" in options else 1})
+    plan = autopar.plan(
+        model, mesh, example_inputs=(x, y), hardware="cpu-gloo", outputs="loss", **options
+    )
+    return plan, model, (x, y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_microbatches": 3}, {"constraints": [pipeline(microbatches=2)]}],
+    ids=["microbatches", "stages"],
+)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_the_batch(name: str, options: dict[str, Any]) -> None:
+    found = autopar.verify(*make_plan(LOSSES[name], **options))
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+def test_gradients_are_wrong_where_backward_keeps_its_own_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(microbatches, "add_equal_values", lambda part, given: given)
+    with pytest.raises(VerificationError, match="gradient"):
+        autopar.verify(*make_plan(LOSSES["label smoothing"], num_microbatches=2))
+
+
+class CountedOtherwise(torch.autograd.Function):
+    """A masked mean whose backward counts the labels in another form than its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(z, y)
+        counted = y != 2
+        return (z.square().sum(-1) * counted).sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        z, y = ctx.saved_tensors
+        count = len(y) - (y == 2).to(z.dtype).sum()
+        return gradient * 2 * z * (y != 2)[:, None] / count, None
+
+
+def test_a_count_that_forward_does_not_account_for_is_refused() -> None:
+    with pytest.raises(CoupledError, match="backward reads a sum over the samples") as refusal:
+        make_plan(CountedOtherwise.apply, num_microbatches=2)
+    assert refusal.value.where is not None
+    assert "test_counts_in_backward.py" in refusal.value.where.source
+
+
+class WithParts(Classifier):
+    """Return the loss and both of its terms, one of which is an average and one divided by a count."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        scores = self.head(self.layers[1](self.layers[0](x)))
+        counted, mean = F.cross_entropy(scores, y, ignore_index=2), 0.1 * scores.square().mean()
+        return {"loss": counted + mean, "counted": counted.detach(), "mean": mean.detach()}
+
+
+def test_outputs_that_are_divided_by_the_count_of_the_batch_are_returned() -> None:
+    torch.manual_seed(0)
+    model = WithParts(two_targets).double()
+    batch = {"x": torch.randn(12, 8, dtype=torch.float64), "y": torch.randint(0, 5, (12,))}
+    plan = autopar.plan(
+        model, 2, example_inputs=batch, hardware="cpu-gloo", constraints=[pipeline(microbatches=2)]
+    )
+    found = autopar.verify(plan, model, batch)
+    assert found.ok and found.max_error < 1e-12, str(found)

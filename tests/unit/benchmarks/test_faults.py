@@ -1,0 +1,236 @@
+"""`benchmarks.faults`: its cases are valid, its judgements are right, and a part of it is run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.errors import AutoparError, VerificationError
+from benchmarks.faults import rank_cases
+from benchmarks.faults.__main__ import summary_of, write
+from benchmarks.faults.damage import WAYS, pattern_of
+from benchmarks.faults.judging import (
+    InvalidCase,
+    Misbehaviour,
+    Notes,
+    WrongResult,
+    judge,
+    refusal_of,
+)
+from benchmarks.faults.loss_cases import combinations
+from benchmarks.faults.losses import all_losses
+from benchmarks.faults.model_cases import load, run_plain
+from benchmarks.faults.programs import (
+    STARTS,
+    Recipe,
+    fits,
+    random_recipe,
+    result_of,
+    smaller,
+    text_of,
+)
+from benchmarks.faults.steps_further import STEPS
+from benchmarks.faults.worker import Worker
+
+SOURCES = {"tokens": "features", "vector": "vector", "image": "image"}
+
+
+def test_every_loss_is_a_finite_number_with_finite_gradients() -> None:
+    for loss in all_losses():
+        model = loss.build()
+        result = model(**loss.batch())
+        value = result[0] if isinstance(result, tuple) else result
+        value.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert grads and all(t.isfinite().all() for t in (value, *grads)), loss.name
+
+
+def test_parts_of_a_batch_have_other_counts_than_the_whole() -> None:
+    """Else a loss that is computed wrongly in parts would come out right."""
+    labels = next(loss for loss in all_losses() if "y" in loss.batch()).batch()["y"]
+    assert len({int((part != -100).sum()) for part in labels.chunk(3)}) > 1
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_step_runs_in_a_model_of_any_batch_size(kind: str, tmp_path: Path) -> None:
+    for name in (name for name, step in STEPS.items() if step.kind == kind):
+        start = STARTS[SOURCES[kind]][1]
+        path = first_steps(name, kind, start)
+        recipe = Recipe(SOURCES[kind], path, "mean square", 4, (1,), "None", False)
+        run_plain(load(text_of(recipe, name), tmp_path), recipe)
+
+
+def first_steps(name: str, kind: str, start: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """That step alone, or behind one that makes it fit."""
+    if fits(STEPS[name], kind, start, 0):
+        return ((name, 0),)
+    for before, step in STEPS.items():
+        for choice in range(8):
+            if step.to or not fits(step, kind, start, choice):
+                continue
+            if fits(STEPS[name], kind, result_of(step, start, choice)[1], 0):
+                return ((before, choice), (name, 0))
+    raise AssertionError(f"no step leads to {name}")
+
+
+def test_a_seed_gives_the_same_program_and_smaller_ones_have_fewer_steps() -> None:
+    for seed in range(20):
+        recipe = random_recipe(seed)
+        assert text_of(recipe, "") == text_of(random_recipe(seed), "")
+        assert all(
+            len(other.steps) < len(recipe.steps) or other.end != recipe.end
+            for other in smaller(recipe)
+        )
+
+
+@pytest.mark.parametrize(
+    ("raised", "outcome", "why"),
+    [
+        (None, "correct", ""),
+        (AutoparError("no", remedy="do this"), "refused", ""),
+        (AutoparError("no"), "failed", "no remedy"),
+        (VerificationError("other", remedy="report"), "failed", "wrong"),
+        (WrongResult("other"), "failed", "wrong"),
+        (Misbehaviour("hang", "waits"), "failed", "hang"),
+        (InvalidCase("plain"), "invalid", ""),
+        (KeyError("x"), "failed", "raw exception"),
+        (RecursionError(), "failed", "raw exception"),
+        (BaseException("of a library"), "failed", "raw exception"),
+    ],
+)
+def test_what_is_raised_decides_the_outcome(
+    raised: BaseException | None, outcome: str, why: str
+) -> None:
+    def run(notes: Notes) -> None:
+        notes.phase = "plan"
+        if raised is not None:
+            raise raised
+
+    row = judge(run)
+    assert (row["outcome"], row["why"], row["phase"]) == (outcome, why, "plan")
+    assert row["ok"] == (outcome in ("correct", "refused"))
+
+
+def test_refusals_are_counted_without_names_and_numbers() -> None:
+    texts = [f"CoupledError: {n} microbatches, at layers.{n}.norm\n  what to do: x" for n in (2, 3)]
+    assert refusal_of(texts[0]) == refusal_of(texts[1])
+    row = {"kind": "models", "outcome": "refused", "why": "", "error": texts[0], "ok": True}
+    failed = {"kind": "models", "outcome": "failed", "why": "hang", "error": "", "ok": False}
+    found = summary_of([row, {**row, "error": texts[1]}, failed])
+    assert found["outcomes"] == {"models": {"tried": 3, "refused": 2, "failed": 1}}
+    assert list(found["refusals"].values()) == [2] and found["failures"] == {"hang": 1}
+
+
+def test_the_report_keeps_the_programs_of_failures_alone(tmp_path: Path) -> None:
+    base = {"kind": "models", "why": "", "error": None, "program": "x"}
+    rows = [{**base, "outcome": "correct", "ok": True}, {**base, "outcome": "failed", "ok": False}]
+    write(str(tmp_path / "report.json"), rows)
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert ["program" in row for row in data["rows"]] == [False, True]
+    assert data["env"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_changes_the_text_and_follows_from_its_seed(way: str) -> None:
+    text = json.dumps({"a": [{"s": 1.5, "n": 3, "name": "x"}, {"s": 2.5, "n": 4, "name": "y"}]})
+    made = [WAYS[way](text, random.Random(seed)) for seed in range(50)]
+    assert made == [WAYS[way](text, random.Random(seed)) for seed in range(50)]
+    assert sum(damaged.text != text for damaged in made) > 40
+    if way == "falsified":
+        assert {pattern_of(damaged.path) for damaged in made} >= {"a.*.s", "a.*.n", "a.*.name"}
+        assert all(json.loads(damaged.text) != json.loads(text) for damaged in made)
+
+
+def ended(status: int | None, *losses: str, error: str = "") -> rank_cases.Ended:
+    out = "".join(f"loss {i} {loss}\n" for i, loss in enumerate(losses))
+    finished = "end\n" if status == 0 else ""
+    return rank_cases.Ended(status, out + finished, error)
+
+
+NAMED = "Traceback\nautopar.errors.RuntimeStateError: rank 1 made another call"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deed", "expected"),
+    [
+        ([ended(1, "1.0", error=NAMED)] * 2, "additional call", None),
+        ([ended(1, "1.0", error=NAMED), ended(-9, "1.0")], "SIGKILL", None),
+        ([ended(0, "1.0", "0.5")] * 2, "additional call", None),  # without an effect
+        ([ended(0, "1.0", "0.5")] * 2, "sleeps", None),
+        ([ended(0, "1.0", "0.7")] * 2, "additional call", WrongResult),
+        ([ended(0, "1.0", "0.7")] * 2, "sleeps", WrongResult),
+        ([ended(None, "1.0"), ended(1, error=NAMED)], "additional call", Misbehaviour),
+        ([ended(-6, "1.0", error="abort"), ended(1, error=NAMED)], "smaller batch", Misbehaviour),
+        ([ended(1, error=NAMED.replace("1", "0"))] * 2, "additional call", WrongResult),
+    ],
+)
+def test_ranks_are_judged(
+    ranks: list[rank_cases.Ended], deed: str, expected: type[Exception] | None
+) -> None:
+    if expected is None:
+        rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, deed)
+    else:
+        with pytest.raises(expected):
+            rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, deed)
+
+
+# A part of what the command runs. Whole runs take hours: `python -m benchmarks.faults --seconds N`.
+NIGHTLY = {
+    "models": range(14),
+    "losses": range(20),
+    "files": (1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14),
+    "checkpoints": (0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15),
+    "ranks": (23,),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NIGHTLY)
+def test_cases_are_correct_or_refused(kind: str) -> None:
+    worker = Worker(limit_s=300.0)
+    try:
+        rows = [{"seed": seed, **worker.run(kind, seed)} for seed in NIGHTLY[kind]]
+    finally:
+        worker.close()
+    assert not [row for row in rows if not row["ok"]]
+    assert any(row["outcome"] == "correct" for row in rows)
+
+
+@pytest.mark.slow
+def test_a_process_that_crashes_or_hangs_is_a_row_and_the_next_case_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOST, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    worker = Worker(limit_s=60.0)
+    try:
+        assert worker.run("files", 1)["ok"]
+        worker.limit_s = 3.0
+        assert worker.run("files", -2)["why"] == "hang"
+        worker.limit_s = 60.0
+        assert worker.run("files", -1)["why"] == "crash"
+        assert worker.run("files", 1)["ok"]
+    finally:
+        worker.close()
+
+
+LOST = """
+import os, random, time
+seeded = random.Random.seed
+def seed(self, number=None, version=2):
+    if number == -1:
+        os._exit(4)
+    if number == -2:
+        time.sleep(100)
+    seeded(self, number, version)
+random.Random.seed = seed
+"""
+
+
+def test_there_are_many_losses_in_every_variant() -> None:
+    assert len(all_losses()) >= 70
+    assert len(combinations()) == len(set(combinations())) >= 4 * len(all_losses())

@@ -1,0 +1,164 @@
+"""A planted pickle in a checkpoint's folder is refused, and what it would do is not done."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import operator
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+import autopar
+from autopar.errors import RuntimeStateError
+from autopar.run.saved_files import ABOUT, about_text, checksums, read_about
+from autopar.run.saved_reader import Reader, load_parts
+
+
+class Call:
+    """Pickled, a call of a function with these arguments."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.called = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.called
+
+
+def _dotted(marker: Path) -> bytes:
+    """A name with dots, which reaches past an allowed module to `os.system`."""
+    text = f"touch {marker}".encode()
+    module, name = b"torch.distributed.checkpoint.metadata", b"os.system"
+    named = b"".join(b"\x8c" + bytes([len(each)]) + each for each in (module, name))
+    argument = b"X" + len(text).to_bytes(4, "little") + text
+    return b"\x80\x04" + named + b"\x93" + argument + b"\x85R."
+
+
+def _pickled(make: Callable[[Path], Any]) -> Callable[[Path], bytes]:
+    return lambda marker: pickle.dumps(make(marker))
+
+
+def _eval(marker: Path) -> Call:
+    return Call(builtins.eval, f"open({str(marker)!r}, 'w')")
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
+    "a command": (_pickled(lambda marker: Call(os.system, f"touch {marker}")), "posix.system"),
+    "eval": (_pickled(_eval), "builtins.eval"),
+    "in a dict": (_pickled(lambda m: Metadata({"model.a": {"b": [_eval(m)]}})), "builtins.eval"),
+    "as a key": (_pickled(lambda m: Metadata({}, storage_data={(1, _eval(m)): 0})), "builtins.eval"),
+    "getattr": (
+        _pickled(lambda marker: Call(getattr, Metadata, "__init__")),
+        "builtins.getattr",
+    ),
+    "a getter": (_pickled(lambda marker: operator.attrgetter("os.system")), "operator.attrgetter"),
+    "a dotted name": (_dotted, "torch.distributed.checkpoint.metadata.os.system"),
+    "torch.load": (_pickled(lambda marker: Call(torch.load, str(marker))), "torch.serialization.load"),
+    "a module's class": (_pickled(lambda marker: nn.Linear(1, 1)), "torch.nn.modules.linear.Linear"),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).pow(2).mean()
+
+
+def _compiled() -> Any:
+    batch = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
+    return autopar.compile(Net(), example_inputs=batch, hardware="cpu-gloo")
+
+
+def _plant(place: Path, planted: bytes) -> None:
+    """Put it in, with checksums that fit, as one who means harm would."""
+    (place / ".metadata").write_bytes(planted)
+    about, damage = _read_about(place)
+    assert damage, "it is told from what was written"
+    names = [each.name for each in place.iterdir() if each.name != ABOUT]
+    (place / ABOUT).write_text(about_text({**about, "files": checksums(place, names)}))
+
+
+def _read_about(place: Path) -> tuple[dict[str, Any], str]:
+    """What `autopar.json` says without its checksum, and whether the folder is damaged."""
+    about = json.loads((place / ABOUT).read_text())
+    del about["checksum"]
+    return about, read_about(place)[1]
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_metadata_that_would_call_something_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make, name = HOSTILE[kind]
+    marker = tmp_path / "marker"
+    (tmp_path / ".metadata").write_bytes(make(marker))
+    with pytest.raises(RuntimeStateError) as refusal:
+        Reader(tmp_path).read_metadata()
+    assert name in refusal.value.what
+    assert str(tmp_path / ".metadata") == str(refusal.value.where)
+    with pytest.raises(RuntimeStateError, match=name):
+        load_parts({"model.a": torch.zeros(1)}, tmp_path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("planted", [b"", b"\x80\x04.", b"no pickle", pickle.dumps({}), pickle.dumps(3)])
+def test_metadata_that_is_none_is_refused(planted: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(planted)
+    with pytest.raises(RuntimeStateError, match=r"\.metadata of the checkpoint"):
+        Reader(tmp_path).read_metadata()
+
+
+def test_loading_and_exporting_run_nothing_of_a_planted_file(tmp_path: Path) -> None:
+    module, checkpoints, marker = _compiled(), autopar.Checkpoints(tmp_path / "run"), tmp_path / "marker"
+    place = checkpoints.save(1, module)
+    _plant(place, pickle.dumps(_eval(marker)))
+    with pytest.raises(RuntimeStateError, match=r"builtins\.eval"):
+        checkpoints.load(module)
+    with pytest.raises(RuntimeStateError, match=r"builtins\.eval"):
+        checkpoints.export(tmp_path / "weights")
+    assert not marker.exists()
+
+
+def test_a_planted_value_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    marker, key = tmp_path / "marker", "optimizer.param_groups.a.lr"
+    dcp.save({key: _eval(marker)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.raises(RuntimeStateError, match=rf"{key} of the checkpoint is refused"):
+        load_parts({key: 0.1}, tmp_path / "saved")
+    assert not marker.exists()
+    kinds = Reader(tmp_path / "saved").read_metadata().state_dict_metadata
+    assert isinstance(kinds[key], BytesStorageMetadata)
+
+
+def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool)
+    tensors = {f"model.{dtype}": torch.ones(2, 3).to(dtype) for dtype in dtypes}
+    nested = {"deep": {"tensors": [torch.ones(2), torch.zeros(())]}, "lr": 0.1, "betas": (0.9, 0.99), "none": None}
+    dcp.save({**tensors, **nested}, checkpoint_id=tmp_path, no_dist=True)
+    own, wanted = Reader(tmp_path).read_metadata(), FileSystemReader(tmp_path).read_metadata()
+    assert own.state_dict_metadata == wanted.state_dict_metadata
+    assert (own.storage_data, own.planner_data) == (wanted.storage_data, wanted.planner_data)
+    state: dict[str, Any] = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    state |= {"lr": 0.0, "betas": (0, 0), "none": 1}
+    load_parts(state, tmp_path)
+    assert all(torch.equal(state[name], value) for name, value in tensors.items())
+    assert (state["lr"], state["betas"], state["none"]) == (0.1, (0.9, 0.99), None)
+
+
+def test_a_rate_that_numpy_computed_is_read_back(tmp_path: Path) -> None:
+    module, other = _compiled(), _compiled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=np.float64(0.25))
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5, betas=(0.5, 0.5))
+    autopar.Checkpoints(tmp_path).save(1, module, optimizer)
+    autopar.Checkpoints(tmp_path).load(other, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.25 and fresh.param_groups[0]["betas"] == (0.9, 0.999)
