@@ -190,7 +190,7 @@ class _InTime:
 
     def _judged(self, node: fx.Node, due: Sequence[TimePlacement], what: str) -> Iterator[str]:
         found = self.placed[self.part.ref(node)]
-        if found in due:
+        if found in due or found.kind == "zero":
             return
         if found.kind == "open" or self.promised:
             yield f"{what} over microbatches: of {found.origin or node.meta['key']} it is not known what a microbatch's is of the batch's"

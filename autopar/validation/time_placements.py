@@ -23,6 +23,11 @@ from typing import Any, Literal
 import torch
 
 
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
+from autopar.rules import AxisOption, axis_options, localize
 from autopar.rules.call import NO_TENSOR, Call, KeyedCall
 from autopar.rules.samples import tensors_for
 from autopar.rules.scaling import in_double, index_bound, made_on, scalings
@@ -31,8 +36,8 @@ from autopar.validation.law import DRAWS, VIEWS, leading_dims
 from autopar.validation.samples import SAMPLES
 
 aten = torch.ops.aten
-Kind = Literal["split", "whole", "term", "place", "wrong", "open"]
-_SIZES = (12, 6, 18, 24, 30, 36, 42, 48)  # two and three divide them
+Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
+_SIZES = (6, 12, 18, 24, 30, 36, 42, 48)  # two and three divide them
 _RECIPES = ("mixed", "positive")
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
 _SEED = 7
@@ -88,7 +93,7 @@ def _placed(keyed: KeyedCall, of_part: KeyedCall, reads: tuple[TimePlacement, ..
     if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
         return ()
     alike = whole.key == part.key
-    if alike and all(r == WHOLE for r in reads) and whole.target not in DRAWS:
+    if alike and all(r == WHOLE or (r.kind == "zero" and r.dim < 0) for r in reads) and whole.target not in DRAWS:
         return tuple(WHOLE for _ in whole.outputs)
     if whole.target in DRAWS:
         return _drawn(whole, part, reads, num)
@@ -99,7 +104,45 @@ def _placed(keyed: KeyedCall, of_part: KeyedCall, reads: tuple[TimePlacement, ..
         return (TimePlacement("place", 0),) if counts else ()
     if whole.target in VIEWS:
         return _viewed(whole, part, reads[0], num)
-    return _tried(whole, part, reads, num)
+    tried = _tried(whole, part, reads, num)
+    known = bool(tried) and all(found.kind != "open" for found in tried)
+    return tried if known else _by_rule(whole, part, reads, num)
+
+
+def _by_rule(whole: Call, part: Call, reads: Sequence[TimePlacement], num: int) -> tuple[TimePlacement, ...]:
+    """What the op's rule says of an axis of so many ranks, where no small call can be made: microbatches are like ranks.
+
+    A power of one operand goes through where the rule has the op linear in that operand alone.
+    """
+    scaled = [number for number, r in enumerate(reads) if r.power]
+    if len(scaled) > 1 or any(r.kind == "place" for r in reads):
+        return ()
+    options = axis_options(whole)
+    linear = AxisOption(tuple(PARTIAL if n in scaled else REPLICATE for n in range(len(reads))), (PARTIAL,) * len(whole.outputs))
+    if scaled and linear not in options:
+        return ()
+    for option in options:
+        if all(map(_may_lie, reads, option.inputs)) and _is_called(whole, part, option, num):
+            power = reads[scaled[0]].power if scaled else 0
+            return tuple(
+                TimePlacement("split", p.dim, power) if isinstance(p, Shard) else TimePlacement("term" if p == PARTIAL else "whole", -1, power)
+                for p in option.outputs
+            )
+    return ()
+
+
+def _may_lie(read: TimePlacement, placement: Placement) -> bool:
+    """Whether a tensor is placed so, on an axis of ranks that stand for microbatches."""
+    if read.dim >= 0:
+        return placement == Shard(read.dim)
+    return placement in {"term": (PARTIAL,), "zero": (PARTIAL, REPLICATE)}.get(read.kind, (REPLICATE,))
+
+
+def _is_called(whole: Call, part: Call, option: AxisOption, num: int) -> bool:
+    """Whether a microbatch calls what a rank would call."""
+    strategy = Strategy(tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs))
+    local = localize(whole, strategy, (num,))
+    return (local.target, tuple(local.args), dict(local.kwargs)) == (part.target, part.args, dict(part.kwargs))
 
 
 def _drawn(whole: Call, part: Call, reads: Sequence[TimePlacement], num: int) -> tuple[TimePlacement, ...]:
@@ -115,7 +158,14 @@ def _constant(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
         return ()
     dim = split_dim(whole.outputs[0].shape, part.outputs[0].shape, num)
     same = whole.outputs[0].shape == part.outputs[0].shape
-    return (WHOLE,) if same else (TimePlacement("split", dim),) if dim >= 0 else ()
+    if same or dim >= 0:
+        return (TimePlacement("zero" if _is_zero(whole) else "split" if dim >= 0 else "whole", dim),)
+    return ()
+
+
+def _is_zero(call: Call) -> bool:
+    name = call.target.__name__
+    return "zeros" in name or ("full" in name and next((a for a in reversed(call.args) if type(a) in (int, float)), 1) == 0)
 
 
 def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
@@ -127,7 +177,7 @@ def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
 
 def _viewed(whole: Call, part: Call, read: TimePlacement, num: int) -> tuple[TimePlacement, ...]:
     source, target = whole.inputs[0].shape, whole.outputs[0].shape
-    if read.kind not in ("split", "place"):
+    if read.dim < 0:
         return (read,) if target == part.outputs[0].shape else ()
     pairs = dict(leading_dims(source, target))
     dim = pairs.get(read.dim, -1)
@@ -218,31 +268,43 @@ def _is_near(a: float, b: float) -> bool:
 
 def _splits(small: Call, reads: Sequence[TimePlacement], many: int) -> bool:
     pairs = zip(small.inputs, reads, strict=True)
-    return all(r.kind not in ("split", "place") or info.shape[r.dim] % many == 0 for info, r in pairs)
+    return all(r.dim < 0 or info.shape[r.dim] % many == 0 for info, r in pairs)
 
 
 def _answer(
     small: Call, settings: tuple[tuple[Any, ...], dict[str, Any]], tensors: Tensors, reads: Sequence[TimePlacement], many: int
 ) -> tuple[TimePlacement, ...]:
     """What the results of microbatches are of the batch's; nothing where microbatches cannot be run."""
+    tensors = [_made_for(x, r) for x, r in zip(tensors, reads, strict=True)]
     expected = run(small.target, small.args, small.kwargs, tensors, (), ())
     parts = [_parts(x, r, many, number) for number, (x, r) in enumerate(zip(tensors, reads, strict=True))]
     try:
         made = [run(small.target, *settings, [p[m] for p in parts], (), ()) for m in range(many)]
     except Exception:  # an op may raise anything
         return ()
+    zeros = any(r.kind == "zero" for r in reads)
     return tuple(
-        WHOLE if small.outputs[i] == NO_TENSOR else _placement(w, [results[i] for results in made], many) for i, w in enumerate(expected)
+        WHOLE if small.outputs[i] == NO_TENSOR else _placement(w, [results[i] for results in made], many, zeros=zeros) for i, w in enumerate(expected)
     )
+
+
+def _made_for(x: torch.Tensor, read: TimePlacement) -> torch.Tensor:
+    """Numbers of the kind that a label says."""
+    if read.kind == "zero":
+        return torch.zeros_like(x)
+    if read.kind == "place":
+        places = torch.arange(x.shape[read.dim], dtype=x.dtype)
+        return places.view(-1, *[1] * (x.dim() - 1 - read.dim)).expand(x.shape).contiguous()
+    return x
 
 
 def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tensors:
     """What M microbatches have of a tensor."""
     times = float(many) ** read.power
     scaled = x * times if read.power and (x.is_floating_point() or x.is_complex()) else x
-    if read.kind == "whole":
+    if read.kind == "whole" or (read.kind == "zero" and read.dim < 0):
         return [scaled] * many
-    if read.kind == "split":
+    if read.kind in ("split", "zero"):
         return [part.contiguous() for part in scaled.chunk(many, read.dim)]
     if read.kind == "place":
         length = x.shape[read.dim] // many
@@ -252,7 +314,7 @@ def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tens
     return [*terms, scaled - sum(terms, torch.zeros_like(x))]
 
 
-def _placement(whole: torch.Tensor, parts: Tensors, many: int) -> TimePlacement:
+def _placement(whole: torch.Tensor, parts: Tensors, many: int, *, zeros: bool) -> TimePlacement:
     """What parts are of a whole."""
     for kind, dim, joined in _readings(whole, parts, many):
         if not whole.is_floating_point() and not whole.is_complex():
@@ -263,7 +325,9 @@ def _placement(whole: torch.Tensor, parts: Tensors, many: int) -> TimePlacement:
         a, b = joined.to(wide), whole.to(wide)
         size = float(max(b.abs().max(), 0.0)) if b.numel() else 0.0
         if not size:
-            return TimePlacement("open")  # zeros are any part of zeros
+            dim = split_dim(whole.shape, parts[0].shape, many)
+            none = zeros and not any(bool(part.any()) for part in parts)
+            return TimePlacement("zero", dim) if none else TimePlacement("open")  # they are any part of zeros
         for power in _POWERS:
             due = b * float(many) ** power
             if bool(((a - due).abs() <= _tolerance(whole) * float(due.abs().max())).all()):
