@@ -45,7 +45,7 @@ _CONSTANTS = frozenset(
     (
         aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default, aten.new_ones.default,
         aten.new_full.default, aten.new_empty.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-        aten.empty_like.default,
+        aten.empty_like.default, aten.scalar_tensor.default,
     )
 )  # fmt: skip
 Tensors = list[torch.Tensor]
@@ -92,13 +92,12 @@ def _placed(keyed: KeyedCall, of_part: KeyedCall, reads: tuple[TimePlacement, ..
     whole, part = keyed.call, of_part.call
     if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
         return ()
-    alike = whole.key == part.key
-    if alike and all(r == WHOLE or (r.kind == "zero" and r.dim < 0) for r in reads) and whole.target not in DRAWS:
-        return tuple(WHOLE for _ in whole.outputs)
     if whole.target in DRAWS:
         return _drawn(whole, part, reads, num)
     if whole.target in _CONSTANTS:
         return _constant(whole, part, num)
+    if whole.key == part.key and all(r == WHOLE for r in reads):
+        return tuple(WHOLE for _ in whole.outputs)
     if whole.target is aten.arange.default:
         counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
         return (TimePlacement("place", 0),) if counts else ()
@@ -165,7 +164,8 @@ def _constant(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
 
 def _is_zero(call: Call) -> bool:
     name = call.target.__name__
-    return "zeros" in name or ("full" in name and next((a for a in reversed(call.args) if type(a) in (int, float)), 1) == 0)
+    filled = next((a for a in reversed(call.args) if type(a) in (int, float)), 1) if "full" in name or "scalar" in name else 1
+    return "zeros" in name or filled == 0
 
 
 def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
