@@ -11,6 +11,7 @@ import torch
 from autopar import ops
 from autopar.rules.call import Call, TensorInfo
 from autopar.rules.scaling import Trial
+from autopar.validation.scatter_samples import SCATTER_SAMPLES
 from autopar.validation.window_samples import WINDOW_SAMPLES
 
 _BATCH, _SHARED, _QUERIES, _KEYS, _WIDTH = 4, 2, 8, 12, 4
@@ -68,5 +69,6 @@ def _infos(tensors: Sequence[Any]) -> tuple[TensorInfo, ...]:
 SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
     ops.attention: lambda call: _attention(call, 0),
     ops.attention_backward: lambda call: _attention(call, 1),
+    **SCATTER_SAMPLES,
     **WINDOW_SAMPLES,
 }
