@@ -26,9 +26,9 @@ from autopar.validation.states import REMEDY, Ref
 from autopar.validation.time_placements import TERM, WHOLE, TimePlacement, placements_in_time, split_dim
 from autopar.validation.traced import Traced
 
-OF_BATCH = " of the batch"
+OF_BATCH, _TIMES = " of the batch", "/of the batch"
 _MULTIPLY = torch.ops.aten.mul.Tensor
-_REMEDY = "pass num_microbatches=1, and no pipeline or one of one microbatch; and report the model"
+_REMEDY = "pass num_microbatches=1 and no pipeline, or a pipeline of one microbatch; and report the model"
 Placements = dict[Ref, TimePlacement]
 
 
@@ -37,7 +37,7 @@ def validate_microbatches(whole: Trace, part: Trace, how: Microbatches, *, promi
 
     Args:
         whole, part: the traces of the batch and of one microbatch. how: how a batch is worked through.
-        promised: whether the user promised that samples are independent; what cannot be shown is then said, and refused by nobody.
+        promised: whether the user promised that samples are independent. What cannot be shown is reported then, and not refused.
 
     Raises:
         ValidationError: naming the node at which an output or a gradient departs from the batch's, with the source line.
@@ -61,9 +61,11 @@ class _InTime:
     promised: bool
     placed: Placements = field(default_factory=dict)
     open: dict[str, None] = field(default_factory=dict)
+    _origins: list[dict[str, str]] = field(default_factory=list)
 
     def validation(self) -> Validation:
         """The report."""
+        self._origins = [_origins(self.whole), _origins(self.part)]
         self._place_inputs()
         for count in self.how.counts:
             self._count(count)
@@ -121,7 +123,7 @@ class _InTime:
             due = {"sum": 0, "mean": 1}[kind]
             key = path.removesuffix(OF_BATCH)
             right = node.meta["key"] == key and (found in (TimePlacement("term", power=due), TimePlacement("whole", power=due - 1)))
-            if not right and found.kind != "open":
+            if not right:
                 raise self._error(node, f"what microbatches are given of the batch is a {kind} of what each has as {found}")
 
     def place(self, graph: fx.Graph, placed: Placements, traced: Traced | None) -> None:
@@ -147,8 +149,14 @@ class _InTime:
         origin = self.whole.by_key.get(key)
         if origin is None:
             return self._multiplied(node, reads) or [self._open(key)] * len(call.outputs)
+        if traced is not None and self._reads(0, self.whole.reads(origin)) != self._reads(1, self.part.reads(node)):
+            return [TimePlacement("wrong", origin=key)] * len(call.outputs)
         found = placements_in_time(self.whole.call(origin), call, reads, self.how.num)
         return [self._named(f, key) for f in found]
+
+    def _reads(self, which: int, refs: Sequence[Ref]) -> list[Ref]:
+        """What a node of the batch's (0) or the microbatch's (1) graph reads, in terms that both graphs share."""
+        return [(self._origins[which][name], result) for name, result in refs]
 
     def _named(self, found: TimePlacement, key: str) -> TimePlacement:
         if found.kind == "open":
@@ -177,26 +185,34 @@ class _InTime:
                 "split": (TimePlacement("split", dim),), "whole": (WHOLE,), "sum": (TERM, TimePlacement("whole", power=-1)),
                 "mean": (TimePlacement("term", power=1), WHOLE),
             }  # fmt: skip
-            yield from self._judged(self.part.nodes[o.node], due[kind], f"output {o.path!r}" if o.path else "the output")
+            own = next(w.node for w in self.whole.trace.outputs if w.path == o.path)
+            yield from self._judged(self.part.nodes[o.node], self.whole.nodes[own], due[kind], f"output {o.path!r}" if o.path else "the output")
         for name, position in self.part.trace.mutated.items():
             if name != random_ops.STATE:
                 raise self._error(self.part.results[position], f"buffer {name!r} would be written {self.how.num} times a step")
 
     def _gradients(self) -> Iterator[str]:
-        for p in self.part.trace.parameters:
-            if p.gradient is not None:
-                due = (TERM, TimePlacement("whole", power=-1))
-                yield from self._judged(self.part.results[p.gradient], due, f"the gradient of {p.name!r}")
+        due = (TERM, TimePlacement("whole", power=-1))
+        for p, w in zip(self.part.trace.parameters, self.whole.trace.parameters, strict=True):
+            if p.name != w.name or (p.gradient is None) != (w.gradient is None):
+                raise ValidationError(f"the microbatch's graph has parameter {p.name!r} where the batch's has {w.name!r}", remedy=REMEDY)
+            if p.gradient is not None and w.gradient is not None:
+                own = self.whole.results[w.gradient]
+                yield from self._judged(self.part.results[p.gradient], own, due, f"the gradient of {p.name!r}")
 
-    def _judged(self, node: fx.Node, due: Sequence[TimePlacement], what: str) -> Iterator[str]:
+    def _judged(self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str) -> Iterator[str]:
+        """Compare what is returned of a microbatch with `own`, which is returned of the batch."""
         found = self.placed[self.part.ref(node)]
+        if self._reads(1, [self.part.ref(node)]) != self._reads(0, [self.whole.ref(own)]):
+            raise self._error(node, f"{what} of a microbatch is another node's value than in the graph of the batch")
         if found in due or found.kind == "zero":
             return
-        if found.kind == "open" or self.promised:
-            yield f"{what} over microbatches: of {found.origin or node.meta['key']} it is not known what a microbatch's is of the batch's"
+        at = self.part.by_key.get(found.origin, node)
+        if self.promised:
+            yield f"{what} over microbatches follows from the promise that samples are independent, and from no rule, at {at.meta['key']}"
             return
-        keys = self.part.by_key
-        at = keys.get(found.origin, node)
+        if found.kind == "open":
+            raise self._error(at, f"nothing shows that {what} adds up over {self.how.num} microbatches: this op is not known well enough")
         seen = "what it makes of a microbatch is no part, no term and no copy of the batch's" if found.kind == "wrong" else f"it is {found}"
         raise self._error(at, f"{what} does not add up over {self.how.num} microbatches: {seen}, where {due[0]} is due")
 
@@ -204,3 +220,21 @@ class _InTime:
         return ValidationError(f"{node.meta.get('key', node.name)}: {what}", where=where_of(node), remedy=_REMEDY)
 
 
+
+
+def _origins(traced: Traced) -> dict[str, str]:
+    """By name of each node, what it is called in the graphs of the batch and of a microbatch alike.
+
+    What a microbatch is given of the batch has the key of the node for which it stands; a product with the number of microbatches, the key
+    of its operand.
+    """
+    trace, found = traced.trace, dict[str, str]()
+    found |= {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
+    found |= {i.node: i.path.removesuffix(OF_BATCH) if i.given else f"input {i.path}" for i in trace.inputs}
+    found |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
+    for node in trace.graph.nodes:
+        if node.op == "call_function":
+            key = str(node.meta["key"])
+            is_product = key.endswith(_TIMES) and node.target is _MULTIPLY
+            found[node.name] = found[node.args[0].name] if is_product else key
+    return found

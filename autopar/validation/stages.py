@@ -40,7 +40,7 @@ def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
         if node.op != "call_function":
             continue
         origin = own.get(node.name)
-        if origin is None:
+        if origin is None or origin.meta.get("key") != node.meta["key"]:  # names of a stage's own nodes may be those of others
             if not _is_sum(node):
                 raise _error(node, number, "the trace of one microbatch has no such node")
             continue
