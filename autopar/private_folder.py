@@ -37,10 +37,8 @@ def private_folder(wanted: Path, purpose: str, remedy: str) -> Path:
     """
     _make(wanted)
     resolved = wanted.resolve()
-    if not hasattr(os, "getuid"):  # a system without owners of files
-        return resolved
     reason = find_sharing(resolved)
-    return _new_folder(wanted, purpose, f"{reason}; {remedy}") if reason else resolved
+    return _new_folder(wanted, purpose, f"{reason}; {remedy}, or take the right to write from others (chmod go-w)") if reason else resolved
 
 
 def find_sharing(folder: Path) -> str:
@@ -53,6 +51,8 @@ def find_sharing(folder: Path) -> str:
         The reason not to trust it; empty if there is none.
     """
     here = folder.lstat()
+    if not hasattr(os, "getuid"):  # a system without owners of files
+        return ""
     if not stat.S_ISDIR(here.st_mode):
         return f"{folder} is not a folder"
     if not _is_own(here):
@@ -75,6 +75,8 @@ def find_foreign(file: Path) -> str:
         OSError: if it is not there.
     """
     here = file.lstat()
+    if not hasattr(os, "getuid"):
+        return ""
     if not stat.S_ISREG(here.st_mode):
         return f"{file} is not a plain file"
     if not _is_own(here):

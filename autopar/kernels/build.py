@@ -4,8 +4,8 @@ Every ``*.cu`` of the folder goes into one library per kind: *host* by the C++ c
 one on the path). A library lies in the cache (``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is
 a hash of sources, headers, command and compiler; so a changed source is compiled anew and an old library is never loaded for it. It is
 compiled beside its place and renamed into it under a lock: processes that build at once compile once, and none sees half a library. Beside
-each library lie what the compiler said (``.log``; for cuda ptxas's report of registers and spills) and its checksum (``.sha256``). A library
-that is not as it was written is compiled again. Libraries are code: a cache that another user can write to is not used (`private_folder`).
+each library lie what the compiler said (``.log``; for cuda ptxas's report of registers and spills) and its checksum (``.sha256``).
+A library that is not as it was written is compiled again. Libraries are code: a cache that another user can write to is not used.
 
 Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
 ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``), or ``emulated-thread``, likewise for
