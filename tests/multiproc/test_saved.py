@@ -52,8 +52,8 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Pa
 def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) -> None:
     first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
     assert first == second
-    assert "step 0 is damaged: __0_0.distcp is not as it was written" in first[0] and "there is no earlier one" in first[0]
-    assert "step 1 is damaged: __1_0.distcp is not as it was written" in first[1] and "no earlier one is whole" in first[1]
+    assert "step 0 is damaged: rank_00000.safetensors is not as it was written" in first[0] and "there is no earlier one" in first[0]
+    assert "step 1 is damaged: rank_00001.safetensors is not as it was written" in first[1] and "no earlier one is whole" in first[1]
 
 
 def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_of_the_other_are_told(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def damaged(rank: int, folder: str) -> list[str]:
         place = checkpoints.save(writer, module)
         torch.distributed.barrier()
         if rank == 0:
-            with (place / f"__{writer}_0.distcp").open("r+b") as file:
+            with (place / f"rank_{writer:05d}.safetensors").open("r+b") as file:
                 file.seek(-9, 2)
                 byte = file.read(1)[0]
                 file.seek(-9, 2)
