@@ -15,7 +15,8 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from autopar.errors import RuntimeStateError
 from autopar.run.saved_contents import check_boxes
@@ -70,6 +71,22 @@ class OldReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read as torch does.
+
+        Raises:
+            RuntimeStateError: where a file is damaged.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except RuntimeStateError:
+            raise
+        except Exception as error:  # torch raises many classes for what it cannot read
+            names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
+            what = f"{', '.join(names[:3])} cannot be read ({type(error).__name__}: {_first_line(error)})"
+            raise RuntimeStateError(what, where=str(self.path), remedy=_REMEDY) from error
 
 
 class OldPlanner(DefaultLoadPlanner):

@@ -69,11 +69,11 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weig
     wanted = {**(_model_state(holder) if weights else {}), **{key: value for key, value in state.items() if key not in never}}
     try:
         _check_same(wanted, saved, place)
+        load_parts(wanted, place)
     except RuntimeStateError:
         if optimizer is not None and fresh:  # torch has made one, to know what there is to load
             optimizer.state.clear()
         raise
-    load_parts(wanted, place)
     if optimizer is None:
         return ("optimizer",) if any(key.startswith("optimizer.") for key in saved.state_dict_metadata) else ()
     given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
