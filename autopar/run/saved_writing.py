@@ -146,7 +146,8 @@ class Background:
         except Exception as error:  # whatever it is, the next call raises it
             self._error = error
             log.error("step %d was not saved in the background: %s", saving.step, error)
-            _leave_failed(saving, error)
+            if saving.rank:
+                _leave_failed(saving, error)
 
 
 def _mark(saving: Saving, kind: str, content: Any) -> None:
@@ -158,7 +159,7 @@ def _mark(saving: Saving, kind: str, content: Any) -> None:
 
 
 def _leave_failed(saving: Saving, error: Exception) -> None:
-    """Let the first rank know. It may be that nothing can be written any more; an empty file needs least."""
+    """Let the first rank know, if anything can be written at all; else it waits for `WITHIN_S`."""
     try:
         _mark(saving, _FAILED, str(error))
     except OSError as reason:
