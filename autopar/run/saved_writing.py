@@ -115,7 +115,10 @@ class Background:
         self._saving, self._finish = saving, finish
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"autopar-save-{saving.step}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads: the first rank, which waits, has to know
+            self._fail(error)
 
     @property
     def place(self) -> Path:
@@ -128,7 +131,8 @@ class Background:
         Raises:
             RuntimeStateError: if it failed. The message has the step.
         """
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         if self._error is not None:
             reason = self._error
             is_own = isinstance(reason, RuntimeStateError)
@@ -144,10 +148,13 @@ class Background:
             if saving.rank == 0:
                 self._finish(saving, _collect_marks(saving))
         except Exception as error:  # whatever it is, the next call raises it
-            self._error = error
-            log.error("step %d was not saved in the background: %s", saving.step, error)
-            if saving.rank:
-                _leave_failed(saving, error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        log.error("step %d was not saved in the background: %s", self._saving.step, error)
+        if self._saving.rank:
+            _leave_failed(self._saving, error)
 
 
 def _mark(saving: Saving, kind: str, content: Any) -> None:
