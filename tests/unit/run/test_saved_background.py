@@ -181,7 +181,7 @@ def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> N
     run.checkpoints.wait()
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "again"])
 def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path: Path, again: bool) -> None:
     """A child is killed at the n-th time that it asks for something of the disk, until it is not killed any more."""
     run = Training(tmp_path, keep=1)
