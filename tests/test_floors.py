@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 # The unit is the first name below `autopar`: a module of that name, or a package, whose modules share its floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "units", "typed", "garbage", "ambient", "lazy", "schedules", "json_text"),
+    ("errors", "version", "units", "typed", "garbage", "ambient", "lazy", "schedules", "json_text", "private_folder"),
     ("mesh", "hardware", "hf", "halo", "mirrored", "streams", "terminal", "keywords"),
     ("layout", "collective", "devices"),
     ("layout_graph", "choices", "random_ops", "norm_ops", "ops"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
 from autopar.planning.options import RESERVED_SHARE
+from autopar.private_folder import find_foreign, find_sharing
 from autopar.units import size
 
 log = logging.getLogger("autopar")
@@ -23,7 +25,7 @@ def default_hardware(device_type: str | None = None) -> str:
     it is of was put there by hand, and is taken. Where no profile is of the GPU that is there, the log says whose figures are taken.
     """
     wanted = device_type or ("cuda" if torch.cuda.is_available() else None)
-    if HardwareProfile.local_path().exists():
+    if _is_own(HardwareProfile.local_path()):
         measured = HardwareProfile.load("local").device_type
         if wanted is None or measured in ("", wanted):
             return "local"
@@ -35,6 +37,16 @@ def default_hardware(device_type: str | None = None) -> str:
         what = "there is no profile of %s: planned with the times of %s; `autopar profile --device cuda` measures it in half a minute"
         _tell_once(what, device_name, profile)
     return profile
+
+
+def _is_own(path: Path) -> bool:
+    """Whether there is a profile, which nobody but this user can have written; the log says if another user can have."""
+    if not path.exists():
+        return False
+    path = path.resolve()
+    if reason := find_sharing(path.parent) or find_foreign(path):
+        _tell_once("the profile of this machine is not taken by default: %s; pass hardware='local' to take it anyway", reason)
+    return not reason
 
 
 def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptions:

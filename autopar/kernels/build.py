@@ -4,7 +4,8 @@ Every ``*.cu`` of the folder goes into one library per kind: *host* by the C++ c
 one on the path). A library lies in the cache (``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is
 a hash of sources, headers, command and compiler; so a changed source is compiled anew and an old library is never loaded for it. It is
 compiled beside its place and renamed into it under a lock: processes that build at once compile once, and none sees half a library. Beside
-each library lies what the compiler said (``.log``); for cuda that is ptxas's report of registers and spills.
+each library lie what the compiler said (``.log``; for cuda ptxas's report of registers and spills) and its checksum (``.sha256``).
+A library that is not as it was written is compiled again. Libraries are code: a cache that another user can write to is not used.
 
 Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
 ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``), or ``emulated-thread``, likewise for
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import KernelError
+from autopar.private_folder import find_foreign, private_folder, warn_once
 from autopar.terminal import complain, err, say
 
 SOURCES = Path(__file__).parent.parent / "csrc"
@@ -46,6 +48,7 @@ COMPILERS = {"host": ("CXX", "g++"), "cuda": ("NVCC", "nvcc")}
 """By kind: the variable that names a compiler, and its name where that is not set."""
 HOST_ONLY = ("thread", "emulated", "emulated-thread")
 LIMIT_S = 600.0
+_NAME_ANOTHER = "AUTOPAR_KERNEL_CACHE=FOLDER"
 _QUIET_S = 2.0  # a build that takes longer says so
 _HOST = ("-x", "c++", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off")
 # sm_80's code also runs on 8.6 and 8.9; its PTX serves devices that none of the architectures fits.
@@ -62,18 +65,22 @@ class Built:
 
 
 def cache_folder() -> Path:
-    """Where libraries lie.
+    """Find or make the folder of libraries; one of this process alone if other users can write to the one that is named.
+
+    Returns:
+        A folder that only the current user can write to.
 
     Raises:
-        KernelError: where the user has no home and no folder is named.
+        KernelError: if the user has no home and no folder is named, or the folder cannot be made.
     """
     named = os.environ.get("AUTOPAR_KERNEL_CACHE")
-    if named:
-        return Path(named)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels"
+        wanted = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels"
+        return private_folder(wanted, "compiled kernels", f"name a folder of your own: {_NAME_ANOTHER}")
     except RuntimeError as error:
-        raise KernelError("there is no home folder for a cache of kernels", remedy="name a folder: AUTOPAR_KERNEL_CACHE=FOLDER") from error
+        raise KernelError("there is no home folder for a cache of kernels", remedy=f"name a folder: {_NAME_ANOTHER}") from error
+    except OSError as error:
+        raise KernelError(f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}") from error
 
 
 def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
@@ -143,18 +150,37 @@ def _gencode(architecture: str) -> tuple[str, str]:
 def _build(name: str, command: Sequence[str], files: Sequence[Path], folder: Path, suffix: str) -> Built:
     if not files:
         raise KernelError(f"there are no kernels in {folder}", remedy="install the package whole: its folder csrc is missing")
-    stem = f"{name}-{_key(command, files, folder)}"
-    place, log = cache_folder() / f"{stem}{suffix}", cache_folder() / f"{stem}.log"
-    if not place.is_file():
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(place.with_name(f"{stem}.lock")):
-                if not place.is_file():
-                    return _compile(name, command, files, place, log)
-        except OSError as error:
-            remedy = "name another: AUTOPAR_KERNEL_CACHE=FOLDER"
-            raise KernelError(f"the cache of kernels cannot be written: {error}", remedy=remedy) from error
-    return Built(place, log.read_text(encoding="utf-8"), 0.0)
+    cache, stem = cache_folder(), f"{name}-{_key(command, files, folder)}"
+    place = cache / f"{stem}{suffix}"
+    if (report := _read(place, stem)) is not None:
+        return Built(place, report, 0.0)
+    try:
+        with _locked(cache / f"{stem}.lock"):
+            report = _read(place, stem)
+            return _compile(name, command, files, place, stem) if report is None else Built(place, report, 0.0)
+    except OSError as error:
+        raise KernelError(f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}") from error
+
+
+def _read(place: Path, stem: str) -> str | None:
+    """What the compiler said of a library in the cache; None if it has to be compiled."""
+    try:
+        if not (reason := find_foreign(place)):
+            report, wanted = (place.with_name(f"{stem}.{kind}").read_text(encoding="utf-8") for kind in ("log", "sha256"))
+            if wanted == _digest(place):
+                return report
+            reason = f"{place} is not as it was written"
+    except FileNotFoundError:  # nothing was compiled yet, or not to the end
+        return None
+    except (OSError, ValueError) as error:
+        reason = f"{place} cannot be read ({error})"
+    warn_once(f"{reason}: it is compiled again")
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
@@ -166,17 +192,20 @@ def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
     return key.hexdigest()[:16]
 
 
-def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Path, log: Path) -> Built:
+def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Path, stem: str) -> Built:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as scratch:
-        made, said = Path(scratch) / "made", Path(scratch) / "log"
+        made, said, digest = (Path(scratch) / kind for kind in ("made", "log", "sha256"))
         line = [*command, *map(str, files), "-o", str(made)]
         status, report = _run(name, line)
         if status != 0:
             what = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
             raise KernelError(what, remedy="see what the compiler says")
         said.write_text(report, encoding="utf-8")
-        os.replace(said, log)  # first, so that a library is never there without its report
+        digest.write_text(_digest(made), encoding="utf-8")
+        made.chmod(0o700)
+        for each in (said, digest):  # first, so that a library is never there without them
+            os.replace(each, place.with_name(f"{stem}.{each.name}"))
         os.replace(made, place)
     return Built(place, report, time.perf_counter() - start)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,7 @@ from autopar.kernels.sums import FIRST
 from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
 from autopar.ops.in_place import functional_form
+from autopar.private_folder import private_folder
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.splitting import local_part
@@ -34,6 +37,7 @@ from autopar.run.unused import tangent_names, without
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
 Outputs = Literal["full", "local", "dtensor", "loss", "auto"]
+_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 Boxed = Callable[[list[Any]], Any]
 
 
@@ -226,7 +230,26 @@ def boxed(graph_module: fx.GraphModule) -> Boxed:
     return graph_module
 
 
+def use_private_cache() -> None:
+    """Have Inductor keep the code that it compiles, and loads again, in a folder that only the current user can write to.
+
+    Its own default is a folder of a known name among the system's temporary files, where another user may have been first.
+
+    Raises:
+        RuntimeStateError: if the folder cannot be made.
+    """
+    named = os.environ.get(_INDUCTOR_CACHE)
+    wanted = Path(named or Path(tempfile.gettempdir()) / f"autopar-inductor-{getattr(os, 'getuid', os.getpid)()}")
+    try:
+        found = private_folder(wanted, "code that Inductor compiles", f"name a folder of your own: {_INDUCTOR_CACHE}=FOLDER")
+    except OSError as error:
+        what, remedy = f"Inductor's cache cannot be written: {error}", f"name another folder: {_INDUCTOR_CACHE}=FOLDER"
+        raise RuntimeStateError(what, where=str(wanted), remedy=remedy) from error
+    os.environ[_INDUCTOR_CACHE] = str(found)
+
+
 def _compiled(graph_module: fx.GraphModule) -> Boxed:
+    use_private_cache()
     compiled: Any = torch.compile(_functional(graph_module), backend="inductor", fullgraph=True, dynamic=False)
 
     def run(operands: list[Any]) -> Any:

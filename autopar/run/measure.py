@@ -59,7 +59,7 @@ def measure(
     data = _measure_cpu(4 if world_size is None else world_size, name, links) if device == "cpu" else _measure_gpu(world_size, name, links)
     profile = HardwareProfile.from_json(data)
     path = Path(out) if out is not None else HardwareProfile.local_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(dumps(data), encoding="utf-8")
     return profile
 

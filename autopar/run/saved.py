@@ -1,20 +1,27 @@
 """`Checkpoints`: what a training run saves, and what goes on from it on whatever devices are there then.
 
-A checkpoint is a folder that torch.distributed.checkpoint writes: the full model and its optimizer's state under the model's names,
-whatever layouts and stages they rested in, so that another plan, another mesh or another number of processes loads its own parts.
-Beside it stand `plan.json` and `autopar.json`, which says of which step it is, and what the checksum of each file is. It is written under
-another name and renamed when all ranks' parts are there: a folder that bears a checkpoint's name is whole, unless it was damaged since.
-Each says which run saved it, by which a run sees that another one saves into its folder (`saved_runs`).
+A checkpoint is a folder, which torch.distributed.checkpoint divides among the ranks: the full model and its optimizer's state under the
+model's names, whatever layouts and stages they were in, so that another plan, another mesh or another number of processes loads its own
+parts. Nothing in it is a pickle:
+
+    rank_00000.safetensors, …   tensors: each rank wrote one file (`saved_tensors`)
+    contents.json               which tensors are in which files, and the optimizer's settings (`saved_contents`)
+    others.json, .safetensors   the states of what else was passed, such as a scheduler (`saved_others`)
+    plan.json                   the plan
+    autopar.json                the step, the run, and a checksum of each file (`saved_files`)
+
+It is written under another name, and renamed when all ranks' parts are there: a folder that has a checkpoint's name is whole, unless it was
+damaged since. Each says which run saved it, by which a run sees that another one saves into its folder (`saved_runs`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +30,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import RuntimeStateError, size_text
-from autopar.run.holder import Holder, holder_of
+from autopar.run.holder import holder_of
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
-from autopar.run.saved_files import (
-    ABOUT,
-    FORMAT,
-    PAUSE_S,
-    SEEN_WITHIN_S,
-    SHARE,
-    VERSION,
-    Writer,
-    about_text,
-    checksums,
-    read_about,
-    save_parts,
-    seen_by_all,
-)
+from autopar.run.saved_files import FORMAT, PAUSE_S, SEEN_WITHIN_S, SHARE, VERSION, read_about, seen_by_all, sync_folder
+from autopar.run.saved_others import Others
+from autopar.run.saved_parts import collect_parts
 from autopar.run.saved_runs import check_alone, runs_of, this_run
-from autopar.run.saved_state import keys_of_model, missing_files, read_others, read_state, state_of, states_of
+from autopar.run.saved_state import keys_of_model, read_others, read_state, state_of, states_of
+from autopar.run.saved_writing import Background, HostCopies, Saving
 from autopar.run.weights import MAX_FILE_BYTES, export
 from autopar.version import VERSION as AUTOPAR_VERSION
 
 log = logging.getLogger("autopar")
 _NAME = re.compile(r"step_(\d{9,})")
+_KEPT = "Earlier checkpoints are as they were"
 
 
 class Checkpoints:
@@ -69,6 +67,8 @@ class Checkpoints:
             raise RuntimeStateError(f"keep={keep} checkpoints", remedy="keep at least one")
         self.folder, self.keep, self.weights = Path(folder), keep, weights
         self._known = runs_of(self._found())
+        self._background: Background | None = None
+        self._copies = HostCopies()
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which there are checkpoints; every rank calls it.
@@ -76,6 +76,7 @@ class Checkpoints:
         Raises:
             RuntimeStateError: where ranks see others.
         """
+        self.wait()
         by_first(self._repair, str(self.folder), "see the reason")
         for _ in range(int(SEEN_WITHIN_S / PAUSE_S)):
             seen = of_all(tuple(sorted(self._found())))
@@ -102,18 +103,45 @@ class Checkpoints:
             RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, another run saves
                 into it, or it cannot be written to. The checkpoints that are there stay.
         """
-        if not isinstance(step, int) or step < 0:
-            raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
-        holder, beside = holder_of(module), states_of(others)
-        holder.check_values()
-        run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
-        writing, state = self._part(step, run), state_of(holder, optimizer, weights=self.weights)
-        try:
-            self._write(step, holder, writing, state, beside)
-        except RuntimeStateError:  # on all ranks; what it comes from may be another run, which removes what was begun
-            by_first(self._check_alone, str(self.folder), "see the reason")
-            raise
+        saving = self._collect(step, module, optimizer, others, None)
+        free = size_text(shutil.disk_usage(self.folder).free)
+        remedy = f"see the reason; {free} are free there. {_KEPT}"
+        with self._another_run_first():
+            sums = {name: of for each in by_all(saving.write, str(saving.place), remedy) for name, of in each.items()}
+            by_first(lambda: self._finish(saving, sums), str(saving.place), remedy)
         return self._place(step)
+
+    def async_save(self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> Path:
+        """Save while training goes on; every rank calls it, with arguments as of `save`.
+
+        Each rank copies its part into the memory of the host, which takes less than a step as a rule, and writes the copy in the
+        background: what training changes meanwhile is not saved. The checkpoint is there, and older ones are removed, when all ranks have
+        written. A process that ends before leaves the checkpoints that were there, and a folder with the suffix ``.part``, which is never
+        loaded. One checkpoint is written at a time: the next call of a method waits for it. The host's memory for the copy is kept for
+        the next one.
+
+        Returns:
+            The folder that the checkpoint will have.
+
+        Raises:
+            RuntimeStateError: on all ranks, as `save`; also if the checkpoint that was written in the background before has failed. That
+                one is reported by whichever method is called next, and by `wait`; the call then does nothing else.
+        """
+        saving = self._collect(step, module, optimizer, others, self._copies)
+        self._copies.wait()
+        self._background = Background(saving, self._finish)
+        return self._place(step)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is written in the background, if there is one; every rank calls it.
+
+        Raises:
+            RuntimeStateError: on all ranks, if it was not saved.
+        """
+        background, self._background = self._background, None
+        if background is not None:
+            with self._another_run_first():
+                by_all(background.result, str(background.place), "see the reason")
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
         """Go on from the newest checkpoint; every rank calls it, with arguments as of `save`.
@@ -126,6 +154,8 @@ class Checkpoints:
                 was written: then it says which earlier one is whole. Nothing is changed.
         """
         steps = self.steps()
+        if rank() == 0 and (begun := [each.name for each in sorted(self.folder.glob("step_*.part"))]):
+            log.warning("not saved to the end, and not loaded: %s", ", ".join(begun))
         if not steps:
             return 0
         known = by_first(lambda: runs_of(self._found()), str(self.folder), "see the reason")
@@ -229,35 +259,46 @@ class Checkpoints:
         writing.mkdir(parents=True)
         return this_run()
 
-    def _write(self, step: int, holder: Holder, writing: Path, state: dict[str, Any], beside: Mapping[str, Any]) -> None:
-        """Every rank its part, and what the first writes beside."""
-        seen_by_all(writing, SEEN_WITHIN_S)
-        writer = Writer(writing)
-        save_parts(state, writer, f"step {step}", "Earlier checkpoints are as they were")
-        remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
+    def _collect(
+        self, step: int, module: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Any], copies: HostCopies | None
+    ) -> Saving:
+        """What this rank writes, in a folder that all ranks see; `copies` makes copies of it. Every rank calls it."""
+        self.wait()
+        if not isinstance(step, int) or step < 0:
+            raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
+        holder = holder_of(module)
+        beside: list[Others] = []
+        by_all(lambda: beside.append(Others.of(states_of(others), copies)), "what is saved with the model", "see the reason")
+        holder.check_values()
+        run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
+        writing, state = self._part(step, run), state_of(holder, optimizer, weights=self.weights)
+        with self._another_run_first():
+            seen_by_all(writing, SEEN_WITHIN_S)
+            parts = collect_parts(state, f"step {step}", _KEPT, writing, copies)
         tied = {name: names[0] for each in of_all(holder.same_names()) for names in each.values() for name in names[1:]}
-        sums = {name: of for each in by_all(lambda: checksums(writing, writer.written), str(writing), remedy) for name, of in each.items()}
-        by_first(lambda: self._finish(step, holder, writing, beside, tied, sums), str(writing), remedy)
-
-    def _finish(
-        self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any], tied: Mapping[str, str], sums: Mapping[str, int]
-    ) -> None:
-        """Name the checkpoint, whose other files have these checksums, and in which some names mean what others do; remove those that are
-        too many, and what was begun and not ended."""
-        if missing := missing_files(writing):
-            raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=SHARE)
         plan = getattr(holder, "plan", None)
         about = {
             "format": FORMAT, "version": VERSION, "step": step, "mesh": "" if plan is None else str(plan.mesh),
             "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": num_ranks(),
-            "run": this_run(), "tied": dict(tied), "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
+            "run": run, "tied": tied, "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
-        _written(writing / "others.pt", lambda path: torch.save(dict(beside), path))
-        if plan is not None:
-            _written(writing / "plan.json", plan.save)
-        own = checksums(writing, [each.name for each in writing.iterdir() if each.name not in sums])
-        _written(writing / ABOUT, lambda path: path.write_text(about_text({**about, "files": {**sums, **own}})))
-        before = self._named(step, writing)
+        return Saving(step, writing, rank(), num_ranks(), parts, beside[0], about, plan)
+
+    @contextmanager
+    def _another_run_first(self) -> Iterator[None]:
+        """What fails on all ranks may come from another run, which removes what was begun: that is said first."""
+        try:
+            yield
+        except RuntimeStateError:
+            by_first(self._check_alone, str(self.folder), "see the reason")
+            raise
+
+    def _finish(self, saving: Saving, sums: Mapping[str, int]) -> None:
+        """Name the checkpoint, whose files have these checksums; remove those that are too many, and what was begun and not ended."""
+        saving.finish(sums)
+        step = saving.step
+        before = self._named(step, saving.place)
+        sync_folder(self.folder)
         found = self._found()
         begun = (each for each in self.folder.glob("step_*.part") if (match := _NAME.match(each.name)) and int(match[1]) <= step)
         for old in (before, *begun, *(found[n] for n in sorted(found)[: -self.keep])):
@@ -277,11 +318,3 @@ class Checkpoints:
                 raise
         writing.rename(target)  # fails where another run has saved that step by now
         return before
-
-
-def _written(path: Path, write: Callable[[Path], object]) -> None:
-    """A file that is on the disk, too."""
-    write(path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-

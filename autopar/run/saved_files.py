@@ -6,58 +6,28 @@ quarter of what BLAKE2 takes. Each rank sums up the files that it wrote; those t
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
+import os
 import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-
-from autopar.errors import RuntimeStateError, size_text
+from autopar.errors import RuntimeStateError
+from autopar.json_text import read_json
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
+from autopar.run.saved_contents import CONTENTS
+from autopar.run.saved_others import OLD_OTHERS, OTHERS
+from autopar.run.saved_reader import FILE as OLD_CONTENTS
 
-FORMAT, VERSION = "autopar-checkpoint", 2
+FORMAT, VERSION, OLD_VERSION = "autopar-checkpoint", 3, 2
 ABOUT = "autopar.json"
 SHARE = "put checkpoints into a folder that all machines share, by its whole path"
 SEEN_WITHIN_S, PAUSE_S = 30.0, 0.5  # shared file systems show on one machine late what another wrote
 _CHUNK_BYTES = 2**22
-
-
-class Writer(FileSystemWriter):
-    """Torch's writer, which knows the names of the files that this rank wrote."""
-
-    def __init__(self, place: Path) -> None:
-        super().__init__(place)
-        self.written: tuple[str, ...] = ()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future = super().write_data(plan, planner)
-        self.written = tuple(sorted({result.storage_data.relative_path for result in future.wait()}))
-        return future
-
-
-def save_parts(state: dict[str, Any], writer: FileSystemWriter, what: str, kept: str) -> None:
-    """Every rank its part, by torch.distributed.checkpoint.
-
-    Args:
-        what: is saved. kept: what has not changed where it fails.
-
-    Raises:
-        RuntimeStateError: on all ranks, saying why it failed on which.
-    """
-    try:
-        dcp.save(state, storage_writer=writer)
-    except dcp.api.CheckpointException as error:
-        reasons = "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))  # each once
-        remedy = f"see the reason; {size_text(shutil.disk_usage(writer.path).free)} are free there. {kept}"
-        raise RuntimeStateError(f"{what} was not saved: {reasons}", where=str(writer.path), remedy=remedy) from error
+_NEEDED = {VERSION: {CONTENTS, OTHERS}, OLD_VERSION: {OLD_CONTENTS, OLD_OTHERS}}
 
 
 def seen_by_all(place: Path, within_s: float) -> None:
@@ -77,6 +47,16 @@ def seen_by_all(place: Path, within_s: float) -> None:
 def checksums(place: Path, names: Iterable[str]) -> dict[str, int]:
     """Of files in a folder, by name; each is read in pieces."""
     return {name: _checksum(place / name) for name in names}
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of the files in a folder are on the disk, if the system can say so of folders."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def about_text(about: Mapping[str, Any]) -> str:
@@ -102,18 +82,37 @@ def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
 def _read(place: Path) -> tuple[Mapping[str, Any], str]:
     """What `autopar.json` says, once all other files are there as well, and what is damaged."""
     try:
-        about = json.loads((place / ABOUT).read_text())
+        about = read_json((place / ABOUT).read_text(encoding="utf-8"))
         if not isinstance(about, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         return {}, f"{ABOUT} cannot be read ({type(error).__name__}: {error})"
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        what = f"the checkpoint is of format {about.get('format')!r}, version {about.get('version')!r}"
-        raise RuntimeStateError(what, remedy=f"this autopar reads {FORMAT!r}, version {VERSION}")
+    if about.get("format") != FORMAT or about.get("version") not in (VERSION, OLD_VERSION):
+        what = f"the checkpoint is of format {about.get('format')!r:.40}, version {about.get('version')!r:.40}"
+        raise RuntimeStateError(what, remedy=f"this autopar reads {FORMAT!r}, versions {OLD_VERSION} and {VERSION}")
     if about.pop("checksum", None) != _own_checksum(about):
         return {}, f"{ABOUT} is not as it was written"
+    if fault := _find_fault(about):
+        return {}, f"{ABOUT} {fault}"
     missing = [f"{name} is not there" for name in sorted(about["files"]) if not (place / name).is_file()]
     return about, ", ".join(missing[:3])
+
+
+def _find_fault(about: Mapping[str, Any]) -> str:
+    """What is wrong with the form of `autopar.json`; empty if nothing is."""
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "step": int, "mesh": str, "plan": str, "random_state": (int, type(None)), "run": str, "tied": dict, "files": dict,
+    }  # fmt: skip
+    wrong = [name for name, kind in kinds.items() if not isinstance(about.get(name, {} if name == "tied" else ...), kind)]
+    if wrong:
+        return f"has no {wrong[0]}, or one of another kind"
+    if not -(2**63) <= (about["random_state"] or 0) < 2**63 or not all(isinstance(name, str) for name in about.get("tied", {}).values()):
+        return "has a random state or tied names that mean nothing"
+    files = about["files"]
+    if not all(type(checksum) is int for checksum in files.values()) or any(Path(name).name != name for name in files):
+        return "names files that are not in its folder"
+    missing = _NEEDED[about["version"]] - files.keys()
+    return f"does not list {min(missing)}" if missing else ""
 
 
 def _damaged(place: Path, wanted: Mapping[str, int]) -> list[str]:

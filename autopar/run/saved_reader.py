@@ -1,8 +1,8 @@
-"""Reading what torch.distributed.checkpoint wrote, without running what a planted file says.
+"""Reading checkpoints of earlier versions, which torch.distributed.checkpoint wrote with pickles, without running what a planted file says.
 
-Torch unpickles `.metadata` and every saved value that is no tensor, and a pickle may call anything.
-Here the first makes only what such files are of, and the others go through torch's own reader of
-weights. Tensors torch reads that way by itself.
+Torch unpickles `.metadata` and every saved value that is not a tensor, and a pickle may call anything. Here `.metadata` makes
+only the classes that such files are made of, and other values go through torch's own reader of weights, as torch reads
+tensors anyway. Nothing is written in this format any more.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from autopar.errors import RuntimeStateError
+from autopar.run.saved_contents import check_boxes
 
-_FILE = ".metadata"
+FILE = ".metadata"
 _PARTS = "torch.distributed.checkpoint.metadata"
 _REMEDY = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
 _ALLOWED = frozenset(
@@ -43,8 +44,12 @@ _KINDS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _PATHS = frozenset((module, kind) for module in ("pathlib", "pathlib._local") for kind in _KINDS)
 
 
-class Reader(FileSystemReader):
+class OldReader(FileSystemReader):
     """Torch's reader of a folder, whose `.metadata` makes nothing but what describes tensors."""
+
+    def __init__(self, place: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(place)
+        self._known = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds; arguments are torch's, and mean nothing here.
@@ -56,17 +61,36 @@ class Reader(FileSystemReader):
             RuntimeStateError: where the file would make anything else, or cannot be read.
             OSError: where it cannot be opened.
         """
-        place = Path(self.path) / _FILE
+        place = Path(self.path) / FILE
+        if self._known is not None:
+            return self._known
         with place.open("rb") as file:
             metadata = _unpickled(file, place)
+        _check_form(metadata, place)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class Planner(DefaultLoadPlanner):
-    """Torch's planner, which reads what is no tensor as weights are read."""
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read as torch does.
+
+        Raises:
+            RuntimeStateError: where a file is damaged.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except RuntimeStateError:
+            raise
+        except Exception as error:  # torch raises many classes for what it cannot read
+            names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
+            what = f"{', '.join(names[:3])} cannot be read ({type(error).__name__}: {_first_line(error)})"
+            raise RuntimeStateError(what, where=str(self.path), remedy=_REMEDY) from error
+
+
+class OldPlanner(DefaultLoadPlanner):
+    """Torch's planner, which reads values that are not tensors as weights are read."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take one saved value.
@@ -88,25 +112,6 @@ class Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, safe)
 
 
-def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> None:
-    """Read a checkpoint into tensors where they lie, and into other values by key.
-
-    Args:
-        state: what is read, by key. place: the checkpoint's folder. alone: by this process only.
-
-    Raises:
-        RuntimeStateError: on all that read, where a file holds what is not read, or is not there.
-    """
-    try:
-        dcp.load(state, storage_reader=Reader(place), planner=Planner(), no_dist=alone)
-    except dcp.api.CheckpointException as error:
-        said = [failure[0] for failure in error.failures.values()]
-        reasons = "; ".join(dict.fromkeys(getattr(each, "what", str(each)) for each in said))
-        what = f"the checkpoint was not read: {reasons}"
-        remedy = f"{_REMEDY}. What it was read into is in part overwritten"
-        raise RuntimeStateError(what, where=str(place), remedy=remedy) from error
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes], place: Path) -> None:
         super().__init__(file)
@@ -120,8 +125,21 @@ class _Unpickler(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
             return found
-        what = f"{_FILE} of the checkpoint is refused: it would make or call {module}.{name}"
+        what = f"{FILE} of the checkpoint is refused: it would make or call {module}.{name}"
         raise RuntimeStateError(what, where=str(self._place), remedy=_REMEDY)
+
+
+def _check_form(metadata: Metadata, place: Path) -> None:
+    """Raises RuntimeStateError if it does not describe tensors whose parts are in files of its own folder and fill them."""
+    try:
+        kinds = {type(each) for each in metadata.state_dict_metadata.values()}
+        names = [info.relative_path for info in (metadata.storage_data or {}).values()]
+        outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if outside or not kinds <= {TensorStorageMetadata, BytesStorageMetadata}:
+            raise TypeError(f"it names {outside[:1] or kinds}")
+        check_boxes(metadata, place)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RuntimeStateError(f"{FILE} of the checkpoint is damaged: {error}", where=str(place), remedy=_REMEDY) from error
 
 
 def _unpickled(file: IO[bytes], place: Path) -> Metadata:
@@ -130,10 +148,10 @@ def _unpickled(file: IO[bytes], place: Path) -> Metadata:
     except RuntimeStateError:
         raise
     except Exception as error:  # a broken pickle raises many classes
-        what = f"{_FILE} of the checkpoint cannot be read: {_first_line(error)}"
+        what = f"{FILE} of the checkpoint cannot be read: {_first_line(error)}"
         raise RuntimeStateError(what, where=str(place), remedy=_REMEDY) from error
     if not isinstance(found, Metadata):
-        what = f"{_FILE} of the checkpoint is refused: it is a {type(found).__name__}"
+        what = f"{FILE} of the checkpoint is refused: it is a {type(found).__name__}"
         raise RuntimeStateError(what, where=str(place), remedy=_REMEDY)
     return found
 

@@ -8,7 +8,6 @@ gets its name only where there is none of that name, so that of two runs that sa
 from __future__ import annotations
 
 import functools
-import json
 import os
 import socket
 import uuid
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.errors import RuntimeStateError
+from autopar.json_text import read_json
 from autopar.run.saved_files import ABOUT
 
 
@@ -34,7 +34,7 @@ def runs_of(found: Mapping[int, Path]) -> dict[int, str]:
     runs = {}
     for step, place in found.items():
         try:
-            runs[step] = json.loads((place / ABOUT).read_text())["run"]
+            runs[step] = str(read_json((place / ABOUT).read_text(encoding="utf-8"))["run"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return runs

@@ -7,13 +7,11 @@ follows (`step` is 1 then). So none is made to save one, and what torch makes to
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -22,7 +20,8 @@ from torch.optim import Optimizer
 from autopar.errors import RuntimeStateError
 from autopar.run.holder import Holder
 from autopar.run.ranks import of_all
-from autopar.run.saved_reader import Reader, load_parts
+from autopar.run.saved_loading import load_parts, read_metadata
+from autopar.run.saved_others import read_all_others
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODEL, _STATE = "model.", "optimizer.state."
@@ -37,33 +36,19 @@ def state_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool = Tru
 
 
 def states_of(others: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved of others, by name.
-
-    Raises:
-        RuntimeStateError: of one that has no state, or whose state could not be read again.
-    """
-    found = {name: _stateful(name, other).state_dict() for name, other in others.items()}
-    for name, state in found.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(state, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:  # pickle and torch raise many classes for what they do not take
-            said = next(iter(str(error).splitlines()), type(error).__name__)
-            what = f"the state of {name!r} is nothing that a checkpoint is read back with: {said}"
-            raise RuntimeStateError(what, remedy="let its state_dict give tensors, numbers, texts, lists and dicts") from error
-    return found
+    """The states of others, by name. Raises RuntimeStateError for one that has none."""
+    return {name: _stateful(name, other).state_dict() for name, other in others.items()}
 
 
 def read_others(place: Path, others: Mapping[str, Any]) -> Mapping[str, Any]:
     """What was saved of others, by name.
 
     Raises:
-        RuntimeStateError: where one of them was not saved.
+        RuntimeStateError: where one of them was not saved, or what was saved is damaged.
     """
     for name, other in others.items():
         _stateful(name, other)
-    found: Mapping[str, Any] = torch.load(place / "others.pt", weights_only=True)
+    found = read_all_others(place)
     missing = [name for name in others if name not in found]
     if missing:
         what = f"the checkpoint has no {missing[0]!r}" + (f"; it has {', '.join(found)}" if found else "")
@@ -77,18 +62,18 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weig
     Raises:
         RuntimeStateError: where it is of another model or optimizer. Nothing is changed then.
     """
-    saved = Reader(place).read_metadata()
+    saved = read_metadata(place)
     fresh = optimizer is not None and not optimizer.state
     state = {} if optimizer is None else _optimizer_state(holder, optimizer)
     never = _never_stepped(state, saved)
     wanted = {**(_model_state(holder) if weights else {}), **{key: value for key, value in state.items() if key not in never}}
     try:
         _check_same(wanted, saved, place)
+        load_parts(wanted, place)
     except RuntimeStateError:
         if optimizer is not None and fresh:  # torch has made one, to know what there is to load
             optimizer.state.clear()
         raise
-    load_parts(wanted, place)
     if optimizer is None:
         return ("optimizer",) if any(key.startswith("optimizer.") for key in saved.state_dict_metadata) else ()
     given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
@@ -101,17 +86,10 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weig
     return ()
 
 
-def missing_files(place: Path) -> list[str]:
-    """Files of a checkpoint that are not there, or shorter than what was written into them."""
-    ends: dict[str, int] = {}
-    for info in (Reader(place).read_metadata().storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    return sorted(name for name, end in ends.items() if not (place / name).is_file() or (place / name).stat().st_size < end)
-
-
 def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
     """Names of a checkpoint's parameters and buffers, of each one, and their keys in it."""
-    keys = (key for key in Reader(place).read_metadata().state_dict_metadata if key.startswith(_MODEL))
+    known = read_metadata(place).state_dict_metadata
+    keys = (key for key, of in known.items() if key.startswith(_MODEL) and isinstance(of, TensorStorageMetadata))
     return {name: key for key in keys if (name := key.removeprefix(_MODEL)) not in tied}
 
 

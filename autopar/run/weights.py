@@ -1,7 +1,7 @@
 """Weights in and out of compiled modules, as safetensors, and models without weights.
 
 Each rank reads from the files the boxes that it holds, and no more: no process ever has the whole model. Out they go by way of
-torch.distributed.checkpoint, whose parts, wherever ranks and stages hold them, ranks then put together, each some of the files.
+the files of a checkpoint, whose parts, wherever ranks and stages hold them, ranks then put together, each some of the files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -27,8 +25,9 @@ from autopar.errors import RuntimeStateError
 from autopar.run.checkpoints import CheckpointTensor
 from autopar.run.holder import Holder, holder_of
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
-from autopar.run.saved_files import SEEN_WITHIN_S, save_parts, seen_by_all
-from autopar.run.saved_reader import Reader, load_parts
+from autopar.run.saved_files import SEEN_WITHIN_S, seen_by_all
+from autopar.run.saved_loading import load_parts, read_metadata
+from autopar.run.saved_parts import save_parts
 from autopar.run.weight_files import Piece, WeightFiles, in_files, put_in_place, write_file
 from autopar.terminal import progress_of_long
 
@@ -136,7 +135,7 @@ def save_weights(
     with _writing_into(into) as written:
         here, state = {names[0] for names in holder.same_names().values()}, holder.state_dict()  # of tied ones one
         keys = {name: name for names in of_all(here) for name in sorted(names)}
-        save_parts({name: x for name, x in state.items() if name in here}, FileSystemWriter(written), "the model", _KEPT)
+        save_parts({name: x for name, x in state.items() if name in here}, written, "the model", _KEPT)
         put_together(written, keys, into, dtype, max_file_bytes)
 
 
@@ -172,8 +171,8 @@ def _writing_into(folder: Path) -> Iterator[Path]:
 
 
 def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
-    """Whole tensors of what torch.distributed.checkpoint wrote, in files; each rank writes some of these."""
-    known = by_first(lambda: Reader(place).read_metadata().state_dict_metadata, str(place), "see the reason")
+    """Whole tensors of a checkpoint, in files; each rank writes some of these."""
+    known = by_first(lambda: read_metadata(place).state_dict_metadata, str(place), "see the reason")
     written, facts = folder / _PART, {name: cast(TensorStorageMetadata, known[key]) for name, key in keys.items()}
     dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items()}
     sizes = {name: math.prod(facts[name].size) * of.itemsize for name, of in dtypes.items()}
@@ -182,19 +181,12 @@ def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torc
     def write() -> None:
         for file, names in list(files.items())[rank() :: num_ranks()]:
             state = {keys[name]: torch.empty(facts[name].size, dtype=facts[name].properties.dtype) for name in names}
-            _read_whole(state, place)
+            load_parts(state, place, alone=True)
             write_file(written / file, {name: state[keys[name]].to(dtypes[name]) for name in names})
 
     with progress_of_long("writing weights"):
         by_all(write, str(folder), _KEPT)
     by_first(lambda: put_in_place(written, folder, files, sum(sizes.values())), str(folder), "see the reason")
-
-
-def _read_whole(state: dict[str, Tensor], place: Path) -> None:
-    """By this process alone, on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load_parts(state, place, alone=True)
 
 
 def _written_in(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Damaged checkpoints: refused without a change, or loaded as they were saved.
 
 Two checkpoints, of steps 1 and 2, are saved once a process; each case damages a copy and loads it.
+The second is written in the background.
 Code that a file brings along is never run: a planted pickle would leave a file.
 """
 
@@ -66,8 +67,10 @@ def saved() -> tuple[Path, dict[int, State]]:
         module(**batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        checkpoints.save(step, module, optimizer)
+        save = checkpoints.save if step == 1 else checkpoints.async_save
+        save(step, module, optimizer)
         states[step] = state_of(module, optimizer)
+    checkpoints.wait()
     return folder, states
 
 
@@ -155,7 +158,7 @@ def plant(folder: Path, mark: Path, rng: random.Random) -> str:
 def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
     """A pickle lies beside the files under a name that a reader may look for."""
     place = rng.choice((folder, newest(folder)))
-    name = rng.choice((".metadata", "__0_9.distcp", "state.pt", "plan.pkl", "autopar.pkl"))
+    name = rng.choice((".metadata", "__0_9.distcp", "state.pt", "others.pt", "rank_00001.safetensors"))
     (place / name).write_bytes(pickle.dumps(Planted(mark)))
     if place != folder:
         forge(place)
@@ -184,9 +187,26 @@ def forge(place: Path) -> None:
         return  # what is damaged is what the checksums are kept in
 
 
+def forged_bytes(folder: Path, mark: Path, rng: random.Random) -> str:
+    """A file of tensors is cut, or its header is damaged, and the checksums say that it belongs there."""
+    path = rng.choice([p for p in files_of(newest(folder)) if p.suffix == ".safetensors"])
+    data = bytearray(path.read_bytes())
+    end = 8 + int.from_bytes(data[:8], "little")
+    if rng.random() < 0.5:
+        size = rng.randrange(len(data))
+        how, data = f"cut to {size} bytes", data[:size]
+    else:
+        place = rng.randrange(end)
+        data[place] ^= 1 << rng.randrange(8)
+        how = f"a bit of byte {place} of the header"
+    path.write_bytes(data)
+    forge(newest(folder))
+    return f"{path.name}: {how}, with its checksum"
+
+
 DAMAGES: tuple[Callable[[Path, Path, random.Random], str], ...] = (
     flip, truncate, delete, swap_steps, swap_files, other_step, replace, plant, plant,
-    plant_beside, forged_json,
+    plant_beside, forged_json, forged_json, forged_bytes,
 )  # fmt: skip
 
 

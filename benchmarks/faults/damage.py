@@ -134,7 +134,7 @@ def other_value(data: Any, path: Path, old: Any, rng: random.Random) -> Any:
         return old * rng.choice((0.5, 2.0, 0.999, 1.01))
     if isinstance(old, str):
         field = pattern_of(path)
-        alike = {at(data, p) for p in places(data) if pattern_of(p) == field}
+        alike = [at(data, p) for p in places(data) if pattern_of(p) == field]
         words = sorted({word for word in alike if isinstance(word, str)} - {old})
         return rng.choice(words) if words else f"{old}x"
     return old

@@ -52,8 +52,8 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Pa
 def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) -> None:
     first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
     assert first == second
-    assert "step 0 is damaged: __0_0.distcp is not as it was written" in first[0] and "there is no earlier one" in first[0]
-    assert "step 1 is damaged: __1_0.distcp is not as it was written" in first[1] and "no earlier one is whole" in first[1]
+    assert "step 0 is damaged: rank_00000.safetensors is not as it was written" in first[0] and "there is no earlier one" in first[0]
+    assert "step 1 is damaged: rank_00001.safetensors is not as it was written" in first[1] and "no earlier one is whole" in first[1]
 
 
 def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_of_the_other_are_told(tmp_path: Path) -> None:
@@ -63,3 +63,13 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_
     assert ended == same and "another run saves into this folder, too: step" in ended["said"] and "end the other" in ended["said"]
     assert ended["saved"] == 0 and went_on["saved"] == 3
     assert went_on["damage"] == "" and set(went_on["run"]) == {2, 3} and len(set(went_on["run"].values())) == 1
+
+
+def test_ranks_write_in_the_background_and_an_error_of_one_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = run_processes(2, WORKER, "background", str(tmp_path))
+    for told in (first, second):
+        assert told["changed"] and told["same"] and told["loaded"] == 1
+        assert "step 2 was not saved in the background" in told["said"] and "No space left" in told["said"]
+        assert told["steps"] == (1,) and told["last"] == (1, 3)
+    names = {path.name for path in (tmp_path / "step_000000003").iterdir()}
+    assert names == {"rank_00000.safetensors", "rank_00001.safetensors", "contents.json", "others.json", "plan.json", "autopar.json"}

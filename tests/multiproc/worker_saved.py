@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.run import saved, saved_files, saved_runs
+from autopar.run import saved, saved_files, saved_parts, saved_runs
 from benchmarks.common import load_profile
 from benchmarks.zoo import build
 
@@ -72,7 +72,7 @@ def damaged(rank: int, folder: str) -> list[str]:
         place = checkpoints.save(writer, module)
         torch.distributed.barrier()
         if rank == 0:
-            with (place / f"__{writer}_0.distcp").open("r+b") as file:
+            with (place / f"rank_{writer:05d}.safetensors").open("r+b") as file:
                 file.seek(-9, 2)
                 byte = file.read(1)[0]
                 file.seek(-9, 2)
@@ -96,6 +96,46 @@ def beside(rank: int, folder: str, name: str) -> dict[str, Any]:
             return {"saved": step - 1, "said": said}
     damage = saved_files.read_about(checkpoints._place(3))[1]
     return {"saved": 3, "said": "", "run": saved_runs.runs_of(checkpoints._found()), "damage": damage}
+
+
+def background(rank: int, folder: str) -> dict[str, Any]:
+    """Save in the background, also where one rank cannot write; what is there then, and what is said."""
+    model, batch = build("gpt2", n_layer=1)
+    module: Any = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo", constraints=(autopar.constraints.fsdp(),))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+    checkpoints = autopar.Checkpoints(folder)
+
+    def step() -> None:
+        module(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values() -> list[torch.Tensor]:
+        moments = [x for of in optimizer.state.values() for x in of.values()]
+        return [getattr(x, "to_local", lambda x=x: x)().detach().clone() for x in (*module.parameters(), *moments)]
+
+    step()
+    wanted = values()
+    checkpoints.async_save(1, module, optimizer)
+    step()
+    checkpoints.wait()
+    changed = any(not torch.equal(a, b) for a, b in zip(wanted, values(), strict=True))
+    loaded = checkpoints.load(module, optimizer)
+    same = all(torch.equal(a, b) for a, b in zip(wanted, values(), strict=True))
+    plain = saved_parts.write_tensors
+    if rank == 1:
+        saved_parts.write_tensors = _full
+    checkpoints.async_save(2, module, optimizer)
+    step()
+    said = _refusal(lambda: checkpoints.save(2, module, optimizer))
+    saved_parts.write_tensors = plain
+    steps = checkpoints.steps()
+    checkpoints.async_save(3, module, optimizer)
+    return {"changed": changed, "loaded": loaded, "same": same, "said": said, "steps": steps, "last": checkpoints.steps()}
+
+
+def _full(*_: Any) -> int:
+    raise OSError(28, "No space left on device")
 
 
 def _refusal(action: Callable[[], object]) -> str:

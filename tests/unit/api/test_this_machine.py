@@ -54,6 +54,20 @@ def test_that_a_gpu_has_no_profile_of_its_own_is_told_once(
     assert said == [f"there is no profile of {name}: planned with the times of {profile}"] * (not is_its_own)
 
 
+def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
+    gpu: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.name = "NVIDIA H200"
+    path = HardwareProfile.local_path()
+    path.write_bytes(Path(this_machine.__file__).parents[1].joinpath("cost_models", "cpu-gloo.json").read_bytes())
+    assert default_hardware("cpu") == "local"
+    path.chmod(0o666)
+    assert default_hardware("cpu") == "cpu-gloo" and "other users can write" in caplog.text
+    path.chmod(0o600)
+    tmp_path.chmod(0o777)
+    assert default_hardware("cpu") == "cpu-gloo"
+
+
 def test_a_plan_takes_no_more_memory_than_the_gpu_has(gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     profile, asked = HardwareProfile.load("h100-sxm"), PlanOptions(memory_bytes=10**9)
     gpu.total_memory = 24 * 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -110,7 +111,39 @@ def test_what_was_compiled_once_is_taken_from_the_cache(folder: Path) -> None:
     second = build.build_library("host", folder=folder)
     assert first.build_s > 0 == second.build_s
     assert first.path == second.path and first.path.is_file()
-    assert sorted(path.suffix for path in first.path.parent.iterdir()) == [".lock", ".log", ".so"]
+    assert sorted(path.suffix for path in first.path.parent.iterdir()) == [".lock", ".log", ".sha256", ".so"]
+
+
+@needs_host
+@pytest.mark.parametrize("kind", ["so", "log", "sha256"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_library_that_is_not_as_it_was_written_is_compiled_again(
+    folder: Path, kind: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = build.build_library("host", folder=folder)
+    wanted, path = first.path.read_bytes(), first.path.with_suffix(f".{kind}")
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:20] if damage == "cut" else b"\xff other")
+    again = build.build_library("host", folder=folder)
+    changed = damage == "gone" or (kind, damage) != ("log", "cut")  # the report is empty
+    assert again.path == first.path and (again.build_s > 0) == changed and first.path.read_bytes() == wanted
+    assert damage == "gone" or not changed or "compiled again" in caplog.text
+
+
+@needs_host
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
+@pytest.mark.parametrize("whose", ["folder", "library", "above"])
+def test_a_library_of_another_user_is_not_loaded(folder: Path, whose: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = build.build_library("host", folder=folder)
+    planted = {"folder": first.path.parent, "library": first.path, "above": folder.parent}[whose]
+    os.chown(planted, 12345, -1)
+    again = build.build_library("host", folder=folder)
+    assert again.build_s > 0 and "belongs to user 12345" in caplog.text
+    assert again.path.stat().st_uid == again.path.parent.stat().st_uid == 0
+    assert (again.path == first.path) == (whose == "library")
+    assert build.build_library("host", folder=folder).build_s == 0, "this process keeps what it built"
 
 
 @needs_host

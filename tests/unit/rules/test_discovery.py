@@ -202,16 +202,56 @@ def test_what_is_remembered_is_tried_again_and_never_trusted(cache: Path) -> Non
     right = discovery.discover(made).options
     wrong = json.loads(cache.read_text())
     wrong["rules"] = {key: [[["S(0)"], ["P"]], [["S(1)"], ["S(0)"]]] for key in wrong["rules"]}
+    wrong["sha256"] = discovered.digest(wrong["rules"])
     cache.write_text(json.dumps(wrong))
     discovery._discover.cache_clear()
     assert discovery.discover(made).options == right
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"rules": 3}', "\x00"])
-def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str) -> None:
-    cache.parent.mkdir(parents=True)
-    cache.write_text(text)
-    assert discovered.load(call(mine.rough_average.default, torch.ones(8, 6))) == ()
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rules": 3}', "\x00", "[" * 100_000, '{"format": 1e999}', "\udcff"])
+def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache.parent.mkdir(parents=True, mode=0o700)
+    cache.write_bytes(text.encode(errors="surrogateescape"))
+    made = call(mine.rough_average.default, torch.ones(8, 6))
+    assert discovered.load(made) == discovered.load(made) == ()
+    assert caplog.text.count("discovered.json cannot be read") == 1
+    discovery.discover(made)
+    assert discovered.load(made), "it is written anew"
+
+
+@pytest.mark.parametrize("change", [lambda d: d["rules"].popitem(), lambda d: d.update(rules=[]), lambda d: d.pop("sha256")])
+def test_entries_that_were_edited_are_not_read(cache: Path, change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    made = call(mine.rough_average.default, torch.ones(8, 6))
+    discovery.discover(made)
+    data = json.loads(cache.read_text())
+    change(data)
+    cache.write_text(json.dumps(data))
+    assert discovered.load(made) == () and "it is not as it was written" in caplog.text
+
+
+@pytest.mark.parametrize("entry", [3, "x", [3], [["x"]], [[["x"], [3]]], [[["?"], ["R"]]], [[], []], {"a": 1}, None])
+def test_an_entry_of_another_form_is_not_read(cache: Path, entry: Any) -> None:
+    made = call(mine.rough_average.default, torch.ones(8, 6))
+    discovery.discover(made)
+    data = json.loads(cache.read_text())
+    data["rules"] = dict.fromkeys(data["rules"], entry)
+    cache.write_text(json.dumps({**data, "sha256": discovered.digest(data["rules"])}))
+    assert discovered.load(made) == ()
+
+
+def test_a_file_that_another_user_can_write_is_not_read(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = call(mine.rough_average.default, torch.ones(8, 6))
+    discovery.discover(made)
+    assert cache.parent.stat().st_mode & 0o777 == 0o700 and discovered.load(made)
+    cache.chmod(0o666)
+    assert discovered.load(made) == () and "other users can write" in caplog.text
+    cache.chmod(0o600)
+    cache.parent.chmod(0o777)
+    assert discovered.path() != cache and discovered.load(made) == ()
+    discovery._discover.cache_clear()
+    discovery.discover(made)
+    assert discovered.load(made), "this process remembers what it found"
+    assert cache.parent.stat().st_mode & 0o777 == 0o777, "the folder is left as it is"
 
 
 def test_what_is_remembered_spares_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,6 +238,22 @@ def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(devices: De
         assert call(build(devices, backend="inductor"))["loss"].isfinite()
     with pytest.raises(RuntimeStateError, match="backend 'fast' is not known"):
         build(devices, backend="fast")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_inductor_loads_nothing_that_another_user_may_have_compiled(
+    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "named"))
+    if not named:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    executor.use_private_cache()
+    first = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert first.parent == tmp_path and first.stat().st_mode & 0o777 == 0o700 and not caplog.records
+    first.chmod(0o777)
+    executor.use_private_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(first) and "TORCHINDUCTOR_CACHE_DIR=FOLDER" in caplog.text
 
 
 def test_a_mesh_survives_the_way_to_torch_and_back(devices: DeviceMesh) -> None:

@@ -16,6 +16,7 @@ from autopar.errors import RuntimeStateError
 from autopar.run import saved as saved_in
 from autopar.run import saved_runs
 from autopar.run.saved_files import read_about
+from autopar.run.saved_loading import read_metadata
 from autopar.run.saved_runs import runs_of
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
@@ -282,7 +283,7 @@ def flip(path: Path, at: int | None = None) -> None:
     path.write_bytes(content)
 
 
-FILES = ("autopar.json", "others.pt", "plan.json", ".metadata", "__0_0.distcp")
+FILES = ("autopar.json", "others.json", "plan.json", "contents.json", "rank_00000.safetensors")
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -308,7 +309,7 @@ def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(tmp_path: 
     for n in (1, 2, 3):
         checkpoints.save(n, module)
     for n in damaged:
-        flip(tmp_path / f"step_{n:09d}" / "__0_0.distcp")
+        flip(tmp_path / f"step_{n:09d}" / "rank_00000.safetensors")
     with pytest.raises(RuntimeStateError, match=remedy):
         checkpoints.load(module)
 
@@ -339,7 +340,7 @@ def test_what_was_saved_and_is_not_asked_for_is_told(saved: tuple[Path, float], 
 
 
 class Drawing:
-    """A state that torch.load does not read without running what is in it."""
+    """A state that would have to be pickled."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": Path("somewhere")}
@@ -350,7 +351,7 @@ class Drawing:
 
 def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> None:
     folder, _ = saved
-    with pytest.raises(RuntimeStateError, match="the state of 'draws' is nothing that a checkpoint is read back with"):
+    with pytest.raises(RuntimeStateError, match=r"draws\['path'\] is a pathlib.PosixPath, which a checkpoint cannot hold"):
         autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
     (folder.parent / "file").touch()
     with pytest.raises(RuntimeStateError, match=r"NotADirectoryError(.|\n)*can be written to"):
@@ -407,7 +408,7 @@ def test_without_weights_the_optimizer_alone_is_saved_and_read(tmp_path: Path) -
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     step(module, optimizer)
     place = autopar.Checkpoints(tmp_path, weights=False).save(1, module, optimizer)
-    keys = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    keys = read_metadata(place).state_dict_metadata
     assert keys and all(key.startswith("optimizer.") for key in keys)
     other = compiled()
     fresh, before = torch.optim.AdamW(other.parameters(), lr=0.5), values(other)

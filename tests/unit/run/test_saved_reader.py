@@ -1,9 +1,9 @@
-"""A planted pickle in a checkpoint's folder is refused, and what it would do is not done."""
+"""A pickle that is planted in a checkpoint of an earlier version is refused, and what it would do is not done."""
 
 from __future__ import annotations
 
 import builtins
-import json
+import dataclasses
 import operator
 import os
 import pickle
@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from old_checkpoints import forge, to_old_format
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.run.saved_files import ABOUT, about_text, checksums, read_about
-from autopar.run.saved_reader import Reader, load_parts
+from autopar.run.saved_loading import load_parts
+from autopar.run.saved_reader import OldReader
 
 
 class Call:
@@ -82,29 +83,13 @@ def _compiled() -> Any:
     return autopar.compile(Net(), example_inputs=batch, hardware="cpu-gloo")
 
 
-def _plant(place: Path, planted: bytes) -> None:
-    """Put it in, with checksums that fit, as one who means harm would."""
-    (place / ".metadata").write_bytes(planted)
-    about, damage = _read_about(place)
-    assert damage, "it is told from what was written"
-    names = [each.name for each in place.iterdir() if each.name != ABOUT]
-    (place / ABOUT).write_text(about_text({**about, "files": checksums(place, names)}))
-
-
-def _read_about(place: Path) -> tuple[dict[str, Any], str]:
-    """What `autopar.json` says without its checksum, and whether the folder is damaged."""
-    about = json.loads((place / ABOUT).read_text())
-    del about["checksum"]
-    return about, read_about(place)[1]
-
-
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_metadata_that_would_call_something_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     make, name = HOSTILE[kind]
     marker = tmp_path / "marker"
     (tmp_path / ".metadata").write_bytes(make(marker))
     with pytest.raises(RuntimeStateError) as refusal:
-        Reader(tmp_path).read_metadata()
+        OldReader(tmp_path).read_metadata()
     assert name in refusal.value.what
     assert str(tmp_path / ".metadata") == str(refusal.value.where)
     with pytest.raises(RuntimeStateError, match=name):
@@ -116,13 +101,16 @@ def test_metadata_that_would_call_something_is_refused_by_name(kind: str, tmp_pa
 def test_metadata_that_is_none_is_refused(planted: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(planted)
     with pytest.raises(RuntimeStateError, match=r"\.metadata of the checkpoint"):
-        Reader(tmp_path).read_metadata()
+        OldReader(tmp_path).read_metadata()
 
 
 def test_loading_and_exporting_run_nothing_of_a_planted_file(tmp_path: Path) -> None:
     module, checkpoints, marker = _compiled(), autopar.Checkpoints(tmp_path / "run"), tmp_path / "marker"
     place = checkpoints.save(1, module)
-    _plant(place, pickle.dumps(_eval(marker)))
+    to_old_format(place)
+    assert checkpoints.load(module) == 1
+    (place / ".metadata").write_bytes(pickle.dumps(_eval(marker)))
+    forge(place)
     with pytest.raises(RuntimeStateError, match=r"builtins\.eval"):
         checkpoints.load(module)
     with pytest.raises(RuntimeStateError, match=r"builtins\.eval"):
@@ -136,7 +124,7 @@ def test_a_planted_value_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeStateError, match=rf"{key} of the checkpoint is refused"):
         load_parts({key: 0.1}, tmp_path / "saved")
     assert not marker.exists()
-    kinds = Reader(tmp_path / "saved").read_metadata().state_dict_metadata
+    kinds = OldReader(tmp_path / "saved").read_metadata().state_dict_metadata
     assert isinstance(kinds[key], BytesStorageMetadata)
 
 
@@ -145,7 +133,7 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     tensors = {f"model.{dtype}": torch.ones(2, 3).to(dtype) for dtype in dtypes}
     nested = {"deep": {"tensors": [torch.ones(2), torch.zeros(())]}, "lr": 0.1, "betas": (0.9, 0.99), "none": None}
     dcp.save({**tensors, **nested}, checkpoint_id=tmp_path, no_dist=True)
-    own, wanted = Reader(tmp_path).read_metadata(), FileSystemReader(tmp_path).read_metadata()
+    own, wanted = OldReader(tmp_path).read_metadata(), FileSystemReader(tmp_path).read_metadata()
     assert own.state_dict_metadata == wanted.state_dict_metadata
     assert (own.storage_data, own.planner_data) == (wanted.storage_data, wanted.planner_data)
     state: dict[str, Any] = {name: torch.zeros_like(value) for name, value in tensors.items()}
@@ -153,6 +141,33 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     load_parts(state, tmp_path)
     assert all(torch.equal(state[name], value) for name, value in tensors.items())
     assert (state["lr"], state["betas"], state["none"]) == (0.1, (0.9, 0.99), None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "storage_data", {k: _moved(v, "../a") for k, v in m.storage_data.items()}),
+        lambda m: setattr(m, "storage_data", {k: 3 for k in m.storage_data}),
+        lambda m: setattr(m, "storage_data", [1]),
+        lambda m: setattr(m, "state_dict_metadata", {"a": 3}),
+        lambda m: setattr(m, "state_dict_metadata", 3),
+        lambda m: m.state_dict_metadata["a"].chunks.clear(),
+        lambda m: m.state_dict_metadata["a"].chunks.append(m.state_dict_metadata["a"].chunks[0]),
+        lambda m: setattr(m.state_dict_metadata["a"], "size", None),
+        lambda m: setattr(m.state_dict_metadata["a"], "chunks", [None]),
+    ],
+)
+def test_metadata_that_does_not_describe_its_files_is_refused(change: Callable[[Any], object], tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(4, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RuntimeStateError, match=r"\.metadata of the checkpoint is damaged"):
+        load_parts({"a": torch.zeros(4, 4)}, tmp_path)
+
+
+def _moved(info: Any, name: str) -> Any:
+    return dataclasses.replace(info, relative_path=name)
 
 
 def test_a_rate_that_numpy_computed_is_read_back(tmp_path: Path) -> None:

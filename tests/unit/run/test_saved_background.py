@@ -1,0 +1,287 @@
+"""Checkpoints that are written in the background: training goes on, a crash leaves the one before, and no error is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+from autopar.run import saved_parts, saved_runs, saved_writing
+
+BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).pow(2).mean()
+
+
+class Kept:
+    """A state whose tensor is changed in place."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class Training:
+    """A model, its optimizer, its scheduler, and a state of its own."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        torch.manual_seed(0)
+        self.module: Any = autopar.compile(Net(), example_inputs=BATCH, hardware="cpu-gloo")
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.kept = Kept()
+        self.checkpoints = autopar.Checkpoints(folder, keep=keep)
+
+    @property
+    def all(self) -> dict[str, Any]:
+        return {"module": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler, "kept": self.kept}
+
+    def step(self) -> None:
+        self.module(**BATCH).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.kept.mean += 1.0
+
+    def state(self) -> str:
+        moments = [(name, x.tolist()) for of in self.optimizer.state.values() for name, x in of.items()]
+        values = [(name, p.tolist()) for name, p in self.module.state_dict().items()]
+        return repr((values, moments, self.optimizer.param_groups[0]["lr"], self.scheduler.state_dict(), self.kept.mean))
+
+
+class Gate:
+    """Holds every file before it is written until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        plain = saved_parts.write_tensors
+
+        def write(path: Path, tensors: Any) -> int:
+            self.reached.set()
+            assert self.opened.wait(60)
+            return plain(path, tensors)
+
+        monkeypatch.setattr(saved_parts, "write_tensors", write)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def test_what_training_changes_while_it_is_written_is_not_saved(tmp_path: Path, gate: Gate) -> None:
+    run = Training(tmp_path)
+    for step in (1, 2, 3):  # from the second on, the memory of the copies is used again
+        run.step()
+        wanted = run.state()
+        place = run.checkpoints.async_save(step, **run.all)
+        assert gate.reached.wait(60) and not place.exists()
+        run.step()
+        run.step()
+        assert run.state() != wanted
+        gate.opened.set()
+        run.checkpoints.wait()
+        assert place == tmp_path / f"step_{step:09d}" and place.is_dir()
+        other = Training(tmp_path)
+        assert other.checkpoints.load(**other.all) == step and other.state() == wanted
+        gate.opened.clear(), gate.reached.clear()
+        run.checkpoints.load(**run.all)
+    assert run.checkpoints.steps() == (2, 3) and not list(tmp_path.glob("*.part"))
+
+
+def test_it_writes_what_save_writes(tmp_path: Path) -> None:
+    for name in ("save", "async_save"):
+        run = Training(tmp_path / name)
+        run.step()
+        getattr(run.checkpoints, name)(1, **run.all)
+        run.checkpoints.wait()
+    places = [tmp_path / name / "step_000000001" for name in ("save", "async_save")]
+    names = [sorted(path.name for path in place.iterdir()) for place in places]
+    assert names[0] == names[1]
+    for name in set(names[0]) - {"autopar.json"}:
+        assert (places[0] / name).read_bytes() == (places[1] / name).read_bytes()
+    abouts = [json.loads((place / "autopar.json").read_text()) for place in places]
+    assert abouts[0]["files"] == abouts[1]["files"]
+
+
+NEXT: dict[str, Callable[[Training], object]] = {
+    "wait": lambda run: run.checkpoints.wait(),
+    "save": lambda run: run.checkpoints.save(2, **run.all),
+    "async_save": lambda run: run.checkpoints.async_save(2, **run.all),
+    "load": lambda run: run.checkpoints.load(**run.all),
+    "steps": lambda run: run.checkpoints.steps(),
+    "export": lambda run: run.checkpoints.export(run.checkpoints.folder / "weights"),
+}
+
+
+def test_an_error_is_logged_at_once_and_raised_by_whichever_call_is_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Training(tmp_path)
+    run.step()
+    run.checkpoints.save(0, **run.all)
+    wanted = run.state()
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    for name, call in NEXT.items():
+        run.step()
+        with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+            patch.setattr(saved_parts, "write_tensors", full)
+            run.checkpoints.async_save(1, **run.all)
+            assert run.checkpoints._background is not None
+            run.checkpoints._background._thread.join()
+        assert "step 1 was not saved in the background" in caplog.text and "No space left" in caplog.text, name
+        before = run.state()
+        with pytest.raises(RuntimeStateError, match=r"step 1 was not saved in the background: OSError: (.|\n)*No space left") as refusal:
+            call(run)
+        assert "free space" in refusal.value.remedy and run.state() == before, name
+        assert run.checkpoints.steps() == (0,), "it is told once, and the call did nothing"
+    other = Training(tmp_path)
+    assert other.checkpoints.load(**other.all) == 0 and other.state() == wanted
+    assert run.checkpoints.save(3, **run.all).is_dir() and not list(tmp_path.glob("*.part"))
+
+
+def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
+    run = Training(tmp_path, keep=5)
+    run.checkpoints.async_save(1, **run.all)
+    gate.opened.set()
+    run.checkpoints.async_save(2, **run.all)
+    run.checkpoints.save(3, **run.all)
+    run.checkpoints.async_save(4, **run.all)
+    assert run.checkpoints.steps() == (1, 2, 3, 4)
+    with pytest.raises(RuntimeStateError, match="step 2 is not saved beside later ones"):
+        run.checkpoints.async_save(2, **run.all)
+    with pytest.raises(RuntimeStateError, match="is no number of steps"):
+        run.checkpoints.async_save(-1, **run.all)
+    run.checkpoints.wait()
+
+
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "again"])
+def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path: Path, again: bool) -> None:
+    """A child is killed at the n-th time that it asks for something of the disk, until it is not killed any more."""
+    run = Training(tmp_path, keep=1)
+    run.step()
+    run.checkpoints.save(1, **run.all)
+    states, step, seen = {1: run.state()}, 1, set()
+    for number in range(100):
+        run.step()
+        step += not again
+        status = killed_at(number, run, step)
+        other = Training(tmp_path, keep=1)
+        found = other.checkpoints.load(**other.all)
+        is_new = other.state() == run.state()
+        assert found == (step if is_new else step - (not again)) and (is_new or other.state() == states[1]), number
+        seen.add(is_new)
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        run.checkpoints.load(**run.all)
+        run.checkpoints.save(found, **run.all)  # which removes what was not written to the end
+        assert not [each for each in tmp_path.glob("*.part") if each.name < f"step_{found + 1:09d}"]
+        states[1], step = run.state(), found
+    assert seen == {True, False} and number > 10
+
+
+def killed_at(number: int, run: Training, step: int) -> int:
+    """The status of a child that writes a checkpoint in the background, and is killed before its n-th call of the system."""
+    parent = saved_runs.this_run()
+    others = {"scheduler": run.scheduler, "kept": run.kept}
+    saving = run.checkpoints._collect(step, run.module, run.optimizer, others, None)
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        saved_runs._run_of_process = lambda _: parent  # one run
+        left = [number]
+
+        def guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return plain(*args, **kwargs)
+
+            return call
+
+        for name in ("fsync", "rename", "mkdir", "rmdir"):
+            setattr(os, name, guarded(getattr(os, name)))
+        plain = saved_parts.write_tensors
+
+        def half(path: Path, tensors: dict[str, Tensor]) -> int:
+            guarded(lambda: path.write_bytes(b"half"))()
+            guarded(lambda: None)()
+            return plain(path, tensors)
+
+        saved_parts.write_tensors = half
+        saved_writing.Background(saving, run.checkpoints._finish).result()
+        os._exit(0)
+    except BaseException:  # the status tells
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def test_a_folder_that_was_not_written_to_the_end_is_told_and_never_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Training(tmp_path)
+    run.checkpoints.save(1, **run.all)
+    assert os.WIFSIGNALED(killed_at(2, run, 2))
+    (begun,) = tmp_path.glob("*.part")
+    assert begun.name.startswith("step_000000002.")
+    other = Training(tmp_path)
+    assert other.checkpoints.load(**other.all) == 1 and f"not saved to the end, and not loaded: {begun.name}" in caplog.text
+
+
+def test_the_first_rank_waits_for_the_marks_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Training(tmp_path)
+    saving = run.checkpoints._collect(1, run.module, None, {}, None)
+    saving = saved_writing.Saving(**{name: getattr(saving, name) for name in saving.__slots__} | {"num_ranks": 3})
+    place = saving.place
+
+    def finish() -> str:
+        background = saved_writing.Background(saving, lambda *_: None)
+        try:
+            background.result()
+        except RuntimeStateError as error:
+            return str(error)
+        return ""
+
+    for rank in (1, 2):
+        (place / f"rank_{rank:05d}.done").write_text(f'{{"rank_{rank:05d}.safetensors": {rank}}}')
+    assert finish() == ""
+    monkeypatch.setattr(saved_writing, "WITHIN_S", 0.1)
+    (place / "rank_00001.done").write_text("{}")
+    assert "ranks [2] did not write their parts in time" in finish()
+    (place / "rank_00002.failed").write_text('"no space"')
+    assert "rank 2 could not write its part: no space" in finish()
+    for path in place.iterdir():
+        path.unlink()
+    place.rmdir()
+    assert "step 1 was not saved in the background: FileNotFoundError" in finish()
