@@ -27,7 +27,7 @@ from autopar.validation.time_placements import TERM, WHOLE, TimePlacement, place
 from autopar.validation.traced import Traced
 
 OF_BATCH, _TIMES = " of the batch", "/of the batch"
-_MULTIPLY = torch.ops.aten.mul.Tensor
+_MULTIPLY, _EXPAND = torch.ops.aten.mul.Tensor, torch.ops.aten.expand.default
 _REMEDY = "pass num_microbatches=1 and no pipeline, or a pipeline of one microbatch; and report the model"
 Placements = dict[Ref, TimePlacement]
 
@@ -149,14 +149,33 @@ class _InTime:
         origin = self.whole.by_key.get(key)
         if origin is None:
             return self._multiplied(node, reads) or [self._open(key)] * len(call.outputs)
-        if traced is not None and self._reads(0, self.whole.reads(origin)) != self._reads(1, self.part.reads(node)):
-            return [TimePlacement("wrong", origin=key)] * len(call.outputs)
+        if traced is not None:
+            pairs = zip(self.whole.reads(origin), self.part.reads(node), reads, strict=False)
+            reads = [self._read_as(*pair) for pair in pairs]
+            if len(self.whole.reads(origin)) != len(reads) or None in reads:
+                return [TimePlacement("wrong", origin=key)] * len(call.outputs)
         found = placements_in_time(self.whole.call(origin), call, reads, self.how.num)
         return [self._named(f, key) for f in found]
 
-    def _reads(self, which: int, refs: Sequence[Ref]) -> list[Ref]:
-        """What a node of the batch's (0) or the microbatch's (1) graph reads, in terms that both graphs share."""
-        return [(self._origins[which][name], result) for name, result in refs]
+    def _read_as(self, whole: Ref, part: Ref, read: TimePlacement) -> TimePlacement | None:
+        """The placement of an operand, which the batch's graph reads as `whole` and the microbatch's as `part`.
+
+        The graph of a microbatch of one sample has no ``expand`` to one sample where the batch's has one to all samples.
+
+        Returns:
+            None if the two are different values.
+        """
+        if self._name(0, whole) == self._name(1, part):
+            return read
+        node = self.whole.nodes[whole[0]]
+        if node.target is not _EXPAND or self._name(0, self.whole.ref(node.args[0])) != self._name(1, part):  # type: ignore[arg-type]
+            return None
+        dim = split_dim(self.whole.shape(whole), self.part.shape(part), self.how.num)
+        return TimePlacement("split", dim, read.power) if dim >= 0 and read.kind == "whole" else None
+
+    def _name(self, which: int, ref: Ref) -> Ref:
+        """A value of the batch's (0) or the microbatch's (1) graph, in terms that both graphs share."""
+        return self._origins[which][ref[0]], ref[1]
 
     def _named(self, found: TimePlacement, key: str) -> TimePlacement:
         if found.kind == "open":
@@ -203,7 +222,7 @@ class _InTime:
     def _judged(self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str) -> Iterator[str]:
         """Compare what is returned of a microbatch with `own`, which is returned of the batch."""
         found = self.placed[self.part.ref(node)]
-        if self._reads(1, [self.part.ref(node)]) != self._reads(0, [self.whole.ref(own)]):
+        if self._name(1, self.part.ref(node)) != self._name(0, self.whole.ref(own)):
             raise self._error(node, f"{what} of a microbatch is another node's value than in the graph of the batch")
         if found in due or found.kind == "zero":
             return

@@ -21,8 +21,6 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-
-
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -38,7 +36,7 @@ from autopar.validation.samples import SAMPLES
 aten = torch.ops.aten
 Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
 _SIZES = (6, 12, 18, 24, 30, 36, 42, 48)  # two and three divide them
-_RECIPES = ("mixed", "positive")
+_RECIPES = (("mixed", "positive"), ("unit",))  # the second for ops that refuse the first
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
 _SEED = 7
 _CONSTANTS = frozenset(
@@ -145,9 +143,16 @@ def _is_called(whole: Call, part: Call, option: AxisOption, num: int) -> bool:
 
 
 def _drawn(whole: Call, part: Call, reads: Sequence[TimePlacement], num: int) -> tuple[TimePlacement, ...]:
-    """Each microbatch draws anew; the batch's numbers are as good as any."""
+    """Each microbatch draws anew; the batch's numbers are as good as any.
+
+    Numbers that no sample has (of dropout of a weight) count as the batch's, although each microbatch draws its own.
+    """
+    if any(r != WHOLE for r in reads):
+        return ()
+    if whole.outputs[0].shape == part.outputs[0].shape:
+        return (WHOLE,)
     dim = split_dim(whole.outputs[0].shape, part.outputs[0].shape, num)
-    return (TimePlacement("split", dim),) if dim >= 0 and all(r == WHOLE for r in reads) else ()
+    return (TimePlacement("split", dim),) if dim >= 0 else ()
 
 
 def _constant(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
@@ -205,6 +210,8 @@ def _agreed(found: Sequence[tuple[TimePlacement, ...]], num: int) -> tuple[TimeP
     results = []
     for place in range(num):
         said = {made[place] for made in found} - {TimePlacement("open")}
+        if any(placement.kind != "zero" for placement in said):
+            said = {placement for placement in said if placement.kind != "zero"}  # zeros are any part of zeros
         results.append(said.pop() if len(said) == 1 else TimePlacement("wrong" if said else "open"))
     return tuple(results) if found else ()
 
@@ -216,19 +223,25 @@ def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
         yield from made(whole) if many == 2 else ()  # noqa: PLR2004
         return
     for scaled in scalings(whole, _SIZES):
-        trials = []
         for infos in dict.fromkeys((in_double(scaled.inputs), scaled.inputs)):
-            small = replace(scaled, inputs=infos)
-            for recipe in _RECIPES:
-                tensors = tensors_for(infos, recipe, index_bound(scaled, whole))
-                found = made_on(small, tensors)
-                if found is not None and len(found.outputs) == len(whole.outputs):
-                    trials.append((found, tensors))
-            if trials:
-                break
-        if trials:
-            yield from trials
-            return
+            for recipes in _RECIPES:
+                trials = list(_trials(replace(scaled, inputs=infos), recipes, index_bound(scaled, whole)))
+                if trials:
+                    yield from trials
+                    return
+
+
+def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[Call, Tensors]]:
+    """A small call with the numbers of each recipe that it accepts; conditions also the other way round."""
+    for recipe in recipes:
+        tensors = tensors_for(small.inputs, recipe, bound)
+        made = [tensors]
+        if any(x.dtype == torch.bool for x in tensors):
+            made.append([~x if x.dtype == torch.bool else x for x in tensors])
+        for numbers in made:
+            found = made_on(small, numbers)
+            if found is not None and len(found.outputs) == len(small.outputs):
+                yield found, numbers
 
 
 def _part_settings(whole: Call, part: Call, small: Call, num: int, many: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
