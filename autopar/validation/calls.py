@@ -100,7 +100,7 @@ def matches(made: Any, due: Any, env: Mapping[fx.Node, Any], mesh_shape: Sequenc
     if isinstance(due, tuple | list):
         alike = isinstance(made, tuple | list) and len(made) == len(due)
         return alike and all(matches(a, b, env, mesh_shape) for a, b in zip(made, due, strict=True))
-    return type(made) is type(due) and (made == due or made != made and due != due)  # a setting that is no number is itself
+    return type(made) is type(due) and (made == due or (made != made and due != due))  # a setting that is no number is itself
 
 
 def _is_place(made: Any, kind: str, due: Start | Length, env: Mapping[fx.Node, Any], mesh_shape: Sequence[int]) -> bool:

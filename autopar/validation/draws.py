@@ -7,9 +7,9 @@ from torch import fx
 
 from autopar import random_ops
 from autopar.capture.trace import Trace
+from autopar.errors import ValidationError
 from autopar.rules import where_of
 from autopar.validation.law import DRAWS
-from autopar.errors import ValidationError
 from autopar.validation.states import REMEDY
 
 _ADD = torch.ops.aten.add.Scalar

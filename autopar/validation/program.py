@@ -7,6 +7,7 @@ over the memory that its nodes share (`storage`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,7 +188,8 @@ class _Program:
         results = next(iter(reversed(self.program.forward.graph.nodes))).args[0]
         owners = [memory.owners.get(node) for node in results]
         of_saved = owners[len(owners) - self.program.num_saved :]
-        own = [o is not None and o[0].op != "placeholder" and owners.count(o) == 1 for o in of_saved]
+        times = Counter(owners)
+        own = [o is not None and o[0].op != "placeholder" and times[o] == 1 for o in of_saved]
         return [node for node, is_own in zip(saved, own, strict=True) if is_own]
 
 

@@ -220,7 +220,7 @@ def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
     """Small calls with numbers."""
     made = SAMPLES.get(whole.target)
     if made is not None:
-        yield from made(whole) if many == 2 else ()  # noqa: PLR2004
+        yield from made(whole) if many == 2 else ()
         return
     for scaled in scalings(whole, _SIZES):
         for infos in dict.fromkeys((in_double(scaled.inputs), scaled.inputs)):
@@ -265,7 +265,7 @@ def _changed(whole: Any, part: Any, small: Any, num: int, many: int) -> Any:
         if not isinstance(part, tuple) or len(whole) != len(part):
             raise _UnclearError
         return tuple(_changed(*each, num, many) for each in zip(whole, part, small, strict=True))
-    if whole == part or (whole != whole and part != part):  # noqa: PLR0124
+    if whole == part or (whole != whole and part != part):
         return small
     if isinstance(whole, int | float) and isinstance(part, int | float) and not isinstance(whole, bool):
         if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
+from autopar.garbage import collected_seldom
 from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import cut
@@ -14,6 +15,7 @@ from autopar.validation.stages import check_stages
 from autopar.validation.states import REMEDY
 
 
+@collected_seldom()
 def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Validation:
     """Show that what is about to run computes the traced model.
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.validation.shards import held_bytes, led_to, local_lengths
 from autopar.halo import Halo
 from autopar.layout import Layout, local_shape
 from autopar.layout_graph import all_layouts, local_bytes, neighbours
 from autopar.mirrored import Mirrored
+from autopar.validation.shards import held_bytes, led_to, local_lengths
 
 CASES = [
     ((8, 4), (2, 2)),

@@ -147,7 +147,7 @@ def test_a_condition_of_one_value_is_tried_both_ways(num: int) -> None:
 
 
 def test_a_microbatch_that_calls_otherwise_is_wrong() -> None:
-    sums = lambda x: aten.sum.dim_IntList(x, [0]), lambda x: aten.sum.dim_IntList(x, [1])  # noqa: E731
+    sums = lambda x: aten.sum.dim_IntList(x, [0]), lambda x: aten.sum.dim_IntList(x, [1])
     assert not place(sums, [(torch.rand(12, 4), SPLIT)], 3).is_known
 
 
