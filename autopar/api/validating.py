@@ -32,7 +32,10 @@ def validate_before_run(reference: Trace, plan: Plan, program: Program | StagedP
 
 
 def with_validation(
-    certificate: Certificate, reference: Trace, plan: Plan, emitting: Callable[[], Program | StagedProgram]
+    certificate: Certificate,
+    reference: Trace,
+    plan: Plan,
+    emitting: Callable[[], Program | StagedProgram],
 ) -> Certificate:
     """The certificate with what validation of the emitted program found."""
     try:

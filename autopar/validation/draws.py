@@ -1,4 +1,6 @@
-"""Random draws of a trace: no two of them share their numbers, and the state that all follow from goes on by one at each call."""
+"""Random draws of a trace: no two of them share their numbers, and the state that all follow from
+goes on by one at each call.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def check_draws(trace: Trace) -> None:
     """That draws are independent of each other and differ from step to step.
 
     Raises:
-        ValidationError: naming the draw that is correlated with an earlier one, or the state that does not go on.
+        ValidationError: naming the draw that is correlated with an earlier one, or the state that
+            does not go on.
     """
     seen: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in trace.graph.nodes:
@@ -31,7 +34,9 @@ def check_draws(trace: Trace) -> None:
                 what = f"{node.meta['key']} draws the numbers of {seen[here].meta['key']}: both are draw {number} of a step"
                 raise ValidationError(what, where=where_of(node), remedy=REMEDY)
             if type(number) is not int or not 0 <= number < _LARGEST:
-                raise ValidationError(f"{node.meta['key']} is draw {number!r}", where=where_of(node), remedy=REMEDY)
+                raise ValidationError(
+                    f"{node.meta['key']} is draw {number!r}", where=where_of(node), remedy=REMEDY
+                )
             seen[here] = node  # type: ignore[index]
     if seen:
         _check_state(trace, {node for node, _ in seen})
@@ -41,6 +46,14 @@ def _check_state(trace: Trace, states: set[fx.Node]) -> None:
     held = {b.node for b in trace.buffers if b.name == random_ops.STATE}
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     after = results[trace.mutated[random_ops.STATE]] if random_ops.STATE in trace.mutated else None  # type: ignore[index]
-    goes_on = isinstance(after, fx.Node) and after.target is _ADD and after.args[0] in states and after.args[1] == 1
+    goes_on = (
+        isinstance(after, fx.Node)
+        and after.target is _ADD
+        and after.args[0] in states
+        and after.args[1] == 1
+    )
     if {state.name for state in states} != held or not goes_on:
-        raise ValidationError("random draws do not all follow from one state that goes on by one at each call", remedy=REMEDY)
+        raise ValidationError(
+            "random draws do not all follow from one state that goes on by one at each call",
+            remedy=REMEDY,
+        )

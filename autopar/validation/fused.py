@@ -1,4 +1,6 @@
-"""Kernels that do a product and the collective at its border: the states are those of one after the other."""
+"""Kernels that do a product and the collective at its border: the states are those of one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _planned(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
 
 def _gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     a, b, equation, operand, dim, axis, _ = node.args
-    whole = move(walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape)  # type: ignore[index]
+    whole = move(
+        walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape
+    )  # type: ignore[index]
     made = _product(walk, node, origin, strategy, [a, b], str(equation), {int(operand): whole})  # type: ignore[arg-type]
     return Several((whole, made))
 
@@ -58,7 +62,9 @@ def _gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) ->
 def _scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
     a, b, addend, equation, dim, axis, _ = node.args
     others = node.meta["kernel"].others
-    strategy = walk.chosen[str(node.meta["key"])] if others else strategy  # a sum runs again as its own strategies say
+    strategy = (
+        walk.chosen[str(node.meta["key"])] if others else strategy
+    )  # a sum runs again as its own strategies say
     summed = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     if (addend is None) != (not others):
         raise MoveError("it adds what its plan does not, or the other way round")
@@ -100,21 +106,33 @@ def _made(walk: Walk, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
     for number, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
         due = State(ref, layout, walk.traced.value(ref).dtype)
         if states[number] != due:
-            raise MoveError(f"operand {number} of {origin.meta['key']} is {shown(states[number])}, where {shown(due)} is due")
+            raise MoveError(
+                f"operand {number} of {origin.meta['key']} is {shown(states[number])}, where {shown(due)} is due"
+            )
     found = walk.made_by(origin, strategy)
     assert isinstance(found, State), "sums and norms have one result"
     return found
 
 
 def _product(
-    walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy, factors: Sequence[Any], equation: str, instead: Mapping[int, State]
+    walk: Walk,
+    node: fx.Node,
+    origin: fx.Node,
+    strategy: Strategy,
+    factors: Sequence[Any],
+    equation: str,
+    instead: Mapping[int, State],
 ) -> State:
-    """The product of factors, of which some are the states `instead` of what the node reads, with its bias."""
+    """The product of factors, of which some are the states `instead` of what the node reads, with
+    its bias.
+    """
     local = expected_call(walk.traced.call(origin), strategy, walk.mesh_shape)
     bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())
     if local.target is not ops.dot or local.args[0] != equation:
         raise MoveError(f"it computes {equation!r}, where {local.args[0]!r} is due")
     if not matches(starts, local.kwargs.get("starts", ()), walk.env, walk.mesh_shape):
-        raise MoveError(f"its parts begin at {starts}, where {local.kwargs.get('starts', ())} is due")
+        raise MoveError(
+            f"its parts begin at {starts}, where {local.kwargs.get('starts', ())} is due"
+        )
     states = [instead.get(i, walk.env[factor]) for i, factor in enumerate(factors)]
     return _made(walk, origin, strategy, states if bias is None else [*states, walk.env[bias]])

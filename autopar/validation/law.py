@@ -1,12 +1,14 @@
-"""Whether an op on parts makes the parts that a strategy says: tried on small numbers, or, of ops that only move elements, by counting.
+"""Whether an op on parts makes the parts that a strategy says: tried on small numbers, or, of ops
+that only move elements, by counting.
 
-One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.scaling`), its operands are split as the strategy places them on the
-axis (a partial sum into random addends), every rank runs its local call, and the results, joined as the strategy places them, have to be
-the whole call's. Nothing of the op's row in the table of rules is used. What several axes do together follows from what each does, since
-they split along one and the same order of axes (`autopar.rules.is_strategy`).
+One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.scaling`), its operands are
+split as the strategy places them on the axis (a partial sum into random addends), every rank runs
+its local call, and the results, joined as the strategy places them, have to be the whole call's.
+Nothing of the op's row in the table of rules is used. What several axes do together follows from
+what each does, since they split along one and the same order of axes (`autopar.rules.is_strategy`).
 
-A shape is no number: a view cannot be shrunk. Its strategies follow from which dims have the elements of which (`keeps_parts`). Random
-draws follow from the indices of elements alone.
+A shape is no number: a view cannot be shrunk. Its strategies follow from which dims have the
+elements of which (`keeps_parts`). Random draws follow from the indices of elements alone.
 """
 
 from __future__ import annotations
@@ -53,15 +55,20 @@ def judge(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Ve
 
 
 @lru_cache(maxsize=65536)
-def _judge(keyed: KeyedCall, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Verdict, str]:
+def _judge(
+    keyed: KeyedCall, strategy: Strategy, mesh_shape: tuple[int, ...]
+) -> tuple[Verdict, str]:
     call, verdict = keyed.call, Verdict.PROVEN
     for axis, size in enumerate(mesh_shape):
         option = AxisOption(
-            tuple(at.placements[axis] for at in strategy.inputs), tuple(at.placements[axis] for at in strategy.outputs)
+            tuple(at.placements[axis] for at in strategy.inputs),
+            tuple(at.placements[axis] for at in strategy.outputs),
         )
         if size == 1 or _replicates(option):
             continue
-        infos = zip((*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
+        infos = zip(
+            (*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True
+        )
         uneven = any(_is_uneven(info.shape, layout, axis, mesh_shape) for info, layout in infos)
         found, why = _on_one_axis(keyed, option, uneven)
         if found is Verdict.WRONG:
@@ -77,7 +84,9 @@ def _replicates(option: AxisOption) -> bool:
 
 def _is_uneven(shape: Sequence[int], layout: Layout, axis: int, mesh_shape: Sequence[int]) -> bool:
     placement = layout.placements[axis]
-    return isinstance(placement, Shard) and bool(shape[placement.dim] % layout.num_shards(placement.dim, mesh_shape))
+    return isinstance(placement, Shard) and bool(
+        shape[placement.dim] % layout.num_shards(placement.dim, mesh_shape)
+    )
 
 
 @lru_cache(maxsize=16384)
@@ -85,10 +94,20 @@ def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Ve
     call = keyed.call
     if call.target in VIEWS:
         right = keeps_parts(call, option, uneven=uneven)
-        return (Verdict.PROVEN, "") if right else (Verdict.WRONG, "its parts are not made of the same elements")
+        return (
+            (Verdict.PROVEN, "")
+            if right
+            else (Verdict.WRONG, "its parts are not made of the same elements")
+        )
     if call.target in DRAWS:
-        alike = all(isinstance(p, Replicate) for p in option.inputs) and not isinstance(option.outputs[0], Partial)
-        return (Verdict.PROVEN, "") if alike else (Verdict.WRONG, "every rank needs the same state, and draws a part")
+        alike = all(isinstance(p, Replicate) for p in option.inputs) and not isinstance(
+            option.outputs[0], Partial
+        )
+        return (
+            (Verdict.PROVEN, "")
+            if alike
+            else (Verdict.WRONG, "every rank needs the same state, and draws a part")
+        )
     tried = False
     for small, tensors in _trials(keyed):
         for num in (2, 3) if uneven else (2,):
@@ -115,14 +134,17 @@ def _can_split(small: Call, option: AxisOption, num: int) -> bool:
     even = all(length % num == 0 for length in lengths)
     fits = all(
         Layout((p,)).fits(info.shape, (num,))
-        for info, p in zip((*small.inputs, *small.outputs), (*option.inputs, *option.outputs), strict=True)
+        for info, p in zip(
+            (*small.inputs, *small.outputs), (*option.inputs, *option.outputs), strict=True
+        )
         if info != NO_TENSOR
     )
     return fits and (even or len(lengths) == 1)
 
 
 def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool:
-    """Whether a view of parts is the parts of the view: elements are split by the leading dims of groups that have the same elements.
+    """Whether a view of parts is the parts of the view: elements are split by the leading dims of
+    groups that have the same elements.
 
     Args:
         uneven: whether parts differ in length; then the two dims have to be of one size.
@@ -132,14 +154,23 @@ def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool
         return not isinstance(before, Shard) and before == after
     source, target = call.inputs[0].shape, call.outputs[0].shape
     alike = not uneven or source[before.dim] == target[after.dim]
-    return alike and type(before) is Shard and type(after) is Shard and (before.dim, after.dim) in set(leading_dims(source, target))
+    return (
+        alike
+        and type(before) is Shard
+        and type(after) is Shard
+        and (before.dim, after.dim) in set(leading_dims(source, target))
+    )
 
 
 def leading_dims(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of dims, before and after, that stand first in the smallest groups of dims with as many elements in the same order.
+    """Pairs of dims, before and after, that stand first in the smallest groups of dims with as many
+    elements in the same order.
 
     Such dims begin where as many elements lie behind them on both sides.
     """
-    behind = [{math.prod(shape[dim:]): dim for dim in range(len(shape)) if shape[dim] > 1} for shape in (source, target)]
+    behind = [
+        {math.prod(shape[dim:]): dim for dim in range(len(shape)) if shape[dim] > 1}
+        for shape in (source, target)
+    ]
     for num in behind[0].keys() & behind[1].keys():
         yield behind[0][num], behind[1][num]

@@ -1,4 +1,6 @@
-"""What communication steps, casts and buckets make of states: one rule each, from the arguments of the node alone."""
+"""What communication steps, casts and buckets make of states: one rule each, from the arguments of
+the node alone.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,19 @@ class MoveError(Exception):
     """Why a step does not make what it should."""
 
 
-def move(traced: Traced, state: Any, kind: str, settings: Sequence[Any], length: int | None, mesh_shape: Sequence[int]) -> Any:
+def move(
+    traced: Traced,
+    state: Any,
+    kind: str,
+    settings: Sequence[Any],
+    length: int | None,
+    mesh_shape: Sequence[int],
+) -> Any:
     """The state that a step makes of another.
 
     Args:
-        settings: of the step, the axis last. length: how long the dim is that it joins, where its parts differ.
+        settings: of the step, the axis last. length: how long the dim is that it joins, where its
+            parts differ.
 
     Raises:
         MoveError: where it makes no part of the traced value, or reduces it in too narrow a dtype.
@@ -50,14 +60,18 @@ def move(traced: Traced, state: Any, kind: str, settings: Sequence[Any], length:
         raise MoveError(f"the mesh has no axis {step.axis}")
     target = led_to(state.layout, step, wanted)
     if target is None or not target.fits(shape, mesh_shape):
-        raise MoveError(f"a {kind} with settings {tuple(settings)} leads nowhere from {state.layout}")
+        raise MoveError(
+            f"a {kind} with settings {tuple(settings)} leads nowhere from {state.layout}"
+        )
     if kind in _REDUCING:
         _check_reduction(traced, state)
     if kind in _JOINING:
         uneven = shape[step.dim] % state.layout.num_shards(step.dim, mesh_shape)
         due = shape[step.dim] if uneven else None
         if length != due:
-            raise MoveError(f"it joins a dim of {shape[step.dim]} elements whose parts are {'un' if uneven else ''}equal with length={length}")
+            raise MoveError(
+                f"it joins a dim of {shape[step.dim]} elements whose parts are {'un' if uneven else ''}equal with length={length}"
+            )
     return State(state.ref, target, state.dtype)
 
 
@@ -69,12 +83,17 @@ def _check_reduction(traced: Traced, state: State) -> None:
 
 
 def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collective, Layout]:
-    """A step by its settings, and the layout that says which halo is meant and which way a swap goes."""
+    """A step by its settings, and the layout that says which halo is meant and which way a swap
+    goes.
+    """
     if kind in ("fetch", "store"):
         return Collective(kind, -1, -1, -1, "", "", 0), layout  # type: ignore[arg-type]
     *rest, axis = settings
     reduce_op = str(rest[-1]) if kind in _REDUCING else ""
-    dim, to_dim = -1 if kind == "all_reduce" else int(rest[0]), int(rest[1]) if kind == "all_to_all" else -1
+    dim, to_dim = (
+        -1 if kind == "all_reduce" else int(rest[0]),
+        int(rest[1]) if kind == "all_to_all" else -1,
+    )
     step, wanted = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0), layout  # type: ignore[arg-type]
     if kind == "halo":
         wanted = layout.with_placement(step.axis, Halo(*rest))
@@ -84,19 +103,40 @@ def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collec
     return step, wanted
 
 
-def _move_bucket(traced: Traced, packed: Packed, kind: str, settings: Sequence[Any], mesh_shape: Sequence[int]) -> Packed:
-    """Each member goes as it would alone: what is gathered or scattered has a row for each rank of the axis."""
+def _move_bucket(
+    traced: Traced, packed: Packed, kind: str, settings: Sequence[Any], mesh_shape: Sequence[int]
+) -> Packed:
+    """Each member goes as it would alone: what is gathered or scattered has a row for each rank of
+    the axis.
+    """
     *_, axis = settings
-    size, rows = mesh_shape[axis], {"all_gather": (1, mesh_shape[axis]), "reduce_scatter": (mesh_shape[axis], 1), "all_reduce": (1, 1)}
-    if kind not in rows or (kind != "all_reduce" and (settings[0] != 0 or packed.parts != size)) or packed.count != rows[kind][0]:
-        raise MoveError(f"a bucket of {packed.count} of {packed.parts} parts takes no {kind} with settings {tuple(settings)}")
+    size, rows = (
+        mesh_shape[axis],
+        {
+            "all_gather": (1, mesh_shape[axis]),
+            "reduce_scatter": (mesh_shape[axis], 1),
+            "all_reduce": (1, 1),
+        },
+    )
+    if (
+        kind not in rows
+        or (kind != "all_reduce" and (settings[0] != 0 or packed.parts != size))
+        or packed.count != rows[kind][0]
+    ):
+        raise MoveError(
+            f"a bucket of {packed.count} of {packed.parts} parts takes no {kind} with settings {tuple(settings)}"
+        )
     if kind == "all_reduce" and packed.parts != 1:
         raise MoveError(f"what is reduced for all ranks is in {packed.parts} parts in its bucket")
     moved = []
     for member, dim in zip(packed.members, packed.dims, strict=True):
         own = tuple(settings) if kind == "all_reduce" else (dim, *settings[1:])
-        made = move(traced, State(member.ref, member.layout, packed.dtype), kind, own, None, mesh_shape)
-        if not all(is_even(at, traced.shape(member.ref), mesh_shape) for at in (member.layout, made.layout)):
+        made = move(
+            traced, State(member.ref, member.layout, packed.dtype), kind, own, None, mesh_shape
+        )
+        if not all(
+            is_even(at, traced.shape(member.ref), mesh_shape) for at in (member.layout, made.layout)
+        ):
             raise MoveError(f"{member.ref[0]} has parts of different length in a bucket")
         moved.append(made)
     return Packed(tuple(moved), packed.dims, packed.parts, rows[kind][1], packed.dtype)

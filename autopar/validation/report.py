@@ -13,8 +13,8 @@ class Validation:
     """A program whose every value was justified.
 
     Attributes:
-        how: how many nodes were justified in which way: ``proven`` by numbers or by counting, ``open`` by the op's rule alone, ``step`` and
-            ``cast`` by the rule of that step.
+        how: how many nodes were justified in which way: ``proven`` by numbers or by counting,
+            ``open`` by the op's rule alone, ``step`` and ``cast`` by the rule of that step.
         open: keys of the nodes of which only the op's own rule says that they are right.
         unproven: parts of the program that nothing here looks at, in words.
     """
@@ -31,11 +31,15 @@ class Validation:
     def joined(self, other: Validation) -> Validation:
         """Both together, each name once."""
         return Validation(
-            self.how + other.how, tuple(dict.fromkeys((*self.open, *other.open))), tuple(dict.fromkeys((*self.unproven, *other.unproven)))
+            self.how + other.how,
+            tuple(dict.fromkeys((*self.open, *other.open))),
+            tuple(dict.fromkeys((*self.unproven, *other.unproven))),
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.num_nodes} nodes justified, {self.how['open']} of them by their op's rule alone"]
+        lines = [
+            f"{self.num_nodes} nodes justified, {self.how['open']} of them by their op's rule alone"
+        ]
         if self.open:
             more = f" and {len(self.open) - _SHOWN} more" if len(self.open) > _SHOWN else ""
             lines.append(f"by rule alone: {', '.join(self.open[:_SHOWN])}{more}")

@@ -1,4 +1,6 @@
-"""Small calls of ops whose operands belong together, so that numbers of any kind would mean nothing to them."""
+"""Small calls of ops whose operands belong together, so that numbers of any kind would mean nothing
+to them.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,31 @@ def _attention(call: Call, first: int) -> list[Trial]:
     query, key = call.inputs[first : first + 2]
     (batch, heads, queries, width), (_, shared, keys, _) = query.shape, key.shape
     ratio = heads // shared
-    b, g, h, s = (_BATCH if batch > 1 else 1), (4 if ratio == 1 else _SHARED), 0, (_QUERIES if queries > 1 else 1)
+    b, g, h, s = (
+        (_BATCH if batch > 1 else 1),
+        (4 if ratio == 1 else _SHARED),
+        0,
+        (_QUERIES if queries > 1 else 1),
+    )
     g = g if shared > 1 else 1
     h = g * ratio
     t = s if keys == queries else _KEYS
     d, v = _WIDTH, _WIDTH if call.inputs[first + 2].shape[3] == width else 2 * _WIDTH
-    q_k_v = [_numbers(shape, seed) for seed, shape in enumerate(((b, h, s, d), (b, g, t, d), (b, g, t, v)))]
+    q_k_v = [
+        _numbers(shape, seed)
+        for seed, shape in enumerate(((b, h, s, d), (b, g, t, d), (b, g, t, v)))
+    ]
     mask_info = call.inputs[-1] if len(call.inputs) in (4, 7) else None
     mask = None if mask_info is None else _mask(mask_info, (b, h, s, t))
     causal, scale = call.args[4 + 3 * (first > 0)], call.args[5 + 3 * (first > 0)]
     if not isinstance(causal, bool) or not isinstance(scale, float):
         return []
-    out, lse = ops.attention(*q_k_v, mask, causal, scale)
+    out, lse = ops.attention(*q_k_v, mask, causal, scale)  # type: ignore[call-arg]
     if first:
         tensors = [_numbers(out.shape, 3), *q_k_v, out, lse, *([] if mask is None else [mask])]
-        results: tuple[torch.Tensor, ...] = ops.attention_backward(*tensors[:6], mask, causal, scale)
+        results: tuple[torch.Tensor, ...] = ops.attention_backward(  # type: ignore[call-arg]
+            *tensors[:6], mask, causal, scale
+        )
     else:
         tensors, results = [*q_k_v, *([] if mask is None else [mask])], (out, lse)
     return [(replace(call, inputs=_infos(tensors), outputs=_infos(results)), tensors)]

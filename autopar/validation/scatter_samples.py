@@ -1,4 +1,6 @@
-"""Small calls of backward ops whose results are larger than their operands: sizes of results are among their settings."""
+"""Small calls of backward ops whose results are larger than their operands: sizes of results are
+among their settings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MARGIN, _LENGTH, _ROWS = 4, 8, 16
 
 def _sizes(shape: Sequence[int]) -> list[int]:
     """A small size for each dim; dims of size 1 keep it."""
-    return [1 if size == 1 else _LADDER[min(dim, len(_LADDER) - 1)] for dim, size in enumerate(shape)]
+    return [
+        1 if size == 1 else _LADDER[min(dim, len(_LADDER) - 1)] for dim, size in enumerate(shape)
+    ]
 
 
 def _numbers(shape: Sequence[int]) -> torch.Tensor:
@@ -46,7 +50,11 @@ def _select_backward(call: Call) -> list[Trial]:
     small = _sizes(shape)
     at = dim % len(shape)
     left = [*small[:at], *small[at + 1 :]]
-    return _trial(call, [_numbers(left)], (grad, tuple(small), dim, max(-small[at], min(index, small[at] - 1))))
+    return _trial(
+        call,
+        [_numbers(left)],
+        (grad, tuple(small), dim, max(-small[at], min(index, small[at] - 1))),
+    )
 
 
 def _embedding_backward(call: Call) -> list[Trial]:
@@ -63,7 +71,9 @@ def _embedding_backward(call: Call) -> list[Trial]:
 def _trial(call: Call, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> list[Trial]:
     result = call.target(*tensors, *args[len(tensors) :], **dict(call.kwargs))
     infos = tuple(TensorInfo(tuple(x.shape), x.dtype) for x in tensors)
-    made = replace(call, args=args, inputs=infos, outputs=(TensorInfo(tuple(result.shape), result.dtype),))
+    made = replace(
+        call, args=args, inputs=infos, outputs=(TensorInfo(tuple(result.shape), result.dtype),)
+    )
     return [(made, tensors)]
 
 

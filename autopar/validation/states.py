@@ -1,7 +1,9 @@
-"""The vocabulary of validation: what a node of an emitted graph holds, in terms of the traced model.
+"""The vocabulary of validation: what a node of an emitted graph holds, in terms of the traced
+model.
 
-A *state* says of a local value: it is the part, in this layout and dtype, of that traced value. A node that holds something else than one
-tensor (a bucket, a step on its way, a rank's first index) has one of the other classes as its state.
+A *state* says of a local value: it is the part, in this layout and dtype, of that traced value. A
+node that holds something else than one tensor (a bucket, a step on its way, a rank's first
+index) has one of the other classes as its state.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What the gradients of a parameter are added to over microbatches; `is_added` once this microbatch's is."""
+    """What the gradients of a parameter are added to over microbatches; `is_added` once this
+    microbatch's is.
+    """
 
     parameter: str
     ref: Ref
@@ -59,7 +63,9 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A bucket: the states of its members, of which `count` of `parts` equal parts along `dims` lie in it, in `dtype`."""
+    """A bucket: the states of its members, of which `count` of `parts` equal parts along `dims` lie
+    in it, in `dtype`.
+    """
 
     members: tuple[State, ...]
     dims: tuple[int, ...]
@@ -70,7 +76,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A number of a rank: the first index (``start``), less `before`, or the length of its part of a dim."""
+    """A number of a rank: the first index (``start``), less `before`, or the length of its part of
+    a dim.
+    """
 
     kind: str
     size: int
@@ -81,7 +89,9 @@ class Place:
 def unjustified(node: fx.Node, phase: str, why: str) -> ValidationError:
     """The error that names a node of an emitted graph and says why its value does not follow."""
     name = str(node.meta.get("key") or node.name)
-    return ValidationError(f"{name} in the {phase} graph is not justified: {why}", where=where_of(node), remedy=REMEDY)
+    return ValidationError(
+        f"{name} in the {phase} graph is not justified: {why}", where=where_of(node), remedy=REMEDY
+    )
 
 
 def shown(state: object) -> str:

@@ -1,8 +1,10 @@
 """Memory that nodes of an emitted graph share, and what is written into it.
 
-Two nodes share memory where one is a view of the other, hands it on, or writes its result into it. A node may write only into memory that
-no other value needs from then on: none that is read later, none that the graph returns, and none that the graph was given, but the sum that
-it is there to add to, and a saved value of which nothing else is left.
+Two nodes share memory where one is a view of the other, hands it on, or writes its result into it.
+A node may write only into memory that
+no other value needs from then on: none that is read later, none that the graph returns, and none
+that the graph was given, but the sum that it is there to add to, and a saved value of which
+nothing else is left.
 """
 
 from __future__ import annotations
@@ -64,7 +66,12 @@ class Memory:
         if node.target not in KINDS and node.target is not steps.start:
             return False
         last = (node.args[2:] if node.target is steps.start else steps.positional(node))[-1:]
-        return bool(last) and isinstance(last[0], int) and 0 <= last[0] < len(self.mesh_shape) and self.mesh_shape[last[0]] == 1
+        return (
+            bool(last)
+            and isinstance(last[0], int)
+            and 0 <= last[0] < len(self.mesh_shape)
+            and self.mesh_shape[last[0]] == 1
+        )
 
 
 def is_view(node: fx.Node) -> bool:
@@ -72,7 +79,11 @@ def is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if node.target in _MAY_ALIAS:
         return True
-    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    return (
+        schema is not None
+        and not schema.is_mutable
+        and any(r.alias_info is not None for r in schema.returns)
+    )
 
 
 def written_in(node: fx.Node) -> fx.Node | None:
@@ -84,11 +95,14 @@ def written_in(node: fx.Node) -> fx.Node | None:
     return written_operand(node)
 
 
-def check_writes(graph: fx.Graph, phase: str, mesh_shape: Sequence[int], owned: Collection[fx.Node]) -> Memory:
+def check_writes(
+    graph: fx.Graph, phase: str, mesh_shape: Sequence[int], owned: Collection[fx.Node]
+) -> Memory:
     """Every write of a graph.
 
     Args:
-        owned: the placeholders into which it may write: sums, and saved values whose memory nothing else has.
+        owned: the placeholders into which it may write: sums, and saved values whose memory nothing
+            else has.
 
     Raises:
         ValidationError: naming the first node that writes what another value needs.
@@ -108,12 +122,18 @@ def check_writes(graph: fx.Graph, phase: str, mesh_shape: Sequence[int], owned: 
         for other in sharing[owner]:
             reader = _read_later(other, node, places)
             if reader is not None:
-                raise unjustified(node, phase, f"it writes into memory that {reader.name} reads of {other.name} afterwards")
+                raise unjustified(
+                    node,
+                    phase,
+                    f"it writes into memory that {reader.name} reads of {other.name} afterwards",
+                )
     return memory
 
 
 def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node | None:
-    """What reads a value of the same memory after it was written; nothing of what was made by the writer, or of that."""
+    """What reads a value of the same memory after it was written; nothing of what was made by the
+    writer, or of that.
+    """
     if places[value] >= places[writer]:
         return None
     for user in value.users:
@@ -125,7 +145,9 @@ def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) 
     return None
 
 
-def check_apart(graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str], owned: Collection[fx.Node]) -> None:
+def check_apart(
+    graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str], owned: Collection[fx.Node]
+) -> None:
     """That results which are written to after the graph has run lie each in memory of its own.
 
     Args:
@@ -139,9 +161,13 @@ def check_apart(graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str
     for name, node in zip(names, output.args[0], strict=False):  # type: ignore[arg-type]
         owner = memory.owners[node]  # type: ignore[index]
         if owner in seen:
-            raise unjustified(node, phase, f"the gradients of {seen[owner]!r} and {name!r} share memory")  # type: ignore[arg-type]
+            raise unjustified(
+                node, phase, f"the gradients of {seen[owner]!r} and {name!r} share memory"
+            )  # type: ignore[arg-type]
         if owner[0].op == "placeholder" and owner[0] not in owned:
-            raise unjustified(node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}")  # type: ignore[arg-type]
+            raise unjustified(
+                node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}"
+            )  # type: ignore[arg-type]
         if any(x.target is aten.expand.default for x in _views_from(node, memory)):  # type: ignore[arg-type]
             raise unjustified(node, phase, f"elements of the gradient of {name!r} share memory")  # type: ignore[arg-type]
         seen[owner] = name

@@ -1,4 +1,6 @@
-"""The traced model as validation looks at it: nodes by key, the value behind every name, and what gradients are reduced in."""
+"""The traced model as validation looks at it: nodes by key, the value behind every name, and what
+gradients are reduced in.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,20 @@ from autopar.rules import Call, call_of, operands_of
 from autopar.validation.states import Ref
 
 _CAST = torch.ops.aten._to_copy.default
-_VIEWS = ("view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "expand", "t", "select", "slice", "alias", "detach")
+_VIEWS = (
+    "view",
+    "reshape",
+    "permute",
+    "transpose",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "t",
+    "select",
+    "slice",
+    "alias",
+    "detach",
+)
 
 
 @dataclass
@@ -22,8 +37,10 @@ class Traced:
     """A trace and what was looked up in it.
 
     Attributes:
-        nodes: by name. by_key: the compute nodes by key. results: the nodes that the graph returns, in order.
-        widest: per traced value the dtype in which its partial sums have to be reduced, where that is wider than its own.
+        nodes: by name. by_key: the compute nodes by key. results: the nodes that the graph returns,
+            in order.
+        widest: per traced value the dtype in which its partial sums have to be reduced, where that
+            is wider than its own.
     """
 
     trace: Trace
@@ -35,7 +52,9 @@ class Traced:
 
     def __post_init__(self) -> None:
         self.nodes = {node.name: node for node in self.trace.graph.nodes}
-        self.by_key = {node.meta["key"]: node for node in self.nodes.values() if node.op == "call_function"}
+        self.by_key = {
+            node.meta["key"]: node for node in self.nodes.values() if node.op == "call_function"
+        }
         self.results = next(iter(reversed(self.trace.graph.nodes))).args[0]  # type: ignore[assignment]
         self.widest = self._widest()
 
@@ -66,7 +85,9 @@ class Traced:
         return tuple(int(size) for size in self.value(ref).shape)
 
     def gradient_of(self, position: int) -> tuple[Ref, tuple[Ref, ...]]:
-        """A result that is a gradient, and the values of which it is nothing but a cast: one of these may be added in its place."""
+        """A result that is a gradient, and the values of which it is nothing but a cast: one of
+        these may be added in its place.
+        """
         node = self.results[position]
         before, casts = node, list[Ref]()
         while before.target is _CAST and not before.kwargs.keys() - {"dtype"}:
@@ -79,13 +100,18 @@ class Traced:
         return self.widest.get(ref, self.value(ref).dtype)
 
     def _widest(self) -> dict[Ref, torch.dtype]:
-        """Gradients of parameters in fp32 at least, and what is only cast to one in the dtype of the cast."""
+        """Gradients of parameters in fp32 at least, and what is only cast to one in the dtype of
+        the cast.
+        """
         found: dict[Ref, torch.dtype] = {}
         for p in self.trace.parameters:
             if p.gradient is None:
                 continue
             node = self.results[p.gradient]
-            if not isinstance(node.meta["val"], torch.Tensor) or not node.meta["val"].dtype.is_floating_point:
+            if (
+                not isinstance(node.meta["val"], torch.Tensor)
+                or not node.meta["val"].dtype.is_floating_point
+            ):
                 continue
             own, wide = node.meta["val"].dtype, None
             found[self.ref(node)] = own if own.itemsize >= 4 else torch.float32

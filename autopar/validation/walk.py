@@ -1,7 +1,8 @@
 """One pass over an emitted graph: each node's state from those of the nodes that it reads.
 
-A node that computes has to call what a rank calls of the traced node that its key names, on the parts of what that node reads, in the
-layouts of a strategy of which `law` knows no counterexample. All other nodes move, cast, pack or add, and have a rule each.
+A node that computes has to call what a rank calls of the traced node that its key names, on the
+parts of what that node reads, in the layouts of a strategy of which `law` knows no counterexample.
+All other nodes move, cast, pack or add, and have a rule each.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Walk:
     """The states of one emitted graph.
 
     Attributes:
-        phase: its name. chosen, again: per key the strategy that the plan has, and the one with which backward runs it again.
-        how: how many nodes were justified in which way. open: keys of nodes of whose strategy only the op's rule says that it is right.
+        phase: its name. chosen, again: per key the strategy that the plan has, and the one with
+            which backward runs it again.
+        how: how many nodes were justified in which way. open: keys of nodes of whose strategy only
+            the op's rule says that it is right.
     """
 
     traced: Traced
@@ -63,11 +66,16 @@ class Walk:
         remaining = iter(given)
         for node in graph.nodes:
             if node.op == "output":
-                return [self.env[result] if isinstance(result, fx.Node) else None for result in node.args[0]]
+                return [
+                    self.env[result] if isinstance(result, fx.Node) else None
+                    for result in node.args[0]
+                ]
             if node.op == "placeholder":
                 self.env[node] = next(remaining, None)
                 if self.env[node] is None:
-                    raise unjustified(node, self.phase, "the graph takes more than the program passes")
+                    raise unjustified(
+                        node, self.phase, "the graph takes more than the program passes"
+                    )
                 continue
             try:
                 self.env[node] = self._state(node)
@@ -108,12 +116,18 @@ class Walk:
 
     def _started(self, node: fx.Node) -> InFlight:
         x, kind, *settings = node.args
-        return InFlight(self._moved(self.env[x], str(kind), settings, node), (kind, *settings, node.kwargs.get("length")))  # type: ignore[index]
+        return InFlight(
+            self._moved(self.env[x], str(kind), settings, node),
+            (kind, *settings, node.kwargs.get("length")),
+        )  # type: ignore[index]
 
     def _finished(self, node: fx.Node) -> Any:
         source, *settings = node.args
         flying = self.env[source]  # type: ignore[index]
-        if not isinstance(flying, InFlight) or flying.settings != (*settings, node.kwargs.get("length")):
+        if not isinstance(flying, InFlight) or flying.settings != (
+            *settings,
+            node.kwargs.get("length"),
+        ):
             raise MoveError("it finishes what was not started with these settings")
         if [user.target for user in source.users] != [steps.finish]:  # type: ignore[union-attr]
             raise MoveError("what it started is read by others as well")
@@ -122,7 +136,9 @@ class Walk:
     def _added(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)  # type: ignore[index]
         if not isinstance(total, Sum) or total.is_added:
-            raise MoveError(f"it adds to {shown(total)}, which is no sum that waits for this microbatch")
+            raise MoveError(
+                f"it adds to {shown(total)}, which is no sum that waits for this microbatch"
+            )
         of, casts = self.gradients[total.parameter]
         if not isinstance(gradient, State) or gradient.ref not in (of, *casts):
             raise MoveError(f"it adds {shown(gradient)} to the sum of {total.parameter!r}")
@@ -146,7 +162,11 @@ class Walk:
     def _reads_as(self, node: fx.Node, origin: fx.Node) -> bool:
         """Whether a cast or a copy is that of the trace, and no other under its key."""
         state = self.env[node.args[0]]  # type: ignore[index]
-        return origin.target is node.target and isinstance(state, State) and [state.ref] == self.traced.reads(origin)
+        return (
+            origin.target is node.target
+            and isinstance(state, State)
+            and [state.ref] == self.traced.reads(origin)
+        )
 
     def _passed_on(self, node: fx.Node) -> State:
         """A cast or a copy that the trace has not: the same value."""
@@ -165,13 +185,19 @@ class Walk:
         self.check_operands(origin, strategy, dict(node_operands(node, local)))
         return self.made_by(origin, strategy)
 
-    def check_operands(self, origin: fx.Node, strategy: Strategy, operands: Mapping[int, fx.Node]) -> None:
+    def check_operands(
+        self, origin: fx.Node, strategy: Strategy, operands: Mapping[int, fx.Node]
+    ) -> None:
         """Whether each operand is the part of what the traced node reads there."""
-        for number, (ref, layout) in enumerate(zip(self.traced.reads(origin), strategy.inputs, strict=True)):
+        for number, (ref, layout) in enumerate(
+            zip(self.traced.reads(origin), strategy.inputs, strict=True)
+        ):
             due = State(ref, layout, self.traced.value(ref).dtype)
             found = self.env.get(operands[number]) if number in operands else due
             if found != due:
-                raise MoveError(f"its operand {number} is {shown(found)}, where {shown(due)} is due")
+                raise MoveError(
+                    f"its operand {number} is {shown(found)}, where {shown(due)} is due"
+                )
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
         """What a traced node makes at a strategy that is right."""
@@ -180,7 +206,12 @@ class Walk:
         if not isinstance(value, tuple | list):
             return State((origin.name, 0), strategy.outputs[0], value.dtype)
         parts = zip(value, strategy.outputs, strict=True)
-        return Several(tuple(State((origin.name, i), at, x.dtype) if x is not None else None for i, (x, at) in enumerate(parts)))
+        return Several(
+            tuple(
+                State((origin.name, i), at, x.dtype) if x is not None else None
+                for i, (x, at) in enumerate(parts)
+            )
+        )
 
     def check_strategy(self, origin: fx.Node, strategy: Strategy) -> None:
         """Whether the op makes of such operands such results."""

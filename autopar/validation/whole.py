@@ -1,4 +1,6 @@
-"""`validate`: everything that a plan is emitted into, with or without stages, against the trace of the whole batch."""
+"""`validate`: everything that a plan is emitted into, with or without stages, against the trace of
+the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Vali
         what was justified, and how.
 
     Raises:
-        ValidationError: naming the first node, output or gradient that does not follow from the trace.
+        ValidationError: naming the first node, output or gradient that does not follow from the
+            trace.
     """
     if isinstance(program, Program):
         return validate_program(trace, plan, program)
@@ -34,7 +37,9 @@ def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Vali
     return _validate_staged(trace, plan, plan.pipeline, program)
 
 
-def _validate_staged(trace: Trace, plan: Plan, pipeline: Pipeline, program: StagedProgram) -> Validation:
+def _validate_staged(
+    trace: Trace, plan: Plan, pipeline: Pipeline, program: StagedProgram
+) -> Validation:
     part = program.trace
     if program.microbatches.num != pipeline.num_microbatches:
         what = f"the program has {program.microbatches.num} microbatches, the plan {pipeline.num_microbatches}"
@@ -61,7 +66,9 @@ def _check_crossings(program: StagedProgram) -> None:
 
 
 def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
-    """Gradients of a parameter that several stages hold are added over these stages, and its copies rest alike."""
+    """Gradients of a parameter that several stages hold are added over these stages, and its copies
+    rest alike.
+    """
     holders: dict[str, tuple[int, ...]] = {}
     for number, stage in enumerate(stages):
         for p in stage.parameters:
@@ -74,4 +81,6 @@ def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
     for name, held in due.items():
         rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}
         if len(rests) > 1:
-            raise ValidationError(f"the copies of {name!r} in stages {held} rest in different layouts", remedy=REMEDY)
+            raise ValidationError(
+                f"the copies of {name!r} in stages {held} rest in different layouts", remedy=REMEDY
+            )

@@ -1,4 +1,6 @@
-"""Small calls of convolutions and poolings: few samples and channels, and space that windows fit into as into the large one."""
+"""Small calls of convolutions and poolings: few samples and channels, and space that windows fit
+into as into the large one.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
 def _space(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Sizes of a small space: as many strides as two and three ranks share; what is smaller stays."""
     steps = [_STEPS if stride < _WIDE else _FEW_STEPS for stride in strides]
-    return tuple(min(size, stride * n) if size % stride == 0 else size for size, stride, n in zip(sizes, strides, steps, strict=True))
+    return tuple(
+        min(size, stride * n) if size % stride == 0 else size
+        for size, stride, n in zip(sizes, strides, steps, strict=True)
+    )
 
 
 def _channels(groups: int, channels: int, made: int) -> tuple[int, int, int]:
-    """Small numbers of groups and of channels before and behind, or those that there are where groups have several."""
+    """Small numbers of groups and of channels before and behind, or those that there are where
+    groups have several.
+    """
     if groups == 1:
         return 1, min(channels, _CHANNELS), min(made, _CHANNELS + 2)
     if groups == channels:
@@ -81,9 +88,25 @@ def _pool(call: Call, num: int) -> list[Trial]:
 
 
 _FORWARD: Mapping[str, tuple[str, ...]] = {
-    **{f"max_pool{n}d_with_indices_backward": ("kernel_size", "stride", "padding", "dilation", "ceil_mode") for n in (2, 3)},
     **{
-        f"avg_pool{n}d_backward": ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+        f"max_pool{n}d_with_indices_backward": (
+            "kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "ceil_mode",
+        )
+        for n in (2, 3)
+    },
+    **{
+        f"avg_pool{n}d_backward": (
+            "kernel_size",
+            "stride",
+            "padding",
+            "ceil_mode",
+            "count_include_pad",
+            "divisor_override",
+        )
         for n in (2, 3)
     },
 }
@@ -99,14 +122,29 @@ def _filled(value: Any, operands: Sequence[torch.Tensor]) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _trial(call: Call, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None], changed: Mapping[str, Any]) -> list[Trial]:
-    """The call on these operands, with some settings changed, where its operands come in this order."""
-    infos = [TensorInfo((0,), torch.uint8) if x is None else TensorInfo(tuple(x.shape), x.dtype) for x in results]
+def _trial(
+    call: Call,
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor | None],
+    changed: Mapping[str, Any],
+) -> list[Trial]:
+    """The call on these operands, with some settings changed, where its operands come in this
+    order.
+    """
+    infos = [
+        TensorInfo((0,), torch.uint8) if x is None else TensorInfo(tuple(x.shape), x.dtype)
+        for x in results
+    ]
     if len(operands) != len(call.inputs) or len(infos) != len(call.outputs):
         return []
     names = [a.name for a in call.target._schema.arguments]  # type: ignore[attr-defined]
     args = tuple(changed.get(name, value) for name, value in zip(names, call.args, strict=False))
-    small = replace(call, args=args, inputs=tuple(TensorInfo(tuple(x.shape), x.dtype) for x in operands), outputs=tuple(infos))
+    small = replace(
+        call,
+        args=args,
+        inputs=tuple(TensorInfo(tuple(x.shape), x.dtype) for x in operands),
+        outputs=tuple(infos),
+    )
     return [(small, list(operands))]
 
 

@@ -107,7 +107,7 @@ def test_gradients_are_wrong_where_backward_keeps_its_own_count(
 ) -> None:
     monkeypatch.setattr(microbatches, "add_equal_values", lambda part, given: given)
     planned = make_plan(LOSSES["label smoothing"], num_microbatches=2)
-    with pytest.raises(ValidationError, match="gradient of 'layers.0.weight' does not add up") as found:
+    with pytest.raises(ValidationError, match=r"gradient of 'layers\.0\.weight' does not add up") as found:
         autopar.verify(*planned)
     assert "label smoothing" in str(found.value)  # the line of the loss
     monkeypatch.setattr(tracing, "validate_before_run", lambda *_: None)

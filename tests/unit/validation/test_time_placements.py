@@ -1,4 +1,6 @@
-"""What an op makes of tensors on the axis in time: what must be known of sums, averages, constants and products of them."""
+"""What an op makes of tensors on the axis in time: what must be known of sums, averages, constants
+and products of them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.rules import Call, call_of
-from autopar.validation.time_placements import (
-    TERM,
-    WHOLE,
-    TimePlacement,
-    placements_in_time,
-    split_dim,
-)
+from autopar.validation.in_time import TERM, WHOLE, TimePlacement, split_dim
+from autopar.validation.time_placements import placements_in_time
 
 ROWS, COLUMNS = 12, 5
 SPLIT, ACROSS = TimePlacement("split", 0), TimePlacement("split", 1)
