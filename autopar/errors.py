@@ -102,6 +102,10 @@ class EmissionError(AutoparError):
     """A plan cannot be turned into a program."""
 
 
+class ValidationError(AutoparError):
+    """An emitted graph holds a value that does not follow from the traced model, or nothing shows that it does."""
+
+
 class VerificationError(AutoparError):
     """A distributed program computes something else than the plain model."""
 

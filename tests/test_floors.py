@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
     ("analysis", "run", "breakdown", "stages"),
     ("strategies",),  # merges nodes by what analysis says of them
-    ("cost", "emit"),
+    ("cost", "emit", "validation"),  # validation judges what emit makes, and shares nothing with it
     ("planning", "verification", "certificate", "explanation"),
     ("report",),  # its page holds the explanation's tables
     ("api",),

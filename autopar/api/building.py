@@ -20,7 +20,8 @@ from autopar.api.fitting import check_fits
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of, told_trained
 from autopar.api.hardware import planned_for
 from autopar.api.planning import plan_told
-from autopar.api.tracing import program_of, refuse_parts, settled, traced_for
+from autopar.api.tracing import as_planned, program_of, refuse_parts, settled, traced_for
+from autopar.api.validating import validate_before_run
 from autopar.capture import Trace
 from autopar.cost.priced import OPTIMIZERS
 from autopar.devices import HardwareLike, is_unshaped
@@ -161,7 +162,8 @@ def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if plan is not None:
         _check_outputs(plan, order.build["outputs"])
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
-        _, planned = _plan_here(order, args, kwargs)
+        trace, planned = _plan_here(order, args, kwargs)
+        validate_before_run(as_planned(trace, planned.plan), planned.plan, planned.program)
         return planned.plan, planned.program
     if plan is None:
         plan = _from_rank_zero(order, args, kwargs)

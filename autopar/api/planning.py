@@ -32,11 +32,13 @@ from autopar.api.tracing import (
     traced,
     traced_for,
 )
+from autopar.api.validating import with_validation
 from autopar.api.waiting import with_waits
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
 from autopar.devices import HardwareLike, is_unshaped
+from autopar.emit import emit, emit_staged
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.hardware import Mixed
 from autopar.keywords import named
@@ -221,7 +223,8 @@ def verify(
 def check(plan: Plan | str | Path, model: nn.Module, batch: Example, *, hardware: HardwareLike | None = None) -> Certificate:
     """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as close to the best as it says.
 
-    Everything is derived anew from the model, whose weights may be on meta, and the profile; `verify` is what runs the plan.
+    Everything is derived anew from the model, whose weights may be on meta, and the profile. The program that the plan is emitted
+    into is validated node by node against the captured model; `verify` is what runs it.
 
     Args:
         plan: or its file. hardware: as in `plan`; by default the profile that the plan names.
@@ -234,7 +237,9 @@ def check(plan: Plan | str | Path, model: nn.Module, batch: Example, *, hardware
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     devices = of_plan(plan, hardware)
     trace = traced_for(plan, model, args, kwargs)
+    reference = as_planned(trace, plan)
     if plan.pipeline is None:
-        return certify(as_planned(trace, plan), plan, devices)
+        return with_validation(certify(reference, plan, devices), reference, plan, partial(emit, reference, plan))
     part, how, made = staged_trace(plan, model, trace, args, kwargs)
-    return certify_staged(trace, part, made, how, plan, devices)
+    certificate = certify_staged(trace, part, made, how, plan, devices)
+    return with_validation(certificate, reference, plan, partial(emit_staged, part, made, how, plan))

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching, ready
+from autopar.api.validating import validate_before_run
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
@@ -203,15 +204,23 @@ def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> C
 
 
 def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program | StagedProgram:
-    """What a plan is emitted into; `whole` is the trace of the call, as it was captured.
+    """Emit a plan and validate the program.
+
+    Args:
+        whole: the trace of the call, as it was captured.
 
     Raises:
         PlanError, EmissionError: where the plan does not fit the model.
+        ValidationError: where a value of the program does not follow from the trace.
     """
+    reference = as_planned(whole, plan)
     if plan.pipeline is None:
-        return emit(as_planned(whole, plan), plan)
-    part, how, made = staged_trace(plan, model, whole, args, kwargs)
-    return emit_staged(part, made, how, plan)
+        program: Program | StagedProgram = emit(reference, plan)
+    else:
+        part, how, made = staged_trace(plan, model, whole, args, kwargs)
+        program = emit_staged(part, made, how, plan)
+    validate_before_run(reference, plan, program)
+    return program
 
 
 def staged_trace(

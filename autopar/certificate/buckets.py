@@ -16,13 +16,13 @@ import torch
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import FLOATS, SHARING, is_even, local_lengths
 from autopar.collective import Collective, bucket_time, most_put_in
 from autopar.emit.choices import storage_key
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plans import Bucket, Communication, Plan
+from autopar.validation.shards import FLOATS, SHARING, is_even, local_lengths
 
 _FILLED_TO = 8  # elements
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.capture.trace import Trace
 from autopar.certificate.report import Finding
-from autopar.certificate.shards import held_bytes
 from autopar.emit.choices import output_key
 from autopar.plans import Crossed, Pipeline, Plan
 from autopar.stages import Cut, cut_points
+from autopar.validation.shards import held_bytes
 
 
 def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
 from autopar.certificate.own import dispatched_along
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import held_bytes, local_lengths
 from autopar.certificate.steps import held_so
 from autopar.cost.compute import compute_time
 from autopar.cost.held import offered_as
@@ -32,6 +31,7 @@ from autopar.mirrored import Mirrored
 from autopar.plans import Entry, NodeChoice, Plan
 from autopar.rules import Call, TensorInfo, call_of, is_strategy
 from autopar.run.parameters import storable
+from autopar.validation.shards import held_bytes, local_lengths
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 

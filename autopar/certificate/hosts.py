@@ -10,10 +10,10 @@ from autopar.capture.trace import Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding
-from autopar.certificate.shards import held_bytes
 from autopar.cost.priced import OPTIMIZERS
 from autopar.emit.choices import parameter_key, storage_key
 from autopar.plans import Plan
+from autopar.validation.shards import held_bytes
 
 
 def on_hosts(trace: Trace, facts: Facts, claims: Claims, plan: Plan, context: Context) -> dict[str, int]:

@@ -28,7 +28,6 @@ from autopar.certificate.facts import Claims, Facts, Reader, Tensor
 from autopar.certificate.kernel_norms import NormWalk
 from autopar.certificate.own import OwnWalk
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import local_lengths
 from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
@@ -36,6 +35,7 @@ from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel, Plan
 from autopar.rules import Call, TensorInfo, call_of, operands_of
 from autopar.strategies import pattern_of
+from autopar.validation.shards import local_lengths
 
 _LINE = 128  # bytes
 

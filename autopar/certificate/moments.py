@@ -30,12 +30,12 @@ from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow
 from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts, Tensor, TensorKey
-from autopar.certificate.shards import held_bytes, local_lengths
 from autopar.cost.priced import Priced
 from autopar.layout import Layout
 from autopar.problem import Value
 from autopar.rules import call_of
 from autopar.strategies import Ref
+from autopar.validation.shards import held_bytes, local_lengths
 
 _WIDENED = "/widen"
 

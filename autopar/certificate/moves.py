@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from autopar.certificate.facts import Claims, Facts, Tensor
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import FLOATS, SHARING, held_bytes, is_even, led_to
 from autopar.collective import HOST_KINDS, Collective, collective_time, share_of_bucket
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plans import Communication
+from autopar.validation.shards import FLOATS, SHARING, held_bytes, is_even, led_to
 
 
 @dataclass

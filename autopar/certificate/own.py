@@ -24,13 +24,13 @@ from autopar import ops
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.routes import routed, shared
-from autopar.certificate.shards import local_lengths
 from autopar.collective import Collective, collective_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.rules import Call, call_of
+from autopar.validation.shards import local_lengths
 
 _OPERANDS = 5  # x, picks, gates, up and down, the last ones of both ops
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.units import seconds, share, size
+from autopar.validation import Validation
 
-Claim = Literal["model", "layouts", "moves", "kernels", "buckets", "kept values", "emission", "overlap", "memory", "time", "bound", "words"]
+Claim = Literal[
+    "model", "layouts", "moves", "kernels", "buckets", "kept values", "emission", "overlap", "memory", "time", "bound", "words",
+    "program",
+]
 _SHOWN = 12  # findings of one claim that are printed
 NEAR = 1e-9  # relative: sums of the same numbers in another order
 _SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
@@ -39,6 +43,7 @@ class Certificate:
         budget_bytes: per device, as the plan records it.
         objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not certified is the search's word.
         certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as above.
+        validation: how the nodes of the emitted program were justified; None where one was not, which is a finding then.
     """
 
     title: str
@@ -56,6 +61,7 @@ class Certificate:
     claimed_bound_s: float = 0.0
     certified_bound_s: float | None = None
     num_multipliers: int = 0
+    validation: Validation | None = None
 
     @property
     def ok(self) -> bool:
@@ -90,6 +96,11 @@ class Certificate:
                 f"bound     {seconds(self.certified_bound_s)} by arithmetic from {self.num_multipliers} multipliers"
                 f" (gap {share(self.certified_gap)}), {more if self.certified_gap - self.claimed_gap > _SAME else 'all that is claimed'}"
             )
+
+        if self.validation is not None:
+            first, *further = str(self.validation).splitlines()
+            yield f"program   {first}"
+            yield from (f"          {line}" for line in further)
 
     def _found(self) -> Iterator[str]:
         for claim in dict.fromkeys(f.claim for f in self.findings):

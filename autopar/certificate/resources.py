@@ -16,7 +16,6 @@ from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import held_bytes
 from autopar.collective import HOST_KINDS
 from autopar.cost.priced import OPTIMIZERS
 from autopar.emit import simulated
@@ -28,6 +27,7 @@ from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import trace_stage_peak
+from autopar.validation.shards import held_bytes
 
 _CALLS: dict[Any, str] = {
     kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",

@@ -19,7 +19,6 @@ from torch import fx
 from autopar import ops
 from autopar.analysis.work import Work
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import local_lengths
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
@@ -27,6 +26,7 @@ from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.rules import call_of
 from autopar.strategies import pattern_of
+from autopar.validation.shards import local_lengths
 
 _THERE, _BACK = "moe_dispatch", "moe_combine"
 _FORWARD = ((_THERE, 0), (_THERE, 2), (_BACK, 2))  # kernel, passes saved

@@ -19,6 +19,7 @@ from autopar.rules.trial import run
 
 Trial = tuple[Call, list[torch.Tensor]]
 _SIZES = (8, 10, 14, 16, 20, 22, 26, 28)  # two divides them, and in three parts only the last is shorter
+_FEW = (4, 6, 8, 10, 12, 14, 16, 18)  # for tensors of many dims
 _LARGEST_RATIO = 8  # sizes in such a ratio may be heads and their groups, or a width and its multiple
 _SMALL, _LARGEST = 2**13, 2**16  # elements of all operands
 
@@ -26,19 +27,31 @@ _SMALL, _LARGEST = 2**13, 2**16  # elements of all operands
 def trials_of(call: Call) -> list[Trial]:
     """Small calls that the op takes, with operands; empty where there is none. The first has the most telling sizes."""
     own = _num_elements(call.inputs)
-    for scaled in _scalings(call):
+    for scaled in scalings(call):
         if found := _trials(scaled, call):
             return found + (_trials(call, call) if own <= _SMALL else [])
     return _trials(call, call) if own <= _LARGEST else []
+
+
+def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
+    """As `trials_of`, on the numbers of these recipes alone, and only of calls whose results are small."""
+    if _num_elements(call.outputs) > _LARGEST and _num_elements(call.inputs) <= _LARGEST:
+        return []  # sizes are among its arguments: smaller operands would not make its results smaller
+    for scaled in (*scalings(call), *scalings(call, _FEW)):
+        if found := _trials(scaled, call, recipes):
+            return found
+    small = _num_elements((*call.inputs, *call.outputs)) <= _SMALL
+    return _trials(call, call, recipes) if small else []
 
 
 def _num_elements(infos: Sequence[TensorInfo]) -> int:
     return sum(math.prod(info.shape) for info in infos)
 
 
-def _scalings(call: Call) -> Iterator[Call]:
+def scalings(call: Call, few: Sequence[int] = _SIZES) -> Iterator[Call]:
+    """The call with its sizes, in their order, replaced by `few`, or by small ones in the same ratios; results as they were."""
     sizes = sorted({size for info in call.inputs for size in info.shape if size > 1})
-    for to in (dict(zip(sizes, _SIZES, strict=False)), _in_ratio(sizes)):
+    for to in (dict(zip(sizes, few, strict=False)), _in_ratio(sizes)):
         infos = tuple(TensorInfo(tuple(to.get(s, s) for s in info.shape), info.dtype) for info in call.inputs)
         if len(to) == len(sizes) and _num_elements(infos) <= _LARGEST:
             yield replace(call, inputs=infos)
@@ -62,14 +75,14 @@ def _resized(value: Any, to: Mapping[int, int]) -> Any:
     return to.get(value, value) if type(value) is int else value
 
 
-def _trials(small: Call, call: Call) -> list[Trial]:
+def _trials(small: Call, call: Call, recipes: Sequence[str] = RECIPES) -> list[Trial]:
     """The small call on every recipe of numbers that the op takes; in double precision where it can be."""
     found = []
-    bound = _bound(small, call)
-    for infos in dict.fromkeys((_double(small.inputs), small.inputs)):
-        for recipe in RECIPES:
+    bound = index_bound(small, call)
+    for infos in dict.fromkeys((in_double(small.inputs), small.inputs)):
+        for recipe in recipes:
             tensors = tensors_for(infos, recipe, bound)
-            made = _made(replace(small, inputs=infos), tensors)
+            made = made_on(replace(small, inputs=infos), tensors)
             if made is not None and _same_structure(made, call):
                 found.append((made, tensors))
         if found:
@@ -77,7 +90,7 @@ def _trials(small: Call, call: Call) -> list[Trial]:
     return found
 
 
-def _bound(small: Call, call: Call) -> int:
+def index_bound(small: Call, call: Call) -> int:
     """What no index may reach: every size that is known, arguments included, of which any may be one."""
     sizes = [size for info in call.outputs for size in info.shape]
     return min((n for n in (*sizes, *_integers((small.args, *small.kwargs.values()))) if n > 1), default=2)
@@ -91,11 +104,11 @@ def _integers(value: Any) -> Iterator[int]:
         yield value
 
 
-def _double(infos: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+def in_double(infos: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
     return tuple(replace(i, dtype=torch.float64) if i.dtype.is_floating_point else i for i in infos)
 
 
-def _made(small: Call, tensors: list[torch.Tensor]) -> Call | None:
+def made_on(small: Call, tensors: list[torch.Tensor]) -> Call | None:
     """The call with its results, where it gives numbers, the same ones each time, and leaves its operands alone."""
     before = [t.clone() for t in tensors]
     try:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.analysis import microbatches
+from autopar.api import tracing
 from autopar.constraints import pipeline
-from autopar.errors import CoupledError, VerificationError
+from autopar.errors import CoupledError, ValidationError, VerificationError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
@@ -105,8 +106,13 @@ def test_gradients_are_wrong_where_backward_keeps_its_own_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(microbatches, "add_equal_values", lambda part, given: given)
+    planned = make_plan(LOSSES["label smoothing"], num_microbatches=2)
+    with pytest.raises(ValidationError, match=r"gradient of 'layers\.0\.weight' does not add up") as found:
+        autopar.verify(*planned)
+    assert "label smoothing" in str(found.value)  # the line of the loss
+    monkeypatch.setattr(tracing, "validate_before_run", lambda *_: None)
     with pytest.raises(VerificationError, match="gradient"):
-        autopar.verify(*make_plan(LOSSES["label smoothing"], num_microbatches=2))
+        autopar.verify(*planned)
 
 
 class CountedOtherwise(torch.autograd.Function):

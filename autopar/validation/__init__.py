@@ -1,0 +1,8 @@
+"""Translation validation: an emitted program against the trace and the plan that it was made of,
+node by node, before it runs.
+"""
+
+from autopar.validation.report import Validation
+from autopar.validation.whole import validate
+
+__all__ = ["Validation", "validate"]

@@ -1,0 +1,176 @@
+"""Whether an op on parts makes the parts that a strategy says: tried on small numbers, or, of ops
+that only move elements, by counting.
+
+One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.scaling`), its operands are
+split as the strategy places them on the axis (a partial sum into random addends), every rank runs
+its local call, and the results, joined as the strategy places them, have to be the whole call's.
+Nothing of the op's row in the table of rules is used. What several axes do together follows from
+what each does, since they split along one and the same order of axes (`autopar.rules.is_strategy`).
+
+A shape is no number: a view cannot be shrunk. Its strategies follow from which dims have the
+elements of which (`keeps_parts`). Random draws follow from the indices of elements alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import lru_cache
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from autopar import random_ops
+from autopar.errors import RuleError
+from autopar.layout import Layout, Strategy
+from autopar.rules import AxisOption, Call
+from autopar.rules.call import NO_TENSOR, KeyedCall
+from autopar.rules.scaling import Trial, first_trials
+from autopar.rules.trial import check_option
+from autopar.validation.samples import SAMPLES
+
+aten = torch.ops.aten
+VIEWS = frozenset(
+    (
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten.unsqueeze.default,
+    )
+)  # fmt: skip
+DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
+_RECIPES = ("mixed", "positive")
+
+
+class Verdict(Enum):
+    """What is known of a strategy: shown by numbers or by counting, shown to be wrong, or neither."""
+
+    PROVEN = "proven"
+    WRONG = "wrong"
+    OPEN = "open"
+
+
+def judge(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Verdict, str]:
+    """What is known of a call at a strategy on a mesh, and of what is wrong why."""
+    return _judge(KeyedCall(call), strategy.plain, tuple(mesh_shape))
+
+
+@lru_cache(maxsize=65536)
+def _judge(
+    keyed: KeyedCall, strategy: Strategy, mesh_shape: tuple[int, ...]
+) -> tuple[Verdict, str]:
+    call, verdict = keyed.call, Verdict.PROVEN
+    for axis, size in enumerate(mesh_shape):
+        option = AxisOption(
+            tuple(at.placements[axis] for at in strategy.inputs),
+            tuple(at.placements[axis] for at in strategy.outputs),
+        )
+        if size == 1 or _replicates(option):
+            continue
+        infos = zip(
+            (*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True
+        )
+        uneven = any(_is_uneven(info.shape, layout, axis, mesh_shape) for info, layout in infos)
+        found, why = _on_one_axis(keyed, option, uneven)
+        if found is Verdict.WRONG:
+            return found, why
+        verdict = found if found is Verdict.OPEN else verdict
+    return verdict, ""
+
+
+def _replicates(option: AxisOption) -> bool:
+    """Whether every rank does the whole call, as one rank does."""
+    return all(isinstance(p, Replicate) for p in (*option.inputs, *option.outputs))
+
+
+def _is_uneven(shape: Sequence[int], layout: Layout, axis: int, mesh_shape: Sequence[int]) -> bool:
+    placement = layout.placements[axis]
+    return isinstance(placement, Shard) and bool(
+        shape[placement.dim] % layout.num_shards(placement.dim, mesh_shape)
+    )
+
+
+@lru_cache(maxsize=16384)
+def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Verdict, str]:
+    call = keyed.call
+    if call.target in VIEWS:
+        right = keeps_parts(call, option, uneven=uneven)
+        return (
+            (Verdict.PROVEN, "")
+            if right
+            else (Verdict.WRONG, "its parts are not made of the same elements")
+        )
+    if call.target in DRAWS:
+        alike = all(isinstance(p, Replicate) for p in option.inputs) and not isinstance(
+            option.outputs[0], Partial
+        )
+        return (
+            (Verdict.PROVEN, "")
+            if alike
+            else (Verdict.WRONG, "every rank needs the same state, and draws a part")
+        )
+    tried = False
+    for small, tensors in _trials(keyed):
+        for num in (2, 3) if uneven else (2,):
+            if not _can_split(small, option, num):
+                continue
+            tried = True
+            try:
+                check_option(small, tensors, option, num)
+            except RuleError as error:
+                return Verdict.WRONG, error.what
+    return (Verdict.PROVEN if tried else Verdict.OPEN), ""
+
+
+@lru_cache(maxsize=4096)
+def _trials(keyed: KeyedCall) -> tuple[Trial, ...]:
+    made = SAMPLES.get(keyed.call.target)
+    return tuple(first_trials(keyed.call, _RECIPES) if made is None else made(keyed.call))
+
+
+def _can_split(small: Call, option: AxisOption, num: int) -> bool:
+    """Whether each dim that is split has a part for every rank, and all have parts of one kind."""
+    pairs = zip((*small.inputs, *small.outputs), (*option.inputs, *option.outputs), strict=True)
+    lengths = {info.shape[p.dim] for info, p in pairs if isinstance(p, Shard) and info != NO_TENSOR}
+    even = all(length % num == 0 for length in lengths)
+    fits = all(
+        Layout((p,)).fits(info.shape, (num,))
+        for info, p in zip(
+            (*small.inputs, *small.outputs), (*option.inputs, *option.outputs), strict=True
+        )
+        if info != NO_TENSOR
+    )
+    return fits and (even or len(lengths) == 1)
+
+
+def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool:
+    """Whether a view of parts is the parts of the view: elements are split by the leading dims of
+    groups that have the same elements.
+
+    Args:
+        uneven: whether parts differ in length; then the two dims have to be of one size.
+    """
+    (before,), (after,) = option.inputs, option.outputs
+    if not isinstance(before, Shard) or not isinstance(after, Shard):
+        return not isinstance(before, Shard) and before == after
+    source, target = call.inputs[0].shape, call.outputs[0].shape
+    alike = not uneven or source[before.dim] == target[after.dim]
+    return (
+        alike
+        and type(before) is Shard
+        and type(after) is Shard
+        and (before.dim, after.dim) in set(leading_dims(source, target))
+    )
+
+
+def leading_dims(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of dims, before and after, that stand first in the smallest groups of dims with as many
+    elements in the same order.
+
+    Such dims begin where as many elements lie behind them on both sides.
+    """
+    behind = [
+        {math.prod(shape[dim:]): dim for dim in range(len(shape)) if shape[dim] > 1}
+        for shape in (source, target)
+    ]
+    for num in behind[0].keys() & behind[1].keys():
+        yield behind[0][num], behind[1][num]

@@ -1,0 +1,192 @@
+"""What communication steps, casts and buckets make of states: one rule each, from the arguments of
+the node alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.collective import Collective
+from autopar.halo import Halo
+from autopar.kernels import collectives as steps
+from autopar.layout import Layout
+from autopar.mirrored import Mirrored
+from autopar.validation.shards import is_even, led_to, local_lengths
+from autopar.validation.states import Packed, Several, State
+from autopar.validation.traced import Traced
+
+KINDS: Mapping[Any, str] = {
+    steps.all_gather: "all_gather", steps.reduce_scatter: "reduce_scatter", steps.all_reduce: "all_reduce",
+    steps.all_to_all: "all_to_all", steps.halo: "halo", steps.swap: "swap", steps.shard: "slice",
+    steps.fetch: "fetch", steps.store: "store",
+}  # fmt: skip
+_REDUCING = ("all_reduce", "reduce_scatter")
+_JOINING = ("all_gather", "all_to_all")
+
+
+class MoveError(Exception):
+    """Why a step does not make what it should."""
+
+
+def move(
+    traced: Traced,
+    state: Any,
+    kind: str,
+    settings: Sequence[Any],
+    length: int | None,
+    mesh_shape: Sequence[int],
+) -> Any:
+    """The state that a step makes of another.
+
+    Args:
+        settings: of the step, the axis last. length: how long the dim is that it joins, where its
+            parts differ.
+
+    Raises:
+        MoveError: where it makes no part of the traced value, or reduces it in too narrow a dtype.
+    """
+    if isinstance(state, Packed):
+        return _move_bucket(traced, state, kind, settings, mesh_shape)
+    if not isinstance(state, State):
+        raise MoveError("it moves what is no tensor of the model")
+    shape = traced.shape(state.ref)
+    step, wanted = _step_of(state.layout, kind, settings)
+    if step.axis >= len(mesh_shape):
+        raise MoveError(f"the mesh has no axis {step.axis}")
+    target = led_to(state.layout, step, wanted)
+    if target is None or not target.fits(shape, mesh_shape):
+        raise MoveError(
+            f"a {kind} with settings {tuple(settings)} leads nowhere from {state.layout}"
+        )
+    if kind in _REDUCING:
+        _check_reduction(traced, state)
+    if kind in _JOINING:
+        uneven = shape[step.dim] % state.layout.num_shards(step.dim, mesh_shape)
+        due = shape[step.dim] if uneven else None
+        if length != due:
+            raise MoveError(
+                f"it joins a dim of {shape[step.dim]} elements whose parts are {'un' if uneven else ''}equal with length={length}"
+            )
+    return State(state.ref, target, state.dtype)
+
+
+def _check_reduction(traced: Traced, state: State) -> None:
+    due = traced.reduced_in(state.ref)
+    if torch.promote_types(due, state.dtype) != state.dtype:
+        made, due_text = (str(d).removeprefix("torch.") for d in (state.dtype, due))
+        raise MoveError(f"partial sums are reduced in {made}, where {due_text} is due")
+
+
+def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collective, Layout]:
+    """A step by its settings, and the layout that says which halo is meant and which way a swap
+    goes.
+    """
+    if kind in ("fetch", "store"):
+        return Collective(kind, -1, -1, -1, "", "", 0), layout  # type: ignore[arg-type]
+    *rest, axis = settings
+    reduce_op = str(rest[-1]) if kind in _REDUCING else ""
+    dim, to_dim = (
+        -1 if kind == "all_reduce" else int(rest[0]),
+        int(rest[1]) if kind == "all_to_all" else -1,
+    )
+    step, wanted = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0), layout  # type: ignore[arg-type]
+    if kind == "halo":
+        wanted = layout.with_placement(step.axis, Halo(*rest))
+    if kind == "swap":
+        back = isinstance(layout.placements[step.axis], Mirrored)
+        wanted = layout.with_placement(step.axis, Shard(dim) if back else Mirrored(dim))
+    return step, wanted
+
+
+def _move_bucket(
+    traced: Traced, packed: Packed, kind: str, settings: Sequence[Any], mesh_shape: Sequence[int]
+) -> Packed:
+    """Each member goes as it would alone: what is gathered or scattered has a row for each rank of
+    the axis.
+    """
+    *_, axis = settings
+    size, rows = (
+        mesh_shape[axis],
+        {
+            "all_gather": (1, mesh_shape[axis]),
+            "reduce_scatter": (mesh_shape[axis], 1),
+            "all_reduce": (1, 1),
+        },
+    )
+    if (
+        kind not in rows
+        or (kind != "all_reduce" and (settings[0] != 0 or packed.parts != size))
+        or packed.count != rows[kind][0]
+    ):
+        raise MoveError(
+            f"a bucket of {packed.count} of {packed.parts} parts takes no {kind} with settings {tuple(settings)}"
+        )
+    if kind == "all_reduce" and packed.parts != 1:
+        raise MoveError(f"what is reduced for all ranks is in {packed.parts} parts in its bucket")
+    moved = []
+    for member, dim in zip(packed.members, packed.dims, strict=True):
+        own = tuple(settings) if kind == "all_reduce" else (dim, *settings[1:])
+        made = move(
+            traced, State(member.ref, member.layout, packed.dtype), kind, own, None, mesh_shape
+        )
+        if not all(
+            is_even(at, traced.shape(member.ref), mesh_shape) for at in (member.layout, made.layout)
+        ):
+            raise MoveError(f"{member.ref[0]} has parts of different length in a bucket")
+        moved.append(made)
+    return Packed(tuple(moved), packed.dims, packed.parts, rows[kind][1], packed.dtype)
+
+
+def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
+    """The bucket that a node makes of tensors."""
+    _, dims, parts, count, dtype = node.args
+    members = tuple(s for s in states if isinstance(s, State))
+    if len(members) != len(states) or len(dims) != len(members):  # type: ignore[arg-type]
+        raise MoveError("it packs what is no tensor of the model")
+    for member in members:
+        before = member.dtype
+        if torch.promote_types(before, dtype) != dtype:  # type: ignore[arg-type]
+            raise MoveError(f"{member.ref[0]} of {before} is packed as {dtype}")
+    return Packed(members, tuple(map(int, dims)), int(parts), int(count), dtype)  # type: ignore[arg-type]
+
+
+def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
+    """The tensors that a node takes out of a bucket."""
+    _, sizes, dims, parts, dtypes = node.args
+    if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):  # type: ignore[arg-type]
+        raise MoveError("it unpacks what was packed otherwise")
+    if not len(packed.members) == len(sizes) == len(dtypes):  # type: ignore[arg-type]
+        raise MoveError(f"it unpacks {len(sizes)} tensors out of a bucket of {len(packed.members)}")  # type: ignore[arg-type]
+    found = []
+    for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):  # type: ignore[arg-type]
+        lengths = local_lengths(traced.shape(member.ref), member.layout, mesh_shape)
+        held = tuple(size) or (1,)
+        if packed.count < packed.parts:  # the bucket has some of the parts of tensors of this size
+            held = (*held[:dim], held[dim] * packed.count // packed.parts, *held[dim + 1 :])
+        if held != (lengths or (1,)):
+            raise MoveError(f"{member.ref[0]} comes out of its bucket as {held}, not as {lengths}")
+        found.append(_cast_to(member, dtype))
+    return Several(tuple(found))
+
+
+def cast(state: Any, dtype: torch.dtype) -> State:
+    """A tensor in another dtype.
+
+    Raises:
+        MoveError: where that would round partial sums.
+    """
+    if not isinstance(state, State):
+        raise MoveError("it casts what is no tensor of the model")
+    return _cast_to(state, dtype)
+
+
+def _cast_to(state: State, dtype: torch.dtype) -> State:
+    narrows = torch.promote_types(state.dtype, dtype) != dtype
+    if narrows and any(isinstance(p, Partial) for p in state.layout.placements):
+        raise MoveError(f"it rounds partial sums of {state.ref[0]} to {dtype}")
+    return State(state.ref, state.layout, dtype)

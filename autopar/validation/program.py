@@ -1,0 +1,263 @@
+"""`validate_program`: every value of an emitted program is the stated part of a traced value, up to
+the outputs and every gradient.
+
+What is taken as given: the trace, the plan's strategies, and the layouts in which the program says
+that tensors go in and out (these are held against the plan's). What is not: anything that
+emission says of a node but its key. One walk goes over each graph (`walk`), and one over the
+memory that its nodes share (`storage`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.errors import ValidationError
+from autopar.layout import Layout, Strategy
+from autopar.plans import Plan
+from autopar.run.program import Program, ProgramTensor
+from autopar.validation.draws import check_draws
+from autopar.validation.report import Validation
+from autopar.validation.states import REMEDY, State, Sum, shown
+from autopar.validation.storage import Memory, check_apart, check_writes
+from autopar.validation.traced import Traced
+from autopar.validation.walk import Walk
+
+
+def validate_program(trace: Trace, plan: Plan, program: Program) -> Validation:
+    """Justify every node of the graphs of one program.
+
+    Args:
+        trace: what the program was made of: the whole batch's, or of one microbatch that of a
+            stage.
+        plan: the decisions on that trace.
+
+    Raises:
+        ValidationError: naming the first node, result or border that does not follow from the
+            trace.
+    """
+    return _Program(trace, plan, program).validation()
+
+
+class _Program:
+    """One validation in the making."""
+
+    def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
+        self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
+        self.chosen, self.again = plan.node_choices(), plan.recomputed_choices()
+        self.walks: list[Walk] = []
+        with_gradient = [p for p in trace.parameters if p.gradient is not None]
+        self.gradients = {p.name: self.traced.gradient_of(p.gradient) for p in with_gradient}  # type: ignore[arg-type]
+
+    def validation(self) -> Validation:
+        """The report, where everything is justified."""
+        check_draws(self.trace)
+        self._check_borders()
+        program, forward_memory = (
+            self.program,
+            Memory(self.program.forward.graph, self.program.mesh.shape),
+        )
+        parameters = (
+            self._walk("step").run(program.begin.graph, self._resting())
+            if program.begin is not None
+            else self._resting()
+        )
+        made = self._walk("forward").run(
+            program.forward.graph, [*parameters, *self._buffers(), *self._inputs()]
+        )
+        self._check_outputs(made)
+        saved = made[len(made) - program.num_saved :]
+        sums = self._sums()
+        backward = self._walk("backward").run(
+            program.backward.graph, [*saved, *self._tangents(), *sums]
+        )
+        self._check_gradients(backward)
+        if program.end is not None:
+            ended = [State(s.ref, s.layout, s.dtype) for s in sums]
+            self._check_resting(self._walk("step").run(program.end.graph, ended))
+        self._check_memory(forward_memory)
+        how = sum((walk.how for walk in self.walks), start=type(self.walks[0].how)())
+        return Validation(
+            how, tuple(dict.fromkeys(key for walk in self.walks for key in walk.open))
+        )
+
+    def _walk(self, phase: str) -> Walk:
+        walk = Walk(
+            self.traced, self.program.mesh.shape, phase, self.chosen, self.again, self.gradients
+        )
+        self.walks.append(walk)
+        return walk
+
+    # What goes in.
+
+    def _resting(self) -> list[State]:
+        pairs = zip(self.trace.parameters, self.program.parameters, strict=True)
+        return [State((p.node, 0), tensor.layout, p.dtype) for p, tensor in pairs]
+
+    def _buffers(self) -> list[State]:
+        pairs = zip(self.trace.buffers, self.program.buffers, strict=True)
+        return [State((b.node, 0), tensor.layout, tensor.dtype) for b, tensor in pairs]
+
+    def _inputs(self) -> list[State]:
+        pairs = zip(self.trace.inputs, self.program.inputs, strict=True)
+        return [State((i.node, 0), tensor.layout, tensor.dtype) for i, tensor in pairs]
+
+    def _tangents(self) -> list[State]:
+        """That of the loss is whole on every rank; the others come as the outputs left."""
+        ends = {t.name: t for t in self.program.outputs}
+        whole = Layout.replicated(len(self.program.mesh.axes))
+        return [
+            State((o.tangent, 0), whole if o.is_loss else ends[o.path].layout, o.dtype)
+            for o in self.trace.differentiable
+        ]
+
+    def _sums(self) -> list[Sum]:
+        found = []
+        for tensor in self.program.sums:
+            if tensor.name not in self.gradients:
+                raise ValidationError(
+                    f"there is a sum for {tensor.name!r}, which has no gradient", remedy=REMEDY
+                )
+            ref, _ = self.gradients[tensor.name]
+            own = self.traced.value(ref).dtype
+            if own.is_floating_point and max(own.itemsize, 4) > tensor.dtype.itemsize:
+                what = f"gradients of {tensor.name!r} are added up in {tensor.dtype}, and come in {own}: fp32 is due at least"
+                raise ValidationError(what, remedy=REMEDY)
+            found.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
+        if self.program.accumulates and [s.parameter for s in found] != list(self.gradients):
+            raise ValidationError(
+                "the program has no sum for some parameter that has a gradient", remedy=REMEDY
+            )
+        return found
+
+    # What comes out.
+
+    def _check_outputs(self, made: Sequence[Any]) -> None:
+        due = [
+            (o.path, o.node, t)
+            for o, t in zip(self.trace.outputs, self.program.outputs, strict=True)
+        ]
+        for position, (path, name, tensor) in enumerate(due):
+            ref = self.traced.ref(self.traced.nodes[name])
+            self._check(f"output {path!r}", made[position], State(ref, tensor.layout, tensor.dtype))
+        layouts = {t.name: t for t in self.program.buffers}
+        if tuple(self.trace.mutated) != self.program.mutated:
+            raise ValidationError(
+                f"the program writes buffers {self.program.mutated}, the model {tuple(self.trace.mutated)}",
+                remedy=REMEDY,
+            )
+        for number, (name, place) in enumerate(self.trace.mutated.items(), len(due)):
+            ref = self.traced.ref(self.traced.results[place])
+            self._check(
+                f"buffer {name!r}",
+                made[number],
+                State(ref, layouts[name].layout, layouts[name].dtype),
+            )
+
+    def _check_gradients(self, made: Sequence[Any]) -> None:
+        trained = [p for p in self.trace.parameters if p.gradient is not None]
+        layouts = {t.name: t.layout for t in self.program.parameters}
+        sums = {t.name: t for t in self.program.sums}
+        for p, state in zip(trained, made, strict=False):
+            ref, _ = self.gradients[p.name]
+            if self.program.accumulates:
+                total = sums[p.name]
+                self._check(
+                    f"the sum of {p.name!r}",
+                    state,
+                    Sum(p.name, ref, total.layout, total.dtype, is_added=True),
+                )
+            else:
+                self._check(
+                    f"the gradient of {p.name!r}",
+                    state,
+                    State(ref, layouts[p.name], self.traced.value(ref).dtype),
+                )
+        inputs = [
+            (i, t)
+            for i, t in zip(self.trace.inputs, self.program.inputs, strict=True)
+            if i.gradient is not None
+        ]
+        whole = Layout.replicated(len(self.program.mesh.axes))
+        for (i, tensor), state in zip(inputs, made[len(trained) :], strict=True):
+            ref, _ = self.traced.gradient_of(i.gradient)  # type: ignore[arg-type]
+            at = tensor.layout if tensor.crosses else whole
+            self._check(
+                f"the gradient of input {i.path!r}",
+                state,
+                State(ref, at, self.traced.value(ref).dtype),
+            )
+
+    def _check_resting(self, made: Sequence[Any]) -> None:
+        """Gradients at the end of a step: as parameters rest, in their dtypes."""
+        layouts = {t.name: t.layout for t in self.program.parameters}
+        trained = [p for p in self.trace.parameters if p.gradient is not None]
+        for p, state in zip(trained, made, strict=True):
+            ref, _ = self.gradients[p.name]
+            self._check(
+                f"the gradient of {p.name!r} at the end of a step",
+                state,
+                State(ref, layouts[p.name], p.dtype),
+            )
+
+    def _check(self, what: str, found: object, due: object) -> None:
+        if found != due:
+            raise ValidationError(
+                f"{what} is {shown(found)}, where {shown(due)} is due", remedy=REMEDY
+            )
+
+    # Borders and memory.
+
+    def _check_borders(self) -> None:
+        """The layouts of what goes in and out are the plan's, and have no partial sums."""
+        for kind, tensors in (
+            ("parameter", self.program.parameters),
+            ("buffer", self.program.buffers),
+            ("input", self.program.inputs),
+        ):
+            for tensor in tensors:
+                self._check_border(kind, tensor, self._resting_as(tensor.name, kind))
+        for tensor in self.program.outputs:
+            self._check_border("output", tensor, self.chosen.get(f"{tensor.name}/output"))
+
+    def _resting_as(self, name: str, kind: str) -> Strategy | None:
+        rests = self.chosen.get(f"{name}/storage") if kind == "parameter" else None
+        return rests or self.chosen.get(f"{name}/{kind}")
+
+    def _check_border(self, kind: str, tensor: ProgramTensor, planned: Strategy | None) -> None:
+        layouts = () if planned is None else planned.inputs if kind == "output" else planned.outputs
+        if layouts != (tensor.layout,) or tensor.layout.has_partial or tensor.layout.special:
+            raise ValidationError(
+                f"{kind} {tensor.name!r} lies as {tensor.layout}, the plan has it as {layouts}",
+                remedy=REMEDY,
+            )
+
+    def _check_memory(self, forward_memory: Memory) -> None:
+        program, mesh_shape = self.program, self.program.mesh.shape
+        placeholders = [n for n in program.backward.graph.nodes if n.op == "placeholder"]
+        saved, sums = (
+            placeholders[: program.num_saved],
+            placeholders[len(placeholders) - len(program.sums) :] if program.sums else [],
+        )
+        own = [*self._given_up(saved, forward_memory), *sums]
+        check_writes(program.forward.graph, "forward", mesh_shape, ())
+        memory = check_writes(program.backward.graph, "backward", mesh_shape, own)
+        check_apart(program.backward.graph, "backward", memory, list(self.gradients), sums)
+        for phase in (program.begin, program.end):
+            if phase is not None:
+                check_writes(phase.graph, "step", mesh_shape, ())
+
+    def _given_up(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
+        """The saved values into whose memory backward may write: forward made it, and returns
+        nothing else of it.
+        """
+        results = next(iter(reversed(self.program.forward.graph.nodes))).args[0]
+        owners = [memory.owners.get(node) for node in results]
+        of_saved = owners[len(owners) - self.program.num_saved :]
+        times = Counter(owners)
+        own = [o is not None and o[0].op != "placeholder" and times[o] == 1 for o in of_saved]
+        return [node for node, is_own in zip(saved, own, strict=True) if is_own]

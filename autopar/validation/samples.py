@@ -1,0 +1,86 @@
+"""Small calls of ops whose operands belong together, so that numbers of any kind would mean nothing
+to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar import ops
+from autopar.rules.call import Call, TensorInfo
+from autopar.rules.scaling import Trial
+from autopar.validation.scatter_samples import SCATTER_SAMPLES
+from autopar.validation.window_samples import WINDOW_SAMPLES
+
+_BATCH, _SHARED, _QUERIES, _KEYS, _WIDTH = 4, 2, 8, 12, 4
+
+
+def _numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randint(-16, 17, tuple(shape), generator=random) / 8).to(dtype)
+
+
+def _attention(call: Call, first: int) -> list[Trial]:
+    """Attention of small heads, in the ratio of query heads to those of key and value.
+
+    Args:
+        first: the number of the operand that is the query.
+    """
+    query, key = call.inputs[first : first + 2]
+    (batch, heads, queries, width), (_, shared, keys, _) = query.shape, key.shape
+    ratio = heads // shared
+    b, g, h, s = (
+        (_BATCH if batch > 1 else 1),
+        (4 if ratio == 1 else _SHARED),
+        0,
+        (_QUERIES if queries > 1 else 1),
+    )
+    g = g if shared > 1 else 1
+    h = g * ratio
+    t = s if keys == queries else _KEYS
+    d, v = _WIDTH, _WIDTH if call.inputs[first + 2].shape[3] == width else 2 * _WIDTH
+    q_k_v = [
+        _numbers(shape, seed)
+        for seed, shape in enumerate(((b, h, s, d), (b, g, t, d), (b, g, t, v)))
+    ]
+    mask_info = call.inputs[-1] if len(call.inputs) in (4, 7) else None
+    mask = None if mask_info is None else _mask(mask_info, (b, h, s, t))
+    causal, scale = call.args[4 + 3 * (first > 0)], call.args[5 + 3 * (first > 0)]
+    if not isinstance(causal, bool) or not isinstance(scale, float):
+        return []
+    out, lse = ops.attention(*q_k_v, mask, causal, scale)  # type: ignore[call-arg]
+    if first:
+        tensors = [_numbers(out.shape, 3), *q_k_v, out, lse, *([] if mask is None else [mask])]
+        results: tuple[torch.Tensor, ...] = ops.attention_backward(  # type: ignore[call-arg]
+            *tensors[:6], mask, causal, scale
+        )
+    else:
+        tensors, results = [*q_k_v, *([] if mask is None else [mask])], (out, lse)
+    return [(replace(call, inputs=_infos(tensors), outputs=_infos(results)), tensors)]
+
+
+def _mask(info: TensorInfo, full: Sequence[int]) -> torch.Tensor:
+    """A mask of which each row sees something."""
+    shape = [1 if size == 1 else full[dim - len(info.shape)] for dim, size in enumerate(info.shape)]
+    numbers = _numbers(shape, 7)
+    if info.dtype == torch.bool:
+        seen = numbers > 0
+        seen[..., :1] = True
+        return seen
+    return numbers
+
+
+def _infos(tensors: Sequence[Any]) -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(tuple(x.shape), x.dtype) for x in tensors)
+
+
+SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
+    ops.attention: lambda call: _attention(call, 0),
+    ops.attention_backward: lambda call: _attention(call, 1),
+    **SCATTER_SAMPLES,
+    **WINDOW_SAMPLES,
+}

@@ -1,0 +1,170 @@
+"""`check_stages`: the traces of a pipeline's stages are together the trace of one microbatch.
+
+Every node of a stage's trace has to be the node of that name in the whole trace, or the sum of a
+stage's terms of the gradient of a parameter that several stages hold. A value that a stage reads
+and does not make has to leave the stage before it, and a gradient has to come back the same way.
+Every output and every gradient has to be returned by some stage; the stages' terms of a gradient
+are those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.errors import ValidationError
+from autopar.rules import where_of
+from autopar.validation.states import REMEDY
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def check_stages(part: Trace, stages: Sequence[Trace]) -> None:
+    """Compare the traces of all stages with the trace of one microbatch.
+
+    Raises:
+        ValidationError: naming the first node, output or gradient of a stage that is not the
+            microbatch's.
+    """
+    own = {node.name: node for node in part.graph.nodes}
+    for number, stage in enumerate(stages):
+        _check_nodes(own, stage, number)
+        _check_arrivals(part, stages, number)
+    _check_returns(part, stages)
+
+
+def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
+    """Each node of a stage does what the node of its name does in the whole trace."""
+    for node in stage.graph.nodes:
+        if node.op != "call_function":
+            continue
+        origin = own.get(node.name)
+        if (
+            origin is None or origin.meta.get("key") != node.meta["key"]
+        ):  # names of a stage's own nodes may be those of others
+            if not _is_sum(node):
+                raise _error(node, number, "the trace of one microbatch has no such node")
+            continue
+        if node.target is not origin.target or _named(node) != _named(origin):
+            raise _error(node, number, "it is another call than in the trace of one microbatch")
+
+
+def _named(node: fx.Node) -> object:
+    """Arguments of a call, with the names of nodes in place of the nodes."""
+    return fx.map_arg((node.args, dict(node.kwargs)), lambda operand: ("node", operand.name))
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is _ADD and len(node.args) == len(node.all_input_nodes) and not node.kwargs
+
+
+def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
+    """What a stage is given: tensors of the model and of the batch, and what its neighbours hand
+    over under the same name.
+    """
+    stage = stages[number]
+    known = {p.node for p in (*part.parameters, *part.buffers)} | {i.node for i in part.inputs}
+    known |= {o.tangent for o in part.differentiable}
+    handed = _handed(stages[number - 1]) if number else {}
+    for i in stage.inputs:
+        if not i.crosses:
+            continue
+        if i.node not in handed:
+            raise _missing(stage, number, i.node, "the stage before does not hand it over")
+        returned = _results(stage)[i.gradient].name if i.gradient is not None else ""
+        if returned != handed[i.node]:
+            what = f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for {handed[i.node] or 'none'}"
+            raise _missing(stage, number, i.node, what)
+    arriving = {i.node for i in stage.inputs if i.crosses} | set(_handed(stage).values())
+    for node in stage.graph.nodes:
+        if node.op == "placeholder" and node.name not in known and node.name not in arriving:
+            raise _error(
+                node,
+                number,
+                "it is no tensor of the model or of the batch, and comes from no other stage",
+            )
+    left = handed.keys() - {i.node for i in stage.inputs if i.crosses}
+    if left:
+        raise _missing(
+            stage,
+            number,
+            sorted(left)[0],
+            "the stage before hands it over, and this stage does not take it",
+        )
+
+
+def _handed(stage: Trace) -> dict[str, str]:
+    """Names of what a stage hands to the next → the gradients that come back, ``""`` where none
+    does.
+    """
+    return {o.node: o.tangent for o in stage.outputs if o.crosses}
+
+
+def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
+    """Outputs, new values of buffers and gradients: all of the model's, from whichever stage has
+    them.
+    """
+    returned = {(o.path, o.node) for stage in stages for o in stage.outputs if not o.crosses}
+    for o in part.outputs:
+        if (o.path, o.node) not in returned:
+            raise ValidationError(f"no stage returns output {o.path!r}", remedy=REMEDY)
+    for stage in (part, *stages):  # of a buffer that a stage changes it returns the new value
+        for name, position in stage.mutated.items():
+            if _results(stage)[position].name != _results(part)[part.mutated[name]].name:
+                raise ValidationError(
+                    f"a stage writes buffer {name!r} with another value than the model",
+                    remedy=REMEDY,
+                )
+    written = {name for stage in stages for name in stage.mutated}
+    if missing := sorted(part.mutated.keys() - written):
+        raise ValidationError(f"no stage writes buffer {missing[0]!r}", remedy=REMEDY)
+    for p in part.parameters:
+        due = Counter(_terms(_results(part)[p.gradient])) if p.gradient is not None else Counter()
+        found = Counter(term for stage in stages for term in _stage_terms(stage, p.name))
+        if found != due:
+            what = f"the stages' gradients of {p.name!r} are {_listed(found)}, where {_listed(due)} is due"
+            raise ValidationError(what, remedy=REMEDY)
+
+
+def _stage_terms(stage: Trace, parameter: str) -> Iterator[str]:
+    for p in stage.parameters:
+        if p.name == parameter and p.gradient is not None:
+            yield from _terms(_results(stage)[p.gradient])
+
+
+def _terms(node: fx.Node) -> Iterator[str]:
+    """Names of the values of which a node is the sum."""
+    if node.op == "call_function" and _is_sum(node):
+        for operand in node.args:
+            yield from _terms(operand)  # type: ignore[arg-type]
+    else:
+        yield node.name
+
+
+def _listed(terms: Counter[str]) -> str:
+    return " + ".join(sorted(terms.elements())) or "nothing"
+
+
+def _results(trace: Trace) -> Sequence[fx.Node]:
+    found: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]  # type: ignore[assignment]
+    return found
+
+
+def _error(node: fx.Node, number: int, why: str) -> ValidationError:
+    what = (
+        f"{node.meta.get('key', node.name)} in the trace of stage {number} is not justified: {why}"
+    )
+    return ValidationError(what, where=where_of(node), remedy=REMEDY)
+
+
+def _missing(stage: Trace, number: int, name: str, why: str) -> ValidationError:
+    node = next((n for n in stage.graph.nodes if n.name == name), None)
+    if node is None:
+        return ValidationError(
+            f"{name} at the border of stage {number} is not justified: {why}", remedy=REMEDY
+        )
+    return _error(node, number, why)

@@ -1,0 +1,105 @@
+"""The vocabulary of validation: what a node of an emitted graph holds, in terms of the traced
+model.
+
+A *state* says of a local value: it is the part, in this layout and dtype, of that traced value. A
+node that holds something else than one tensor (a bucket, a step on its way, a rank's first
+index) has one of the other classes as its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import ValidationError
+from autopar.layout import Layout
+from autopar.rules import where_of
+
+Ref = tuple[str, int]
+"""A traced value: the name of the node that makes it, and which of its results it is."""
+REMEDY = "report the model and the plan: the emitted program is not what the plan says"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A local tensor: the part of `ref` in `layout`, in `dtype`."""
+
+    ref: Ref
+    layout: Layout
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """The results of a node that makes several tensors; None where one is left out."""
+
+    parts: tuple[State | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What the gradients of a parameter are added to over microbatches; `is_added` once this
+    microbatch's is.
+    """
+
+    parameter: str
+    ref: Ref
+    layout: Layout
+    dtype: torch.dtype
+    is_added: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step between its start and its finish: what it will make, and its settings."""
+
+    made: Any
+    settings: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A bucket: the states of its members, of which `count` of `parts` equal parts along `dims` lie
+    in it, in `dtype`.
+    """
+
+    members: tuple[State, ...]
+    dims: tuple[int, ...]
+    parts: int
+    count: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A number of a rank: the first index (``start``), less `before`, or the length of its part of
+    a dim.
+    """
+
+    kind: str
+    size: int
+    splitters: tuple[tuple[int, int], ...]
+    before: int = 0
+
+
+def unjustified(node: fx.Node, phase: str, why: str) -> ValidationError:
+    """The error that names a node of an emitted graph and says why its value does not follow."""
+    name = str(node.meta.get("key") or node.name)
+    return ValidationError(
+        f"{name} in the {phase} graph is not justified: {why}", where=where_of(node), remedy=REMEDY
+    )
+
+
+def shown(state: object) -> str:
+    """A state in words."""
+    if isinstance(state, State):
+        name, result = state.ref
+        return f"{name}{f' result {result}' if result else ''} as {state.layout} in {str(state.dtype).removeprefix('torch.')}"
+    return type(state).__name__ if state is not None else "nothing"
+
+
+Env = Mapping[fx.Node, Any]

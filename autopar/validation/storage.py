@@ -1,0 +1,182 @@
+"""Memory that nodes of an emitted graph share, and what is written into it.
+
+Two nodes share memory where one is a view of the other, hands it on, or writes its result into it.
+A node may write only into memory that
+no other value needs from then on: none that is read later, none that the graph returns, and none
+that the graph was given, but the sum that it is there to add to, and a saved value of which
+nothing else is left.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autopar.kernels import collectives as steps
+from autopar.kernels.sums import add_to, write_to
+from autopar.validation.calls import written_operand
+from autopar.validation.moves import KINDS
+from autopar.validation.states import unjustified
+
+aten = torch.ops.aten
+_MAY_ALIAS = frozenset((aten.reshape.default, aten._reshape_alias.default, aten.contiguous.default))
+Owner = tuple[fx.Node, int]
+"""Memory, by the node that made it and which of its results lies there."""
+
+
+class Memory:
+    """Which memory each node of a graph lies in.
+
+    Args:
+        mesh_shape: a step along an axis of one device hands on what it reads.
+    """
+
+    def __init__(self, graph: fx.Graph, mesh_shape: Sequence[int]) -> None:
+        self.mesh_shape = mesh_shape
+        self.owners: dict[fx.Node, Owner] = {}
+        for node in graph.nodes:
+            if node.op != "output":
+                self.owners[node] = self._owner(node)
+
+    def _owner(self, node: fx.Node) -> Owner:
+        shared = self._shares_with(node)
+        return (node, 0) if shared is None else shared
+
+    def _shares_with(self, node: fx.Node) -> Owner | None:
+        """The memory of the operand that a node's result lies in, or None where it has its own."""
+        if node.op != "call_function":
+            return None
+        if node.target is operator.getitem:
+            source, number = node.args
+            return self.owners[source] if is_view(source) else (source, int(number))  # type: ignore[index, arg-type, return-value]
+        written = written_in(node)
+        if written is not None:
+            return self.owners[written]
+        handed_on = node.target in (steps.start, steps.finish) or self._is_of_one_device(node)
+        if handed_on or is_view(node):
+            first = next((x for x in node.all_input_nodes if x in self.owners), None)
+            own_bucket = node.target is steps.start and not self._is_of_one_device(node)
+            return None if first is None or own_bucket else self.owners[first]
+        return None
+
+    def _is_of_one_device(self, node: fx.Node) -> bool:
+        if node.target not in KINDS and node.target is not steps.start:
+            return False
+        last = (node.args[2:] if node.target is steps.start else steps.positional(node))[-1:]
+        return (
+            bool(last)
+            and isinstance(last[0], int)
+            and 0 <= last[0] < len(self.mesh_shape)
+            and self.mesh_shape[last[0]] == 1
+        )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result may lie in its operand's memory, by the schema of its op."""
+    schema = getattr(node.target, "_schema", None)
+    if node.target in _MAY_ALIAS:
+        return True
+    return (
+        schema is not None
+        and not schema.is_mutable
+        and any(r.alias_info is not None for r in schema.returns)
+    )
+
+
+def written_in(node: fx.Node) -> fx.Node | None:
+    """The operand into which a node writes, if any."""
+    if node.op != "call_function":
+        return None
+    if node.target in (add_to, write_to):
+        return node.args[0]  # type: ignore[return-value]
+    return written_operand(node)
+
+
+def check_writes(
+    graph: fx.Graph, phase: str, mesh_shape: Sequence[int], owned: Collection[fx.Node]
+) -> Memory:
+    """Every write of a graph.
+
+    Args:
+        owned: the placeholders into which it may write: sums, and saved values whose memory nothing
+            else has.
+
+    Raises:
+        ValidationError: naming the first node that writes what another value needs.
+    """
+    memory = Memory(graph, mesh_shape)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    sharing: dict[Owner, list[fx.Node]] = {}
+    for node, owner in memory.owners.items():
+        sharing.setdefault(owner, []).append(node)
+    for node in graph.nodes:
+        written = written_in(node)
+        if written is None:
+            continue
+        owner = memory.owners[written]
+        if owner[0].op == "placeholder" and owner[0] not in owned:
+            raise unjustified(node, phase, f"it writes into {owner[0].name}, which it does not own")
+        for other in sharing[owner]:
+            reader = _read_later(other, node, places)
+            if reader is not None:
+                raise unjustified(
+                    node,
+                    phase,
+                    f"it writes into memory that {reader.name} reads of {other.name} afterwards",
+                )
+    return memory
+
+
+def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node | None:
+    """What reads a value of the same memory after it was written; nothing of what was made by the
+    writer, or of that.
+    """
+    if places[value] >= places[writer]:
+        return None
+    for user in value.users:
+        last = places[user]
+        if user.target is steps.start:  # it reads until it is finished
+            last = max([places[finish] for finish in user.users], default=last)
+        if user is not writer and last > places[writer]:
+            return user
+    return None
+
+
+def check_apart(
+    graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str], owned: Collection[fx.Node]
+) -> None:
+    """That results which are written to after the graph has run lie each in memory of its own.
+
+    Args:
+        names: of the first results, which have to. owned: placeholders that are such results.
+
+    Raises:
+        ValidationError: naming two that share it.
+    """
+    output = next(iter(reversed(graph.nodes)))
+    seen: dict[Owner, str] = {}
+    for name, node in zip(names, output.args[0], strict=False):  # type: ignore[arg-type]
+        owner = memory.owners[node]  # type: ignore[index]
+        if owner in seen:
+            raise unjustified(
+                node, phase, f"the gradients of {seen[owner]!r} and {name!r} share memory"
+            )  # type: ignore[arg-type]
+        if owner[0].op == "placeholder" and owner[0] not in owned:
+            raise unjustified(
+                node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}"
+            )  # type: ignore[arg-type]
+        if any(x.target is aten.expand.default for x in _views_from(node, memory)):  # type: ignore[arg-type]
+            raise unjustified(node, phase, f"elements of the gradient of {name!r} share memory")  # type: ignore[arg-type]
+        seen[owner] = name
+
+
+def _views_from(node: fx.Node, memory: Memory) -> list[fx.Node]:
+    """The views that lead from the owner of a node's memory to it."""
+    found = []
+    while is_view(node) and node.target is not aten.reshape.default:
+        found.append(node)
+        node = next(x for x in node.all_input_nodes if x in memory.owners)
+    return found

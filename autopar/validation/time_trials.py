@@ -1,0 +1,244 @@
+"""Trials of an op on small numbers: those of a batch, and those of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.rules.call import NO_TENSOR, Call
+from autopar.rules.samples import tensors_for
+from autopar.rules.scaling import in_double, index_bound, made_on, scalings
+from autopar.rules.trial import run
+from autopar.validation.in_time import WHOLE, Kind, TimePlacement, split_dim
+from autopar.validation.samples import SAMPLES
+
+_SIZES = (6, 12, 18, 24, 30, 36, 42, 48)  # two and three divide them
+_RECIPES = (("mixed", "positive"), ("unit",))  # the second for ops that refuse the first
+_POWERS = (0, 1, -1, 2, -2, 3, -3)
+_SEED = 7
+Tensors = list[torch.Tensor]
+
+
+def try_on_numbers(
+    whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
+) -> tuple[TimePlacement, ...]:
+    """By numbers, for M = 2 and M = 3."""
+    found: list[tuple[TimePlacement, ...]] = []
+    for many in (2, 3):
+        for small, tensors in _small(whole, many):
+            settings = _part_settings(whole, part, small, num, many)
+            if settings is None or not _splits(small, reads, many):
+                continue
+            made = _answer(small, settings, tensors, reads, many)
+            if made:
+                found.append(made)
+    return _agreed(found, len(whole.outputs))
+
+
+def _agreed(found: Sequence[tuple[TimePlacement, ...]], num: int) -> tuple[TimePlacement, ...]:
+    """What all trials say; numbers that say less than others (all zeros) say nothing against them."""
+    results = []
+    for place in range(num):
+        said = {made[place] for made in found} - {TimePlacement("open")}
+        if any(placement.kind != "zero" for placement in said):
+            said = {
+                placement for placement in said if placement.kind != "zero"
+            }  # zeros are any part of zeros
+        results.append(said.pop() if len(said) == 1 else TimePlacement("wrong" if said else "open"))
+    return tuple(results) if found else ()
+
+
+def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
+    """Small calls with numbers."""
+    made = SAMPLES.get(whole.target)
+    if made is not None:
+        yield from made(whole) if many == 2 else ()
+        return
+    for scaled in scalings(whole, _SIZES):
+        for infos in dict.fromkeys((in_double(scaled.inputs), scaled.inputs)):
+            for recipes in _RECIPES:
+                trials = list(
+                    _trials(replace(scaled, inputs=infos), recipes, index_bound(scaled, whole))
+                )
+                if trials:
+                    yield from trials
+                    return
+
+
+def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[Call, Tensors]]:
+    """A small call with the numbers of each recipe that it accepts; conditions also the other way
+    round.
+    """
+    for recipe in recipes:
+        tensors = tensors_for(small.inputs, recipe, bound)
+        made = [tensors]
+        if any(x.dtype == torch.bool for x in tensors):
+            made.append([~x if x.dtype == torch.bool else x for x in tensors])
+        for numbers in made:
+            found = made_on(small, numbers)
+            if found is not None and len(found.outputs) == len(small.outputs):
+                yield found, numbers
+
+
+def _part_settings(
+    whole: Call, part: Call, small: Call, num: int, many: int
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The settings of a microbatch's small call: those of the batch's, changed as the large ones
+    are; None where that is unclear.
+    """
+    if len(whole.args) != len(part.args) or whole.kwargs.keys() != part.kwargs.keys():
+        return None
+    try:
+        args = tuple(
+            _changed(*each, num, many)
+            for each in zip(whole.args, part.args, small.args, strict=True)
+        )
+        named = {
+            name: _changed(value, part.kwargs[name], small.kwargs[name], num, many)
+            for name, value in whole.kwargs.items()
+        }
+    except _UnclearError:
+        return None
+    return args, named
+
+
+class _UnclearError(Exception):
+    """A setting that is neither the same nor as many times smaller or larger as there are
+    microbatches.
+    """
+
+
+def _changed(whole: Any, part: Any, small: Any, num: int, many: int) -> Any:
+    if isinstance(whole, tuple):
+        if not isinstance(part, tuple) or len(whole) != len(part):
+            raise _UnclearError
+        return tuple(_changed(*each, num, many) for each in zip(whole, part, small, strict=True))
+    if whole == part or (whole != whole and part != part):
+        return small
+    if (
+        isinstance(whole, int | float)
+        and isinstance(part, int | float)
+        and not isinstance(whole, bool)
+    ):
+        if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):
+            return small // many if isinstance(small, int) else small / many
+        if _is_near(whole * num, part):
+            return small * many
+    raise _UnclearError
+
+
+def _is_near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-12 * max(abs(a), abs(b))
+
+
+def _splits(small: Call, reads: Sequence[TimePlacement], many: int) -> bool:
+    pairs = zip(small.inputs, reads, strict=True)
+    return all(r.dim < 0 or info.shape[r.dim] % many == 0 for info, r in pairs)
+
+
+def _answer(
+    small: Call,
+    settings: tuple[tuple[Any, ...], dict[str, Any]],
+    tensors: Tensors,
+    reads: Sequence[TimePlacement],
+    many: int,
+) -> tuple[TimePlacement, ...]:
+    """What the results of microbatches are of the batch's; nothing where microbatches cannot be
+    run.
+    """
+    tensors = [_made_for(x, r) for x, r in zip(tensors, reads, strict=True)]
+    expected = run(small.target, small.args, small.kwargs, tensors, (), ())
+    parts = [
+        _parts(x, r, many, number) for number, (x, r) in enumerate(zip(tensors, reads, strict=True))
+    ]
+    try:
+        made = [run(small.target, *settings, [p[m] for p in parts], (), ()) for m in range(many)]
+    except Exception:  # an op may raise anything
+        return ()
+    zeros = any(r.kind == "zero" for r in reads)
+    return tuple(
+        WHOLE
+        if small.outputs[i] == NO_TENSOR
+        else _placement(w, [results[i] for results in made], many, zeros=zeros)
+        for i, w in enumerate(expected)
+    )
+
+
+def _made_for(x: torch.Tensor, read: TimePlacement) -> torch.Tensor:
+    """Numbers of the kind that a label says."""
+    if read.kind == "zero":
+        return torch.zeros_like(x)
+    if read.kind == "place":
+        places = torch.arange(x.shape[read.dim], dtype=x.dtype)
+        return places.view(-1, *[1] * (x.dim() - 1 - read.dim)).expand(x.shape).contiguous()
+    return x
+
+
+def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tensors:
+    """What M microbatches have of a tensor."""
+    times = float(many) ** read.power
+    scaled = x * times if read.power and (x.is_floating_point() or x.is_complex()) else x
+    if read.kind == "whole" or (read.kind == "zero" and read.dim < 0):
+        return [scaled] * many
+    if read.kind in ("split", "zero"):
+        return [part.contiguous() for part in scaled.chunk(many, read.dim)]
+    if read.kind == "place":
+        length = x.shape[read.dim] // many
+        return [part - m * length for m, part in enumerate(x.chunk(many, read.dim))]
+    random = torch.Generator().manual_seed(_SEED + number)
+    terms = [
+        (torch.randint(1, 9, x.shape, generator=random) / (2 if x.is_floating_point() else 1)).to(
+            x.dtype
+        )
+        for _ in range(many - 1)
+    ]
+    return [*terms, scaled - sum(terms, torch.zeros_like(x))]
+
+
+def _placement(whole: torch.Tensor, parts: Tensors, many: int, *, zeros: bool) -> TimePlacement:
+    """What parts are of a whole."""
+    for kind, dim, joined in _readings(whole, parts, many):
+        if not whole.is_floating_point() and not whole.is_complex():
+            if torch.equal(joined, whole):
+                return TimePlacement(kind, dim)
+            continue
+        wide = torch.complex128 if whole.is_complex() else torch.float64
+        a, b = joined.to(wide), whole.to(wide)
+        size = float(max(b.abs().max(), 0.0)) if b.numel() else 0.0
+        if not size:
+            dim = split_dim(whole.shape, parts[0].shape, many)
+            none = zeros and not any(bool(part.any()) for part in parts)
+            return (
+                TimePlacement("zero", dim) if none else TimePlacement("open")
+            )  # they are any part of zeros
+        for power in _POWERS:
+            due = b * float(many) ** power
+            if bool(((a - due).abs() <= _tolerance(whole) * float(due.abs().max())).all()):
+                return TimePlacement(kind, dim, power)
+    return TimePlacement("wrong")
+
+
+def _tolerance(x: torch.Tensor) -> float:
+    return {torch.float64: 1e-9, torch.float32: 1e-5, torch.complex128: 1e-9}.get(x.dtype, 3e-2)
+
+
+def _readings(
+    whole: torch.Tensor, parts: Tensors, many: int
+) -> Iterator[tuple[Kind, int, torch.Tensor]]:
+    """What parts may be of a whole, with what they would join to."""
+    shape, first = tuple(whole.shape), parts[0]
+    if tuple(first.shape) == shape:
+        if all(torch.equal(first, part) for part in parts):
+            yield "whole", -1, first
+        if whole.dtype != torch.bool:
+            yield "term", -1, sum(parts[1:], first)
+        return
+    dim = split_dim(shape, tuple(first.shape), many)
+    if dim >= 0:
+        yield "split", dim, torch.cat(parts, dim)
+        if whole.dtype == torch.int64:
+            length = first.shape[dim]
+            yield "place", dim, torch.cat([part + m * length for m, part in enumerate(parts)], dim)

@@ -1,0 +1,136 @@
+"""The traced model as validation looks at it: nodes by key, the value behind every name, and what
+gradients are reduced in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.rules import Call, call_of, operands_of
+from autopar.validation.states import Ref
+
+_CAST = torch.ops.aten._to_copy.default
+_VIEWS = (
+    "view",
+    "reshape",
+    "permute",
+    "transpose",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "t",
+    "select",
+    "slice",
+    "alias",
+    "detach",
+)
+
+
+@dataclass
+class Traced:
+    """A trace and what was looked up in it.
+
+    Attributes:
+        nodes: by name. by_key: the compute nodes by key. results: the nodes that the graph returns,
+            in order.
+        widest: per traced value the dtype in which its partial sums have to be reduced, where that
+            is wider than its own.
+    """
+
+    trace: Trace
+    nodes: Mapping[str, fx.Node] = field(init=False)
+    by_key: Mapping[str, fx.Node] = field(init=False)
+    results: tuple[fx.Node, ...] = field(init=False)
+    widest: Mapping[Ref, torch.dtype] = field(init=False)
+    _calls: dict[str, Call] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = {node.name: node for node in self.trace.graph.nodes}
+        self.by_key = {
+            node.meta["key"]: node for node in self.nodes.values() if node.op == "call_function"
+        }
+        self.results = next(iter(reversed(self.trace.graph.nodes))).args[0]  # type: ignore[assignment]
+        self.widest = self._widest()
+
+    def ref(self, node: fx.Node) -> Ref:
+        """The value that a node of the trace makes; of a getitem the result that it picks."""
+        result = 0
+        while node.target is operator.getitem:
+            node, result = node.args  # type: ignore[assignment]
+        return node.name, result
+
+    def reads(self, node: fx.Node) -> list[Ref]:
+        """The values that a node of the trace reads, in the order of its operands."""
+        return [self.ref(operand) for operand in operands_of(node)]
+
+    def call(self, node: fx.Node) -> Call:
+        """The call that a node of the trace makes."""
+        if node.name not in self._calls:
+            self._calls[node.name] = call_of(node)
+        return self._calls[node.name]
+
+    def value(self, ref: Ref) -> torch.Tensor:
+        """The traced value, a fake tensor."""
+        found = self.nodes[ref[0]].meta["val"]
+        return found[ref[1]] if isinstance(found, tuple | list) else found
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        """The global shape of a value."""
+        return tuple(int(size) for size in self.value(ref).shape)
+
+    def gradient_of(self, position: int) -> tuple[Ref, tuple[Ref, ...]]:
+        """A result that is a gradient, and the values of which it is nothing but a cast: one of
+        these may be added in its place.
+        """
+        node = self.results[position]
+        before, casts = node, list[Ref]()
+        while before.target is _CAST and not before.kwargs.keys() - {"dtype"}:
+            before = before.args[0]  # type: ignore[assignment]
+            casts.append(self.ref(before))
+        return self.ref(node), tuple(casts)
+
+    def reduced_in(self, ref: Ref) -> torch.dtype:
+        """The narrowest dtype in which partial sums of a value may be reduced."""
+        return self.widest.get(ref, self.value(ref).dtype)
+
+    def _widest(self) -> dict[Ref, torch.dtype]:
+        """Gradients of parameters in fp32 at least, and what is only cast to one in the dtype of
+        the cast.
+        """
+        found: dict[Ref, torch.dtype] = {}
+        for p in self.trace.parameters:
+            if p.gradient is None:
+                continue
+            node = self.results[p.gradient]
+            if (
+                not isinstance(node.meta["val"], torch.Tensor)
+                or not node.meta["val"].dtype.is_floating_point
+            ):
+                continue
+            own, wide = node.meta["val"].dtype, None
+            found[self.ref(node)] = own if own.itemsize >= 4 else torch.float32
+            while self._is_passed_on(node):
+                source: fx.Node = node.args[0]  # type: ignore[assignment]
+                made, read = node.meta["val"].dtype, source.meta["val"].dtype
+                if made != read and torch.promote_types(made, read) == made:
+                    wide = made
+                node = source
+                if len(node.users) > 1:
+                    break
+                if wide is not None:
+                    found[self.ref(node)] = wide
+        return found
+
+    def _is_passed_on(self, node: fx.Node) -> bool:
+        """Whether a node hands on what it reads, cast or seen otherwise."""
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+            return False
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        return node.target is _CAST or name in _VIEWS

@@ -1,0 +1,86 @@
+"""`validate`: everything that a plan is emitted into, with or without stages, against the trace of
+the whole batch.
+"""
+
+from __future__ import annotations
+
+from autopar.capture.trace import Trace
+from autopar.errors import ValidationError
+from autopar.garbage import collected_seldom
+from autopar.plans import Pipeline, Plan
+from autopar.run.program import Program, StagedProgram
+from autopar.stages import cut
+from autopar.validation.microbatches import validate_microbatches
+from autopar.validation.program import validate_program
+from autopar.validation.report import Validation
+from autopar.validation.stages import check_stages
+from autopar.validation.states import REMEDY
+
+
+@collected_seldom()
+def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Validation:
+    """Show that what is about to run computes the traced model.
+
+    Args:
+        trace: of the whole batch, as the plan is for it. program: what the plan was emitted into.
+
+    Returns:
+        what was justified, and how.
+
+    Raises:
+        ValidationError: naming the first node, output or gradient that does not follow from the
+            trace.
+    """
+    if isinstance(program, Program):
+        return validate_program(trace, plan, program)
+    assert plan.pipeline is not None, "the plan has stages"
+    return _validate_staged(trace, plan, plan.pipeline, program)
+
+
+def _validate_staged(
+    trace: Trace, plan: Plan, pipeline: Pipeline, program: StagedProgram
+) -> Validation:
+    part = program.trace
+    if program.microbatches.num != pipeline.num_microbatches:
+        what = f"the program has {program.microbatches.num} microbatches, the plan {pipeline.num_microbatches}"
+        raise ValidationError(what, remedy=REMEDY)
+    found = validate_microbatches(trace, part, program.microbatches, promised=pipeline.independent)
+    stages = cut(part, pipeline.positions).stages if pipeline.positions else (part,)
+    check_stages(part, stages)
+    for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
+        found = found.joined(validate_program(stage, staged, made))
+    _check_crossings(program)
+    _check_shared(stages, program)
+    return found
+
+
+def _check_crossings(program: StagedProgram) -> None:
+    """What leaves a stage arrives at the next as it left."""
+    for number, (before, after) in enumerate(zip(program.stages, program.stages[1:], strict=False)):
+        leaving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in before.outputs if t.crosses}
+        arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
+        if leaving != arriving:
+            name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
+            what = f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as {arriving.get(name)}"
+            raise ValidationError(what, remedy=REMEDY)
+
+
+def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
+    """Gradients of a parameter that several stages hold are added over these stages, and its copies
+    rest alike.
+    """
+    holders: dict[str, tuple[int, ...]] = {}
+    for number, stage in enumerate(stages):
+        for p in stage.parameters:
+            holders[p.name] = (*holders.get(p.name, ()), number)
+    due = {name: held for name, held in holders.items() if len(held) > 1}
+    if dict(program.shared) != due:
+        name = next(n for n in (*due, *program.shared) if due.get(n) != program.shared.get(n))
+        what = f"the gradient of {name!r} is added over stages {program.shared.get(name, ())}, and stages {due.get(name, ())} hold it"
+        raise ValidationError(what, remedy=REMEDY)
+    for name, held in due.items():
+        rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}
+        if len(rests) > 1:
+            raise ValidationError(
+                f"the copies of {name!r} in stages {held} rest in different layouts", remedy=REMEDY
+            )
