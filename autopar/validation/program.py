@@ -246,7 +246,7 @@ class _Program:
         own = [*self._given_up(saved, forward_memory), *sums]
         check_writes(program.forward.graph, "forward", mesh_shape, ())
         memory = check_writes(program.backward.graph, "backward", mesh_shape, own)
-        check_apart(program.backward.graph, "backward", memory, list(self.gradients), sums)
+        check_apart(program.backward.graph, "backward", memory, list(self.gradients), own)
         for phase in (program.begin, program.end):
             if phase is not None:
                 check_writes(phase.graph, "step", mesh_shape, ())

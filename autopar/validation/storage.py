@@ -151,7 +151,7 @@ def check_apart(
     """That results which are written to after the graph has run lie each in memory of its own.
 
     Args:
-        names: of the first results, which have to. owned: placeholders that are such results.
+        names: of the first results, which have to. owned: placeholders whose memory nothing but this graph has.
 
     Raises:
         ValidationError: naming two that share it.
