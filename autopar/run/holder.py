@@ -19,7 +19,7 @@ from autopar.run.equal import share_weights
 from autopar.run.given_data import watch_data
 from autopar.run.held import held
 from autopar.run.likeness import likeness
-from autopar.run.optimizers import watch_optimizers, watch_replaced
+from autopar.run.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
 from autopar.run.pickling import of_one_stage
@@ -46,6 +46,7 @@ class Holder(Drawing):
     """
 
     _unset: Unset
+    _steps: Steps
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class Holder(Drawing):
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
-        watch_optimizers(self.parameters())
+        self._steps = Steps() if shared is None else shared._steps
+        watch_optimizers(self.parameters(), self._steps)
         watch_data(self.parameters())
         if shared is None:
             watch_replaced(model.parameters())

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from autopar import random_ops
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.binding import bind
+from autopar.run.agreement import announced
 from autopar.run.answered import Answered
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_over_stages
@@ -201,7 +202,8 @@ class StagedModule(Compiled):
         """
         elsewhere = self._calls.exchange.counted_elsewhere()
         parameters = [(p, self._names[name] not in elsewhere) for name, p in self.named_parameters()]
-        return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
+        with announced(f"clips the gradients of {self._title}", self.world_mesh):
+            return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
 
 def _told(program: StagedProgram, names: Sequence[str]) -> str:
