@@ -37,6 +37,7 @@ from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.loss_scale import LossScale
 from autopar.run.overflows import share_overflows
 from autopar.run.parameters import Storage
+from autopar.run.part import Standing
 from autopar.run.parted import parted
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.published import Published
@@ -122,6 +123,11 @@ class StagedModule(Compiled):
         if group is not None:
             share_overflows(group, devices.device_type)
         self._stand_for_all(model, program.attributes, shared)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        """A copy among the same processes."""
+        memo[id(self._group)] = self._group
+        return super().__deepcopy__(memo)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
