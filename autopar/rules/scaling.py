@@ -21,30 +21,31 @@ Trial = tuple[Call, list[torch.Tensor]]
 _SIZES = (8, 10, 14, 16, 20, 22, 26, 28)  # two divides them, and in three parts only the last is shorter
 _FEW = (4, 6, 8, 10, 12, 14, 16, 18)  # for tensors of many dims
 _LARGEST_RATIO = 8  # sizes in such a ratio may be heads and their groups, or a width and its multiple
-_SMALL, _LARGEST = 2**13, 2**16  # elements of all operands
+_SMALL, LARGEST = 2**13, 2**16  # elements of all operands
 
 
 def trials_of(call: Call) -> list[Trial]:
     """Small calls that the op takes, with operands; empty where there is none. The first has the most telling sizes."""
-    own = _num_elements(call.inputs)
+    own = num_elements(call.inputs)
     for scaled in scalings(call):
         if found := _trials(scaled, call):
             return found + (_trials(call, call) if own <= _SMALL else [])
-    return _trials(call, call) if own <= _LARGEST else []
+    return _trials(call, call) if own <= LARGEST else []
 
 
 def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
     """As `trials_of`, on the numbers of these recipes alone, and only of calls whose results are small."""
-    if _num_elements(call.outputs) > _LARGEST and _num_elements(call.inputs) <= _LARGEST:
+    if num_elements(call.outputs) > LARGEST and num_elements(call.inputs) <= LARGEST:
         return []  # sizes are among its arguments: smaller operands would not make its results smaller
     for scaled in (*scalings(call), *scalings(call, _FEW)):
         if found := _trials(scaled, call, recipes):
             return found
-    small = _num_elements((*call.inputs, *call.outputs)) <= _SMALL
+    small = num_elements((*call.inputs, *call.outputs)) <= _SMALL
     return _trials(call, call, recipes) if small else []
 
 
-def _num_elements(infos: Sequence[TensorInfo]) -> int:
+def num_elements(infos: Sequence[TensorInfo]) -> int:
+    """How many elements tensors have together."""
     return sum(math.prod(info.shape) for info in infos)
 
 
@@ -53,7 +54,7 @@ def scalings(call: Call, few: Sequence[int] = _SIZES) -> Iterator[Call]:
     sizes = sorted({size for info in call.inputs for size in info.shape if size > 1})
     for to in (dict(zip(sizes, few, strict=False)), _in_ratio(sizes)):
         infos = tuple(TensorInfo(tuple(to.get(s, s) for s in info.shape), info.dtype) for info in call.inputs)
-        if len(to) == len(sizes) and _num_elements(infos) <= _LARGEST:
+        if len(to) == len(sizes) and num_elements(infos) <= LARGEST:
             yield replace(call, inputs=infos)
             yield replace(call, inputs=infos, args=_resized(call.args, to), kwargs={k: _resized(v, to) for k, v in call.kwargs.items()})
 

@@ -36,7 +36,7 @@ _PRODUCTS = {
     aten.div.Scalar: 1,
 }  # with the power that a microbatch without them has
 _SUM, _EXPAND = aten.sum.dim_IntList, aten.expand.default
-_MISSING = _COPIES | VIEWS | _PRODUCTS.keys() | {_SUM, _EXPAND, aten.slice.Tensor}
+_MISSING = _COPIES | VIEWS | _PRODUCTS.keys() | {_SUM, _EXPAND}
 _MOST_MISSING = 8  # ops in a row
 Missing = tuple[fx.Node, ...]
 
@@ -79,12 +79,16 @@ class Matching:
     whole: Traced
     same: dict[str, str] = field(default_factory=dict)
     _alike: Mapping[str, list[fx.Node]] = field(init=False)
+    _users: Mapping[Ref, list[fx.Node]] = field(init=False)
 
     def __post_init__(self) -> None:
         alike: dict[str, list[fx.Node]] = defaultdict(list)
+        users: dict[Ref, list[fx.Node]] = defaultdict(list)
         for key, node in self.whole.by_key.items():
             alike[_kind(key)].append(node)
-        self._alike = alike
+            for ref in dict.fromkeys(self.whole.reads(node)):
+                users[ref].append(node)
+        self._alike, self._users = alike, users
 
     def add_placeholders(self, part: Traced) -> None:
         """Match what the two graphs are given, by names.
@@ -100,27 +104,31 @@ class Matching:
             if known is not None:
                 self.same[i.node] = known.name
 
-    def find(self, node: fx.Node, reads: Sequence[Ref]) -> Match | None:
-        """What a node stands for, if its operands are matched.
+    def matches(self, node: fx.Node, reads: Sequence[Ref]) -> Iterator[Match]:
+        """What a node may stand for, as its operands are matched; the likeliest first.
 
         Args:
             reads: its operands, in the microbatch's graph.
         """
         due = [self.whole_ref(read) for read in reads]
-        for other in self._candidates(node):
+        for other in self._candidates(node, due):
             missing = self._missing(other, due)
             if missing is not None:
-                self.same[node.name] = other.name
-                return Match(other, missing)
-        return self._with_bias(node, due) if node.target is ops.dot and len(due) == 3 else None
+                yield Match(other, missing)
+        if node.target is ops.dot and len(due) == 3:
+            yield from self._with_bias(node, due)
 
-    def _with_bias(self, node: fx.Node, due: Sequence[Ref]) -> Match | None:
+    def take(self, node: fx.Node, match: Match) -> None:
+        """Settle what a node stands for."""
+        self.same[node.name] = match.node.name
+
+    def _with_bias(self, node: fx.Node, due: Sequence[Ref]) -> Iterator[Match]:
         """A product and the addition of a bias that a microbatch has in one op.
 
         Torch adds the bias of a linear layer within the product only if the operand is contiguous.
         """
         kind = _kind(str(node.meta["key"])).replace("/dot/", "/add.Tensor/")
-        for other in self._alike[kind]:
+        for other in self._alike.get(kind, ()):
             product = other.args[0]
             if getattr(product, "target", None) is not ops.dot or len(other.args) != 2:
                 continue
@@ -131,9 +139,7 @@ class Matching:
                 )
             ]
             if len(paths) == len(due) and all(path is not None for path in paths):
-                self.same[node.name] = other.name
-                return Match(other, tuple(p for p in paths if p is not None), product)
-        return None
+                yield Match(other, tuple(p for p in paths if p is not None), product)
 
     def whole_ref(self, ref: Ref) -> Ref:
         """The batch's value that a microbatch's value stands for; an unknown one if for none."""
@@ -153,13 +159,29 @@ class Matching:
             (found,) = reads
         return tuple(reversed(path))
 
-    def _candidates(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Nodes of the batch that a node may stand for, the likeliest first."""
+    def _candidates(self, node: fx.Node, due: Sequence[Ref]) -> Iterator[fx.Node]:
+        """Nodes of the batch that a node may stand for, the likeliest first.
+
+        Where an op is missing, those behind it may count as of another module.
+        """
         key = str(node.meta["key"])
         own = self.whole.by_key.get(key)
         if own is not None:
             yield own
-        yield from (n for n in self._alike[_kind(key)] if n is not own and n.target is node.target)
+        behind = self._behind(due[0]) if due else iter(())
+        for other in (*self._alike.get(_kind(key), ()), *behind):
+            if other is not own and other.target is node.target:
+                yield other
+
+    def _behind(self, ref: Ref) -> Iterator[fx.Node]:
+        """What reads a value of the batch's graph, also through ops that a microbatch may lack."""
+        values = [ref]
+        while values:
+            value = values.pop()
+            for user in self._users.get(value, ()):
+                yield user
+                if user.target in _MISSING and len(self.whole.reads(user)) == 1:
+                    values.append((user.name, 0))
 
     def _missing(self, other: fx.Node, due: Sequence[Ref]) -> tuple[Missing, ...] | None:
         reads = self.whole.reads(other)
@@ -207,7 +229,7 @@ def _without(call: Call, shape: tuple[int, ...], read: TimePlacement, num: int) 
     if call.inputs[0].dtype != call.outputs[0].dtype:
         return wrong
     before, after = call.inputs[0].shape, call.outputs[0].shape
-    if call.target in _COPIES or (call.target is aten.slice.Tensor and before == after):
+    if call.target in _COPIES:
         return read
     if call.target in _PRODUCTS:
         return _without_product(call, read, num)

@@ -24,7 +24,7 @@ from autopar.errors import ValidationError
 from autopar.rules import Call, where_of
 from autopar.run.program import Count, Microbatches
 from autopar.validation.in_time import TERM, WHOLE, TimePlacement, split_dim
-from autopar.validation.matching import OF_BATCH, TIMES, Matching, without
+from autopar.validation.matching import OF_BATCH, TIMES, Match, Matching, without
 from autopar.validation.report import Validation
 from autopar.validation.states import REMEDY, Ref
 from autopar.validation.time_placements import placements_in_time
@@ -181,30 +181,38 @@ class _InTime:
     def _placed(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> Sequence[TimePlacement]:
-        key, call, refs = node.meta["key"], nodes.call(node), nodes.reads(node)
-        match = matching.find(node, refs)
+        key, wrong = node.meta["key"], TimePlacement("wrong", origin=node.meta["key"])
         unknown = next((r for kind in ("wrong", "open") for r in reads if r.kind == kind), None)
-        if unknown is not None:
-            return [unknown] * len(call.outputs)
-        wrong = [TimePlacement("wrong", origin=key)] * len(call.outputs)
-        if match is None:
-            return wrong
-        whole = self.whole.call(match.node)
+        found, taken = [unknown or wrong] * len(nodes.call(node).outputs), None
+        for match in matching.matches(node, nodes.reads(node)):
+            made = found if unknown else self._as_match(match, node, reads, nodes)
+            is_right = unknown is not None or all(f.kind != "wrong" for f in made)
+            if taken is None or is_right:
+                found, taken = list(made), match
+            if is_right:
+                break
+        if taken is not None:
+            matching.take(node, taken)
+        return found if unknown else [self._named(f, key) for f in found]
+
+    def _as_match(
+        self, match: Match, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes
+    ) -> Sequence[TimePlacement]:
+        """What a node makes, as one of the batch's."""
+        call, whole = nodes.call(node), self.whole.call(match.node)
         if match.is_one_view:
             whole = replace(whole, inputs=self.whole.call(match.missing[0][0]).inputs)
         else:
-            shapes = [nodes.shape(ref) for ref in refs]
+            shapes = [nodes.shape(ref) for ref in nodes.reads(node)]
             reads = [
                 without(missing, self.whole, shape, read, self.how.num)
                 for missing, shape, read in zip(match.missing, shapes, reads, strict=True)
             ]
             if any(read.kind == "wrong" for read in reads):
-                return wrong
+                return [TimePlacement("wrong")] * len(call.outputs)
         if match.product is not None:
-            found = self._biased(self.whole.call(match.product), whole, call, reads)
-        else:
-            found = placements_in_time(whole, call, reads, self.how.num)
-        return [self._named(f, key) for f in found]
+            return self._biased(self.whole.call(match.product), whole, call, reads)
+        return placements_in_time(whole, call, reads, self.how.num)
 
     def _biased(
         self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]

@@ -1,5 +1,5 @@
-"""Small calls of backward ops whose results are larger than their operands: sizes of results are
-among their settings.
+"""Small calls of ops whose results are larger than their operands: sizes of results are among their
+settings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,20 @@ def _sizes(shape: Sequence[int]) -> list[int]:
 def _numbers(shape: Sequence[int]) -> torch.Tensor:
     random = torch.Generator().manual_seed(3)
     return torch.randint(-64, 65, tuple(shape), generator=random).double() / 8
+
+
+def _expand(call: Call) -> list[Trial]:
+    source, target = call.inputs[0], call.outputs[0]
+    if source.dtype == torch.bool or call.kwargs:
+        return []
+    small = _sizes(target.shape)
+    behind = target.shape[len(target.shape) - len(source.shape) :]
+    sizes = small[len(small) - len(source.shape) :]
+    read = [
+        1 if own != whole else size
+        for own, whole, size in zip(source.shape, behind, sizes, strict=True)
+    ]
+    return _trial(call, [_numbers(read)], (call.args[0], tuple(small)))
 
 
 def _slice_backward(call: Call) -> list[Trial]:
@@ -104,6 +118,7 @@ def _trial(call: Call, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> li
 
 
 SCATTER_SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
+    aten.expand.default: _expand,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     ops.embedding_backward: _embedding_backward,

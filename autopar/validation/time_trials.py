@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.call import NO_TENSOR, Call
 from autopar.rules.samples import tensors_for
-from autopar.rules.scaling import in_double, index_bound, made_on, scalings
+from autopar.rules.scaling import LARGEST, in_double, index_bound, made_on, num_elements, scalings
 from autopar.rules.trial import run
 from autopar.validation.in_time import WHOLE, Kind, TimePlacement, split_dim
 from autopar.validation.samples import SAMPLES
@@ -57,6 +57,8 @@ def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
     if made is not None:
         yield from made(whole) if many == 2 else ()
         return
+    if num_elements(whole.outputs) > LARGEST >= num_elements(whole.inputs):
+        return  # smaller operands would not make its results smaller
     for scaled in scalings(whole, _SIZES):
         for infos in dict.fromkeys((in_double(scaled.inputs), scaled.inputs)):
             for recipes in _RECIPES:

@@ -325,7 +325,7 @@ def test_changed_plans_are_refused(way: str) -> None:
 def test_an_addition_that_overwrites_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, model, batch = planned("llama", "ZeRO-1")
     monkeypatch.setattr(emit_phase, "add_to", lambda total, x: total.copy_(x))
-    with pytest.raises(autopar.errors.VerificationError):
+    with pytest.raises(autopar.errors.ValidationError, match="add_to"):
         autopar.verify(made.plan, model, batch)
 
 

@@ -29,7 +29,7 @@ from autopar.constraints import fsdp, megatron, pipeline
 from autopar.cost.held import Held, StepMoves, held_ways, stage_on
 from autopar.cost.times import CollectivePrices
 from autopar.emit.calls import CALLS
-from autopar.errors import ConstraintError, LayoutError, VerificationError
+from autopar.errors import ConstraintError, LayoutError, ValidationError
 from autopar.hardware import HardwareProfile
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, local_shape
@@ -334,7 +334,7 @@ def test_a_sum_that_is_not_added_to_is_found(monkeypatch: pytest.MonkeyPatch) ->
     made, model, batch = planned("llama", LINE, megatron(dp=2, zero=1, microbatches=MICROBATCHES))
     assert autopar.verify(made.plan, model, batch).ok
     monkeypatch.setattr(phase, "add_to", overwritten)
-    with pytest.raises(VerificationError):
+    with pytest.raises(ValidationError, match="add_to"):
         autopar.verify(made.plan, model, batch)
 
 
