@@ -27,7 +27,7 @@ from autopar.run.program import ProgramTensor
 from autopar.run.ranks import by_all, of_all, rank, share_cores, tell_of_hosts
 from autopar.run.unset import Unset
 from autopar.run.variants import Variants
-from autopar.run.whole_state import extra_states, whole_values
+from autopar.run.whole_state import extra_states, is_same, whole_values
 
 
 class Holder(Drawing):
@@ -69,6 +69,9 @@ class Holder(Drawing):
             share_weights(model, self._world)
         self._make_parts(model)
         self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere, shared)
+        self._of_other_stages = frozenset(elsewhere)
+        for module in self.modules():
+            module.__dict__["_lacks_some"] = bool(elsewhere)
         if any(t.name == random_ops.STATE for t in tensors):
             known = None if shared is None else shared._state_to_draw_from()
             self.hold_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
@@ -225,6 +228,10 @@ class Holder(Drawing):
         found: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
         return found if rank0_only and rank() else found | self._extra_states
 
+    def extra_state_names(self) -> Collection[str]:
+        """Of what modules add to a state dict by ``get_extra_state``, which is as it was when the model was compiled."""
+        return self._extra_states.keys()
+
     def resting(self, name: str) -> Layout:
         """How what bears a name of the model rests, over the dims that graphs see."""
         return self._storages[self._names[name]].tensor.layout
@@ -253,13 +260,20 @@ def _state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, local_m
     for name in module._names:
         if prefix + name in state:
             state[prefix + name] = held(checkpointable(state[prefix + name]))
+    state.update((prefix + name, value) for name, value in module._extra_states.items())
 
 
 def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Full tensors become this rank's part; torch reports shapes that differ."""
+    """Full tensors become this rank's part, and what other stages hold is left out; torch reports shapes that differ."""
     for name, stored in module._names.items():
         value, storage = state.get(prefix + name), module._storages[stored]
         if isinstance(value, DTensor) or not isinstance(value, Tensor) or tuple(value.shape) != storage.tensor.shape:
             continue
         if isinstance(module.stored(name), DTensor):
             state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))
+    for name in module._of_other_stages:
+        state.pop(prefix + name, None)
+    for name, value in module._extra_states.items():
+        if prefix + name in state and not is_same(state.pop(prefix + name), value):
+            what = f"{name!r} is another one than when the model was compiled, and the program has what it was then"
+            raise RuntimeStateError(what, remedy="load it into the plain model, and compile that")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -19,14 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RuntimeStateError
+from autopar.run.methods import ON_A_COPY, NoSuchMethod, check_whole, method_of, model_code, reading
 
-_reading: ContextVar[bool] = ContextVar("_reading", default=False)  # a property, which may look at private attributes
-_ELSEWHERE = "it on the plain model, which has weights of its own, not those trained here"
 _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
-
-
-class NoSuchMethod(RuntimeStateError, AttributeError):
-    """What the plain model can do by itself and a compiled one cannot."""
 
 
 class _NoComputing(TorchDispatchMode):
@@ -34,7 +28,7 @@ class _NoComputing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         what = f"it computes with tensors ({func}), of which each rank has its part"
-        raise NoSuchMethod(what, remedy=f"read {_ELSEWHERE}")
+        raise NoSuchMethod(what, remedy=f"read it {ON_A_COPY}")
 
 
 class Standing(nn.Module):
@@ -74,10 +68,9 @@ class Standing(nn.Module):
             if isinstance(of_class, property | cached_property):
                 return self._read(name, of_class)
             if of_class is not None and not name.startswith("__"):
-                what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
-                raise NoSuchMethod(what, remedy=f"call {_ELSEWHERE}") from None
+                return method_of(self, self.__dict__["_stands_for"], name)
             private: Mapping[str, Any] = self.__dict__.get("_private", {})
-            if name in private and _reading.get():
+            if name in private and reading.get() is not None:
                 return private[name]
             if asked := self.__dict__.get("_asks"):
                 return getattr(self._modules[asked], name)
@@ -86,16 +79,35 @@ class Standing(nn.Module):
     def _read(self, name: str, of_class: property | cached_property[Any]) -> Any:
         """A property of the model's class, of what is held here: `device` and `dtype` of models of transformers among them. One that
         computes with tensors, of which there are parts here, is refused."""
-        token = _reading.set(True)
         try:
-            with _NoComputing():
-                return of_class.func(self) if isinstance(of_class, cached_property) else of_class.__get__(self)
+            with model_code() as own, _NoComputing():
+                found = of_class.func(self) if isinstance(of_class, cached_property) else of_class.__get__(self)
+            check_whole(name, found, own)
         except AttributeError as error:
             why = error.what if isinstance(error, NoSuchMethod) else str(error)
             what = f"the model's property {name!r} cannot be read on a compiled module: {why}"
-            raise NoSuchMethod(what, remedy=f"read {_ELSEWHERE}") from error
-        finally:
-            _reading.reset(token)
+            raise NoSuchMethod(what, remedy=f"read it {ON_A_COPY}") from error
+        return found
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module."""
+        self._note_reading()
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of every module."""
+        self._note_reading()
+        return super().named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module."""
+        self._note_reading()
+        return super().state_dict(*args, **kwargs)
+
+    def _note_reading(self) -> None:
+        own = reading.get()
+        if own is not None and self.__dict__.get("_lacks_some"):
+            own.is_of_some = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = isinstance(value, nn.Module | nn.Parameter)
@@ -129,6 +141,8 @@ class Standing(nn.Module):
             raise _of_another_model(f"{name!r} cannot be set: a compiled module takes no parameters that the model had not")
         if not isinstance(value, Tensor) or _form(value) != _form(held):
             what = f"{name!r} cannot be set: the program takes {' '.join(map(str, _form(held)))}"
+            if isinstance(value, Tensor) and value.shape != held.shape:
+                raise RuntimeStateError(what, remedy=f"do it {ON_A_COPY}; and compile that")
             remedy = f"pass whole tensors to pm.load_state_dict, or write into what is there: with torch.no_grad(): pm.{name}.copy_(...)"
             raise RuntimeStateError(what, remedy=remedy)
 
@@ -218,7 +232,8 @@ class Part(Standing):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises RuntimeStateError: the program is of the whole model."""
-        raise RuntimeStateError("a part of a compiled module is not called by itself", remedy="call the whole, or compile this part")
+        remedy = f"call the whole, or compile this part; or call the part {ON_A_COPY}"
+        raise RuntimeStateError("a part of a compiled module is not called by itself", remedy=remedy)
 
     def train(self, mode: bool = True) -> NoReturn:
         """Raises RuntimeStateError: the program was made of a part in one mode."""

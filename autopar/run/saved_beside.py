@@ -29,7 +29,7 @@ from autopar.run.holder import Holder
 from autopar.run.ranks import by_all, num_ranks, of_all
 from autopar.run.sampled import sampled
 from autopar.run.saved_others import MODULE, OPTIMIZER, VALUE, Others, SavedOthers
-from autopar.run.saved_state import ModuleState, OptimizerState, Saved, has_lists
+from autopar.run.saved_state import ModuleState, OptimizerState, Saved, has_lists, tensors_of
 from autopar.run.saved_values import Tensors, encode
 
 _ALIKE = (
@@ -140,7 +140,7 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
     found: dict[str, Saved] = {}
     for name, other in others.items():
         prefix = f"others.{name}."
-        if name in modules and _has_own_state(modules[name]):
+        if name in modules and _is_of_tensors(modules[name]):
             found[name] = ModuleState(modules[name], prefix, name)
         elif isinstance(other, Optimizer) and _is_of_distributed(other) and not has_lists(other):
             root = _Root({"model": holder, **{f"others_{n}": module for n, module in modules.items()}})
@@ -257,9 +257,15 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _has_own_state(module: nn.Module) -> bool:
-    """Whether its state dict is torch's, of parameters and buffers."""
+    """Whether its state dict is torch's, or a compiled module's."""
     cls = type(module)
-    return cls.state_dict is nn.Module.state_dict and cls.load_state_dict is nn.Module.load_state_dict
+    is_torchs = cls.state_dict is nn.Module.state_dict and cls.load_state_dict is nn.Module.load_state_dict
+    return is_torchs or isinstance(module, Holder)
+
+
+def _is_of_tensors(module: nn.Module) -> bool:
+    """Whether its state is parameters and buffers alone."""
+    return _has_own_state(module) and all(isinstance(x, Tensor) for x in tensors_of(module).values())
 
 
 def _is_of_distributed(optimizer: Optimizer) -> bool:

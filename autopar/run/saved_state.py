@@ -60,7 +60,7 @@ class ModuleState:
     label: str = "the model"
 
     def state(self) -> dict[str, Any]:
-        found = {self.prefix + name: checkpointable(value) for name, value in self.module.state_dict().items()}
+        found = {self.prefix + name: checkpointable(value) for name, value in tensors_of(self.module).items()}
         return {**found, **self._random_state()}
 
     def wanted(self, saved: Metadata) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class ModuleState:
     def take(self, read: Mapping[str, Any]) -> None:
         if not isinstance(self.module, Holder):  # what a compiled module holds was read where it lies
             own = {key.removeprefix(self.prefix): value for key, value in read.items() if key.startswith(self.prefix)}
-            self.module.load_state_dict(own)
+            self.module.load_state_dict({**self.module.state_dict(), **own})
         elif (drawn := read.get(self._random_key)) is not None:
             self.module.random_state = drawn
 
@@ -170,6 +170,17 @@ class OptimizerState:
 def state_of(parts: Sequence[Saved]) -> dict[str, Any]:
     """What is saved of all of these."""
     return {key: value for part in parts for key, value in part.state().items()}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Any]:
+    """A module's state, without what compiled modules have as it was when they were compiled."""
+    constant = {
+        f"{path}.{name}" if path else name
+        for path, each in module.named_modules()
+        if isinstance(each, Holder)
+        for name in each.extra_state_names()
+    }
+    return {name: value for name, value in module.state_dict().items() if name not in constant}
 
 
 def has_lists(optimizer: Optimizer) -> bool:

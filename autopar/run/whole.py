@@ -137,5 +137,5 @@ def _replicated(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
         return x
     everywhere = [Replicate()] * mesh.ndim
     if drawn:
-        return distribute_tensor(x, mesh, everywhere)
+        return distribute_tensor(x.detach(), mesh, everywhere)
     return around(x, mesh, everywhere, x.shape, x.stride())  # numbers of steps of what is on the host are there, too

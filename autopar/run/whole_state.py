@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_flatten
 
 from autopar.errors import RuntimeStateError
 from autopar.run.device_mesh import around
@@ -68,6 +69,15 @@ def extra_states(model: nn.Module) -> dict[str, object]:
         for path, module in model.named_modules(remove_duplicate=False)
         if getattr(type(module), "get_extra_state", base) is not base
     }
+
+
+def is_same(one: object, other: object) -> bool:
+    """Whether two extra states are the same."""
+    (mine, spec), (its, other_spec) = tree_flatten(one), tree_flatten(other)
+    return spec == other_spec and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        for a, b in zip(mine, its, strict=True)
+    )
 
 
 def _check_joined(held: Mapping[str, Tensor]) -> None:

@@ -112,3 +112,23 @@ def test_a_module_without_values_is_not_saved(tmp_path: Path) -> None:
     critic = autopar.compile(empty, example_inputs=(X,), hardware="cpu-gloo", outputs="full")
     with pytest.raises(RuntimeStateError, match="load_weights"):
         autopar.Checkpoints(tmp_path).save(1, compiled(), critic=critic)
+
+
+class Counted(nn.Linear):
+    """With a state that is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_plain_module_beside_has_its_other_states_too(tmp_path: Path) -> None:
+    module, head, other = compiled(), Counted(4, 4), Counted(4, 4)
+    head.seen = 3
+    autopar.Checkpoints(tmp_path).save(1, module, head=head)
+    assert autopar.Checkpoints(tmp_path).load(module, head=other) == 1
+    assert other.seen == 3 and other.weight.equal(head.weight)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -90,3 +92,23 @@ def test_a_parameter_is_copied_as_what_it_is() -> None:
     module = compiled(nn.Linear(4, 4), example_inputs=(X,))
     weight = copy.copy(module.weight)
     assert type(weight) is type(module.weight) and weight.full_tensor().equal(module.weight.full_tensor())
+
+
+def test_states_that_are_no_tensors_are_as_when_it_was_compiled() -> None:
+    plain = Net()
+    module = compiled(plain, example_inputs=(X,))
+    assert module.state_dict()["_extra_state"] == {"version": 1}
+    module.load_state_dict(plain.state_dict())
+    module.load_state_dict(module.full_state_dict())
+    plain.version = 2
+    with pytest.raises(RuntimeStateError, match="'_extra_state' is another one than when the model was compiled"):
+        module.load_state_dict(plain.state_dict())
+
+
+def test_a_checkpoint_is_without_them(tmp_path: Path) -> None:
+    module, other = (compiled(Net(), example_inputs=(X,)) for _ in range(2))
+    autopar.Checkpoints(tmp_path).save(1, module, average=AveragedModel(module))
+    average = AveragedModel(other)
+    assert autopar.Checkpoints(tmp_path).load(other, average=average) == 1
+    for made in (other, average.module):
+        assert made.full_state_dict()["a.weight"].equal(module.full_state_dict()["a.weight"])
