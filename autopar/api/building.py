@@ -29,6 +29,7 @@ from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
+from autopar.run.agreement import announced
 from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Outputs
@@ -166,7 +167,8 @@ def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any
         validate_before_run(as_planned(trace, planned.plan), planned.plan, planned.program)
         return planned.plan, planned.program
     if plan is None:
-        plan = _from_rank_zero(order, args, kwargs)
+        with announced(f"compiles {type(order.model).__name__}"):
+            plan = _from_rank_zero(order, args, kwargs)
     trace = traced_for(plan, order.model, args, kwargs)
     refuse_parts(trace, order.build["batch"])
     is_shaped_so = is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh)

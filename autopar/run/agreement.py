@@ -53,7 +53,7 @@ class Agreement:
         self._store, self._rank, self._num_ranks, self._limit_s = store, rank, num_ranks, limit_s
         self._call = Call.of(0, "has done nothing yet", "", None)
         self._ends, self._waiter = Ends(store, rank, num_ranks), Waiter(store.clone())
-        self._differences = Differences(rank, num_ranks)
+        self._differences, self._tally = Differences(rank, num_ranks), Tally(num_ranks)
         self._failed_at, self.num_failures = -_READ_WITHIN_S, 0
 
     def begin(self, what: str, stepped: bool | None = None, *, is_aside: bool = False) -> None:
@@ -127,30 +127,27 @@ class Agreement:
 
     def _exchange(self, call: Call) -> bool:
         """Whether all ranks are here with equal records."""
-        number, tally = call.number, Tally(self._num_ranks)
         self._write(call)
-        total = self._store.add(f"sum {number}", tally.packed(call))
-        if tally.count(total) == self._num_ranks:
-            is_agreed = tally.agrees(total, call)
-            self._store.set(f"go {number}", _GO if is_agreed else _STOP)
+        total = self._store.add(f"sum {call.number}", self._tally.packed(call))
+        if self._tally.count(total) == self._num_ranks:
+            is_agreed = self._tally.agrees(total, call)
+            self._store.set(f"go {call.number}", _GO if is_agreed else _STOP)
             return is_agreed
-        is_first = tally.count(total) == 1
-        if is_first:  # all ranks are past the one before, so past reading of the one before that
-            for key in (f"sum {number - 2}", f"go {number - 2}"):
-                self._store.delete_key(key)
         try:
-            return self._wait(call, is_first)
+            return self._wait(call, is_first=self._tally.count(total) == 1)
         except BaseException as reason:  # an interrupt: it is not here any more
             said = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
-            self._write(Call.of(number, said, call.line, call.stepped))
-            self._store.add(f"sum {number}", -tally.packed(call))
-            self._stop(number)
+            self._write(Call.of(call.number, said, call.line, call.stepped))
+            self._withdraw(call)
             raise
 
-    def _wait(self, call: Call, is_first: bool) -> bool:
+    def _wait(self, call: Call, *, is_first: bool) -> bool:
         """Wait for the last rank, or until one has ended or the time is over; whether all agree."""
         key, began, is_told = f"go {call.number}", time.monotonic(), not is_first
         self._waiter.ask(key)
+        if is_first:  # all ranks are past the one before, so past reading of the one before that
+            for old in (f"sum {call.number - 2}", f"go {call.number - 2}"):
+                self._store.delete_key(old)
         while (answer := self._waiter.answer(key, _LOOK_EACH_S)) is None:
             waited = time.monotonic() - began
             if not is_told and waited > TELL_AFTER_S:
@@ -158,9 +155,8 @@ class Agreement:
                 log.warning(
                     "%s", self._differences.waiting(self._calls(), call, waited, self._limit_s)
                 )
-            if (waited > self._limit_s or self._ends.are_missing()) and not self._store.check(
-                [key]
-            ):
+            is_over = waited > self._limit_s or self._ends.are_missing()
+            if is_over and not self._store.check([key]):
                 self._stop(call.number)
         return answer == _GO
 
@@ -168,12 +164,18 @@ class Agreement:
         """The error of this rank, when the others have theirs."""
         self._failed_at, self.num_failures = time.monotonic(), self.num_failures + 1
         error = self._differences.of(self._calls(), self._ends.find(), call, self._limit_s)
+        self._withdraw(call)
         self._store.set(f"failed {call.number} {self._rank}", "")
         self._ends.wait_until(lambda rank: self._has_failed(rank, call.number), _READ_WITHIN_S)
         return error
 
     def _has_failed(self, rank: int, number: int) -> bool:
         return bool(self._store.check([f"failed {number} {rank}"]))
+
+    def _withdraw(self, call: Call) -> None:
+        """Be no longer one of those that are there, so that no rank that comes later goes on."""
+        self._store.add(f"sum {call.number}", -self._tally.packed(call))
+        self._stop(call.number)
 
     def _stop(self, number: int) -> None:
         self._store.set(f"go {number}", _STOP)

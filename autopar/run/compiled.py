@@ -76,8 +76,10 @@ class Compiled(Holder):
 
     def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """A call in words, which are the same on all ranks that call alike."""
-        mode = f"{'training' if self.training else 'evaluation'}{'' if torch.is_grad_enabled() else ' without gradients'}"
-        return f"calls {self._title} in {mode} with {self._arguments.told(args, kwargs)}"
+        both = self._captured_mode is None  # then it makes no difference
+        mode = "" if both else f" in {'training' if self.training else 'evaluation'} mode"
+        gradients = "" if torch.is_grad_enabled() else " without gradients"
+        return f"calls {self._title}{mode}{gradients} with {self._arguments.told(args, kwargs)}"
 
     @abc.abstractmethod
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, Groups
 from autopar.mesh import Mesh
+from autopar.run.agreement import announced
 from autopar.run.ranks import of_all, of_all_alike, take_gpu
 
 
@@ -39,7 +40,8 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
             f"mesh {mesh} has {mesh.num_devices} devices, but there are {world} processes",
             remedy=f"start {mesh.num_devices} processes (autopar run -n {mesh.num_devices} ...), or plan for a mesh of {world}",
         )
-    return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
+    with announced(f"makes process groups for mesh {mesh}"):
+        return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:

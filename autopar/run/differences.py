@@ -50,8 +50,9 @@ class Differences:
         if ended:
             return self.of_ended(ended, own)
         late = [rank for rank in range(self._num_ranks) if rank not in here]
+        late = late or [self._rank]  # the others have given up before this one came
         did = f"rank {self._rank} {own}{self._last_of(late, calls)}"
-        what = f"{_ranks(late)} did not come within {limit_s:.0f} s: {did}"
+        what = f"{_ranks(late)} did not come within {limit_s:g} s: {did}"
         remedy = (
             "see what it does there; if it needs longer, call "
             "torch.distributed.init_process_group(timeout=...) before autopar.compile"
@@ -122,7 +123,8 @@ class Differences:
 
     def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, Call]) -> list[int]:
         """The ranks that differ from most, else from what is expected; none if neither tells."""
-        if 2 * len(groups[0]) > self._num_ranks:
+        num_ranks = sum(map(len, groups))
+        if 2 * len(groups[0]) > num_ranks:
             return sorted(rank for ranks in groups[1:] for rank in ranks)
         strange = [
             rank
@@ -130,7 +132,7 @@ class Differences:
             for rank in ranks
             if self._step(calls[rank]) not in self._followed
         ]
-        return sorted(strange) if len(strange) < len(calls) else []
+        return sorted(strange) if len(strange) < num_ranks else []
 
     def _step(self, call: Call) -> tuple[int, int, bool | None]:
         return (0 if self._last is None else self._last.digest, call.digest, call.stepped)
@@ -144,7 +146,8 @@ class Differences:
         )
 
     def _last_of(self, late: Iterable[int], calls: Mapping[int, Call]) -> str:
-        said = [f"rank {rank}: {calls[rank]}" for rank in late if rank in calls][:_MOST_SHOWN]
+        others = [rank for rank in late if rank in calls and rank != self._rank]
+        said = [f"rank {rank}: {calls[rank]}" for rank in others[:_MOST_SHOWN]]
         return f"; the last of {', of '.join(said)}" if said else ""
 
 

@@ -30,6 +30,7 @@ from torch.utils import _foreach_utils
 
 from autopar.errors import RuntimeStateError
 from autopar.run import whole
+from autopar.run.agreement import announced
 from autopar.run.equal import Beside
 from autopar.run.parted import READS
 from autopar.run.pickling import has_stages, is_of_one_stage, reduce_whole, refuse_parts
@@ -65,6 +66,15 @@ class HeldTensor(DTensor):
         kwargs, name = kwargs or {}, func.__name__
         if name in ACCESS:
             return _accessed(func, args, kwargs)
+        if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
+            with announced(f"computes {name.strip('_')} of values of all ranks", mesh):
+                return cls._taken(func, types, args, kwargs)
+        return cls._taken(func, types, args, kwargs)
+
+    @classmethod
+    def _taken(cls, func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+        """As `__torch_function__`."""
+        name = func.__name__
         if func in READS or name == "__format__":
             return whole.read(func, args, kwargs)
         if is_of_elements(name) and not (has_stages() and name in OF_SEVERAL) and _are_alike(args, kwargs):  # most of an optimizer's step
@@ -88,6 +98,13 @@ class HeldTensor(DTensor):
         if name.startswith(("_foreach_", "_fused_")):
             return whole.by_mesh(func, args, kwargs, lambda a, k: _computed(func, types, a, k))
         return _computed(func, types, args, kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """The whole tensor; every rank calls it, if it is in parts."""
+        if all(placement.is_replicate() for placement in self._spec.placements):
+            return super().full_tensor(**kwargs)
+        with announced(f"gathers a tensor of shape {tuple(self.shape)}", self._spec.mesh):
+            return super().full_tensor(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor.
@@ -120,6 +137,17 @@ def parted_as(like: DTensor, value: Tensor) -> Any:
     made = torch.empty_like(like.detach(), dtype=value.dtype)
     whole.put(made, value.detach())
     return held(made)
+
+
+def _mesh_of_sums(args: Any) -> DeviceMesh | None:
+    """The mesh of the first argument that is of terms, one on each rank, which what is computed may have to add up."""
+    for given in args:
+        x = given[0] if isinstance(given, tuple | list) and given else given
+        if type(x) is HeldTensor:
+            for placement in x._spec.placements:  # a loop: every op of an optimizer's step comes here
+                if placement.is_partial():
+                    return x._spec.mesh
+    return None
 
 
 def _are_alike(args: Any, kwargs: Any) -> bool:

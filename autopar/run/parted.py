@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import RuntimeStateError
+from autopar.run.agreement import announced
 
 READS = frozenset({
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, Tensor.allclose, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
@@ -56,6 +57,13 @@ class PartedOutput(DTensor):
             if type(x) is DTensor and id(x) not in given:
                 parted(x)
         return found
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """The whole tensor; every rank calls it, if it is in parts."""
+        if not _in_parts(self):
+            return super().full_tensor(**kwargs)
+        with announced(f"gathers an output of shape {tuple(self.shape)}", self.device_mesh):
+            return super().full_tensor(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved and copied as the DTensor that it is."""

@@ -83,10 +83,9 @@ def run(rank: int, plan: str, other: int, folder: str) -> dict[str, tuple[str, t
         training.step()
         training.step()
 
-    def backward_twice() -> None:
-        loss = module(batch)
-        loss.backward()
-        loss.backward()
+    def clipped() -> None:
+        module(batch).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
     for _ in range(3):
         training.step()
@@ -104,6 +103,11 @@ def run(rank: int, plan: str, other: int, folder: str) -> dict[str, tuple[str, t
     unlike("save", lambda: checkpoints.save(1, module, training.optimizer))
     unlike("async_save", lambda: checkpoints.async_save(1, module, training.optimizer))
     unlike("clip", lambda: module.clip_grad_norm_(1.0))
+    unlike("compile", lambda: Training(plan))
+    if plan == "fsdp":  # with ddp every rank has the whole, and may read it alone
+        unlike("gather", lambda: module.layers[0].weight.full_tensor())
+        unlike("torch's norm", clipped, twice)
+        module.zero_grad()
     unlike("no backward", lambda: (module(batch), training.step()))
     module.zero_grad()
     unlike("no step", without_step, twice)
