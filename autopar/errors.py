@@ -6,6 +6,7 @@ module path and the user's own source line, as far as they are known) and what t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -112,6 +113,14 @@ class VerificationError(AutoparError):
 
 class RuntimeStateError(AutoparError):
     """A distributed module was used in an order that it cannot serve."""
+
+
+class RankError(RuntimeStateError):
+    """Ranks do different things, or one of them has ended: `ranks` are those that differ, empty if it is not known which do."""
+
+    def __init__(self, what: str, *, where: Where | str | None = None, remedy: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(what, where=where, remedy=remedy)
+        self.ranks = tuple(ranks)
 
 
 class KernelError(AutoparError):

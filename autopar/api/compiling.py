@@ -93,8 +93,8 @@ def _check_options(plan: object, hardware: object, build: Mapping[str, Any], opt
 
 
 _OF_THE_MODULE = (
-    "clip_grad_norm_", "loss_scale", "variants", "input_layouts", "sampler", "program", "plan", "device_mesh", "manual_seed",
-    "random_state",
+    "clip_grad_norm_", "full_state_dict", "loss_scale", "variants", "input_layouts", "sampler", "program", "plan", "device_mesh",
+    "manual_seed", "random_state",
 )  # fmt: skip
 
 

@@ -13,11 +13,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching, ready
-from autopar.api.validating import validate_before_run
+from autopar.api.validating import refuse_unproven, validate_before_run
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
 from autopar.emit import emit, emit_staged
+from autopar.emit.staged import microbatches_of
 from autopar.errors import CaptureError, ConstraintError, CoupledError, Where
 from autopar.planning.options import PRECISIONS
 from autopar.plans import Pipeline, Plan
@@ -179,9 +180,12 @@ def trace_part(
         four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
         like = microbatching(four, two, 2, independent=independent)  # before one sample is captured: coupled ones may need others
         part = captured(microbatch_of(args, kwargs, num))
-        return ready(part, for_single_samples(like, two, part, num))
-    part = captured(microbatch_of(args, kwargs, num))
-    return ready(part, microbatching(whole, part, num, independent=independent))
+        part, how = ready(part, for_single_samples(like, two, part, num))
+    else:
+        part = captured(microbatch_of(args, kwargs, num))
+        part, how = ready(part, microbatching(whole, part, num, independent=independent))
+    refuse_unproven(whole, part, microbatches_of(part, how), promised=independent)
+    return part, how
 
 
 def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, inference: bool) -> Trace:

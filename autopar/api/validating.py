@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from autopar.capture import Trace
 from autopar.certificate import Certificate, Finding
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CoupledError, ValidationError
 from autopar.plans import Plan
-from autopar.run.program import Program, StagedProgram
-from autopar.validation import Validation, validate
+from autopar.run.program import Microbatches, Program, StagedProgram
+from autopar.validation import Validation, validate, validate_microbatches
 
 log = logging.getLogger("autopar")
 
@@ -29,6 +29,22 @@ def validate_before_run(reference: Trace, plan: Plan, program: Program | StagedP
     log.info("validated: %s", found)
     for what in found.unproven:
         log.warning("not validated: %s", what)
+
+
+def refuse_unproven(whole: Trace, part: Trace, how: Microbatches, *, promised: bool) -> None:
+    """Refuse microbatches that validation cannot show to make the batch, while there is a choice.
+
+    Args:
+        whole, part, how, promised: as of `validate_microbatches`.
+
+    Raises:
+        CoupledError: naming the first value of a microbatch that does not follow.
+    """
+    try:
+        validate_microbatches(whole, part, how, promised=promised)
+    except ValidationError as error:
+        remedy = "pass num_microbatches=1, or fewer microbatches of more samples each"
+        raise CoupledError(error.what, where=error.where, remedy=remedy) from error
 
 
 def with_validation(

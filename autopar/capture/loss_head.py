@@ -116,7 +116,11 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     result = replace(trace, graph=graph)
     heads, refusals = heads_of(result)
     if not heads:
-        raise CaptureError("no loss of the model can be computed by rows: " + ("; ".join(refusals) or "it has no cross entropy"))
+        what = "; ".join(refusals) or "it has no cross entropy"
+        raise CaptureError(
+            f"loss_rows={rows}, and no loss of the model can be computed by rows: {what}",
+            remedy='pass loss_rows=0, or loss_rows="auto"',
+        )
     for head in heads:
         _rewrite(graph, head, rows)
     sweep(graph)

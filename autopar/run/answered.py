@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.errors import RuntimeStateError
+from autopar.run.agreement import announced
 from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
 from autopar.run.returned import parts_of
 from autopar.run.stage_calls import StageCalls
+from autopar.run.stage_work import StageWork
 
 
 class Answered(torch.autograd.Function):
@@ -49,6 +51,14 @@ class Answered(torch.autograd.Function):
                 "backward ran a second time through one call, and what it needs has been freed",
                 remedy="call the module again before each backward; one call gives one backward",
             )
+        with announced("runs backward", calls.world):
+            return (None, None, None, None, *as_given(Answered._gradients(ctx, works, parameters, tangents), ctx.are_plain))
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, works: dict[int, StageWork], parameters: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        calls = ctx.calls
         calls.check_returned(tangents, ctx.watched)
         returned = {t.name: x for t, x in zip(calls.kept, tangents, strict=True) if t.has_gradient}
         absent = [name for name, x in returned.items() if x is None]
@@ -58,5 +68,5 @@ class Answered(torch.autograd.Function):
             unused = calls.unused(frozenset(absent))
             work.answer(parts, unused.tangents[calls.rank], unused.gradients[calls.rank])
             calls.runner(works).backward()
-            gradients = calls.wrapped(calls.finish(works, parameters, keep=True), unused.parameters)
-        return (None, None, None, None, *as_given(gradients, ctx.are_plain))
+            found: Sequence[Tensor | None] = calls.wrapped(calls.finish(works, parameters, keep=True), unused.parameters)
+        return found

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.calls import check_call
 from autopar.capture.tensor_kinds import unusual_kind
-from autopar.capture.trees import paths_in
-from autopar.errors import RuntimeStateError
+from autopar.capture.trees import flatten_with_paths, paths_in
+from autopar.errors import CallError, RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
 from autopar.run.equal import check_batch, check_parts
@@ -90,6 +90,22 @@ class Arguments:
                 layouts = [tensor.layout for _, tensor, _ in self._inputs]
                 check_parts(names, tensors, layouts, devices)
         return tensors
+
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The arguments in words, which are the same on all ranks that call alike: of a part that fits, they tell the whole tensor."""
+        canonical = self._canonical(args, kwargs)
+        given = (args, kwargs) if canonical is None else self._with_defaults(canonical)
+        leaves, parts = flatten_with_paths(given)[0], {} if self._is_whole else self._parts(args, kwargs)
+        return ", ".join(f"{path} = {_told(x, parts.get(id(x)))}" for path, x in leaves)
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+        """By id of each argument that has the shape of this rank's part the shape of the whole."""
+        try:
+            leaves = self._leaves(args, kwargs)
+        except (CallError, Misfit):  # which the call itself reports
+            return {}
+        given = ((leaves[position], tensor, shape) for position, tensor, shape in self._inputs)
+        return {id(x): tensor.shape for x, tensor, shape in given if isinstance(x, Tensor) and tuple(x.shape) == shape}
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the program was made for such arguments."""
@@ -256,6 +272,13 @@ def _same_setting(given: Any, made_for: Any) -> bool:
     if type(given) is not type(made_for):
         return False
     return not isinstance(made_for, _PLAIN) or given == made_for or (given != given and made_for != made_for)  # NaN is itself here
+
+
+def _told(value: Any, whole: tuple[int, ...] | None) -> str:
+    if not isinstance(value, Tensor):
+        return _shown(value)
+    asks = " that requires a gradient" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape) if whole is None else whole}{asks}"
 
 
 def _shown(value: Any) -> str:

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
+from autopar.run.pickling import reduce_whole
+
 Run = tuple[int, int, int]
 """Start in the full dim, start in the local dim, length."""
 
@@ -32,6 +34,10 @@ class CheckpointTensor(DTensor):
     def of(tensor: DTensor) -> CheckpointTensor:
         """The same tensor, sharing its memory."""
         return CheckpointTensor(tensor.to_local(), tensor._spec, requires_grad=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises RuntimeStateError: this process has a part of it."""
+        return reduce_whole(self, protocol)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.to_local())

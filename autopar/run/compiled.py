@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.ambient import autocast_around
 from autopar.capture.trace import Constant, KnownBuffer
 from autopar.errors import RuntimeStateError
+from autopar.run.agreement import announced
 from autopar.run.arguments import Arguments
 from autopar.run.derivatives import refuse_tracing, refuse_transforms
 from autopar.run.frozen import Frozen
@@ -54,6 +55,7 @@ class Compiled(Holder):
     ) -> None:
         super().__init__(tensors, devices, model, elsewhere, world, shared=shared)
         self.only_forward = self.is_for_inference = False
+        self._is_variant, self._title = shared is not None, type(model).__name__
         self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self._frozen: Frozen | None = None
         self._known_buffers = KnownBuffers(())
@@ -64,10 +66,18 @@ class Compiled(Holder):
 
         Raises:
             RuntimeStateError: on arguments, a mode or parameters that neither the program nor another of `variants` is made for, and where
-                it is traced.
+                it is traced. RankError: on all ranks, if they do not call alike.
         """
         refuse_tracing(args)
-        return self._called(args, kwargs)
+        if self._is_variant:  # its call is announced
+            return self._called(args, kwargs)
+        with announced(lambda: self._told(args, kwargs), self._world, self._steps.take(self.parameters())):
+            return self._called(args, kwargs)
+
+    def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """A call in words, which are the same on all ranks that call alike."""
+        mode = f"{'training' if self.training else 'evaluation'}{'' if torch.is_grad_enabled() else ' without gradients'}"
+        return f"calls {self._title} in {mode} with {self._arguments.told(args, kwargs)}"
 
     @abc.abstractmethod
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,13 +16,13 @@ Each of these is collective: every rank has to do it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
@@ -32,6 +32,7 @@ from autopar.errors import RuntimeStateError
 from autopar.run import whole
 from autopar.run.equal import Beside
 from autopar.run.parted import READS
+from autopar.run.pickling import has_stages, is_of_one_stage, reduce_whole, refuse_parts
 from autopar.run.torch_functions import (
     ACCESS,
     ASIDE,
@@ -46,7 +47,6 @@ from autopar.run.torch_functions import (
 )  # fmt: skip
 
 _ORIGIN = "_autopar_origin"
-_stages: set[DeviceMesh] = set()  # of which a module has several
 _beside = Beside()
 
 
@@ -67,7 +67,7 @@ class HeldTensor(DTensor):
             return _accessed(func, args, kwargs)
         if func in READS or name == "__format__":
             return whole.read(func, args, kwargs)
-        if is_of_elements(name) and not (_stages and name in OF_SEVERAL) and _are_alike(args, kwargs):  # most of an optimizer's step
+        if is_of_elements(name) and not (has_stages() and name in OF_SEVERAL) and _are_alike(args, kwargs):  # most of an optimizer's step
             first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
             found, refusal = _by_dtensor(func, types, args, kwargs, first)
             if refusal is None:
@@ -77,6 +77,8 @@ class HeldTensor(DTensor):
         if name == "__iter__":
             return iter(args[0].unbind(0))
         leaves = tensors_in((args, kwargs))
+        if name == "storage":  # asked for by safetensors; torch itself has untyped ones
+            refuse_parts("a distributed tensor has no storage of its own", "safetensors")
         if name in ASIDE:
             return _shown(_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:
@@ -88,8 +90,15 @@ class HeldTensor(DTensor):
         return _computed(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the DTensor that it is."""
-        return _as_dtensor(self, lambda: DTensor.__reduce_ex__(self, protocol))
+        """Pickled as a plain tensor.
+
+        Raises:
+            RuntimeStateError: if this process has not the whole of it.
+        """
+        return reduce_whole(self, protocol)
+
+    def __copy__(self) -> Any:
+        return held(_as_dtensor(self, lambda: copy.copy(self)))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return held(_as_dtensor(self, lambda: DTensor.__deepcopy__(self, memo)))
@@ -104,11 +113,6 @@ def held(value: Any) -> Any:
     if type(value) is DTensor:
         value.__class__ = HeldTensor
     return value
-
-
-def of_one_stage(mesh: DeviceMesh) -> None:
-    """Tensors on this mesh are of one stage of a module alone: what is computed of several is refused."""
-    _stages.add(mesh)
 
 
 def parted_as(like: DTensor, value: Tensor) -> Any:
@@ -232,7 +236,7 @@ def _written_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
 
 
 def _refuse_one_stage(name: str, leaves: list[Tensor]) -> None:
-    if len(leaves) > 1 and any(isinstance(x, DTensor) and x.device_mesh in _stages for x in leaves):
+    if len(leaves) > 1 and any(isinstance(x, DTensor) and is_of_one_stage(x.device_mesh) for x in leaves):
         raise RuntimeStateError(
             f"{name.strip('_')} of parameters or gradients of several would take those of this rank's stage alone, as torch's "
             "clip_grad_norm_ does",

@@ -17,15 +17,17 @@ from autopar.run.checkpoints import checkpointable
 from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
 from autopar.run.given_data import watch_data
-from autopar.run.held import held, of_one_stage
+from autopar.run.held import held
 from autopar.run.likeness import likeness
-from autopar.run.optimizers import watch_optimizers, watch_replaced
+from autopar.run.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
+from autopar.run.pickling import of_one_stage
 from autopar.run.program import ProgramTensor
-from autopar.run.ranks import by_all, of_all, share_cores, tell_of_hosts
+from autopar.run.ranks import by_all, of_all, rank, share_cores, tell_of_hosts
 from autopar.run.unset import Unset
 from autopar.run.variants import Variants
+from autopar.run.whole_state import extra_states, whole_values
 
 
 class Holder(Drawing):
@@ -44,6 +46,7 @@ class Holder(Drawing):
     """
 
     _unset: Unset
+    _steps: Steps
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Holder(Drawing):
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
         self._names: dict[str, str] = {}
+        self._extra_states = extra_states(model)
         if shared is None:
             share_weights(model, self._world)
         self._make_parts(model)
@@ -75,7 +79,8 @@ class Holder(Drawing):
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
-        watch_optimizers(self.parameters())
+        self._steps = Steps() if shared is None else shared._steps
+        watch_optimizers(self.parameters(), self._steps)
         watch_data(self.parameters())
         if shared is None:
             watch_replaced(model.parameters())
@@ -204,6 +209,22 @@ class Holder(Drawing):
                 found.setdefault(self._names[name], []).append(name)
         return {owner: sorted(names, key=lambda name: name != owner) for owner, names in found.items()}
 
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Gather the whole state on the host; every rank calls it.
+
+        Args:
+            rank0_only: whether the other ranks get an empty dict, which spares them the memory.
+
+        Returns:
+            Plain tensors on the CPU under all the model's names, tied ones included: ``model.load_state_dict`` of the plain model takes
+            them. They are copies.
+
+        Raises:
+            RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot join one that is split inside a dim.
+        """
+        found: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
+        return found if rank0_only and rank() else found | self._extra_states
+
     def resting(self, name: str) -> Layout:
         """How what bears a name of the model rests, over the dims that graphs see."""
         return self._storages[self._names[name]].tensor.layout
@@ -231,7 +252,7 @@ def holder_of(module: nn.Module) -> Holder:
 def _state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in module._names:
         if prefix + name in state:
-            state[prefix + name] = checkpointable(state[prefix + name])
+            state[prefix + name] = held(checkpointable(state[prefix + name]))
 
 
 def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
+from autopar.run.agreement import announced
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.compiled import Compiled
@@ -113,7 +114,8 @@ class ParallelModule(Compiled):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        with announced(f"clips the gradients of {self._title}", self._world):
+            return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @property
     def input_layouts(self) -> Mapping[str, Layout]:
@@ -163,11 +165,13 @@ class ParallelModule(Compiled):
         """One per input that has one, whole or this rank's part, as it came, then one per parameter of the program; None stands for the
         tangent of an output that nothing was computed of."""
         pairs = [(s, x) for s, x in zip(self._presented, tangents, strict=True) if s.tensor.has_gradient]
-        self._check_returned(pairs)
-        returning = [self._returned(tangent, storage) for storage, tangent in pairs]
         absent = frozenset(place for place, (_, tangent) in enumerate(pairs) if tangent is None)
-        with torch.autocast(self.device_mesh.device_type, enabled=False):  # the caller may be under it
-            gradients = iter(self._executor.backward(saved, returning, absent=absent))
+        autocast = torch.autocast(self.device_mesh.device_type, enabled=False)  # the caller may be under it
+        with announced(f"runs backward of {self._title}", self._world):
+            self._check_returned(pairs)
+            returning = [self._returned(tangent, storage) for storage, tangent in pairs]
+            with autocast:
+                gradients = iter(self._executor.backward(saved, returning, absent=absent))
         found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
         named = zip(self.program.parameters, found, strict=True)
         wrapped = [None if gradient is None else held(self._storages[t.name].wrap(gradient)) for t, gradient in named]

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError
+from autopar.run.agreement import num_failures
 from autopar.run.checkpoints import checkpointable
 from autopar.run.held import parted_as
 from autopar.run.optimizer_state import check_state
@@ -50,10 +51,25 @@ def check_optimizer(optimizer: Optimizer) -> None:
             raise RuntimeStateError(what, remedy="leave fused=True out; Adam and AdamW take it")
 
 
-def watch_optimizers(parameters: Iterable[Tensor]) -> None:
-    """Check every optimizer that holds one of `parameters` at its first step, and make its state dict checkpointable."""
+class Steps:
+    """Whether optimizers have stepped since a module was called."""
+
+    def __init__(self) -> None:
+        self.has_stepped, self._num_failures = False, 0
+
+    def take(self, parameters: Iterable[Tensor]) -> bool | None:
+        """Whether one has; None if none has and there is nothing to train, or ranks have done different things. From now on none has."""
+        has_stepped, self.has_stepped = self.has_stepped, False
+        before, self._num_failures = self._num_failures, num_failures()
+        if before != self._num_failures:
+            return None
+        return True if has_stepped else False if any(p.requires_grad for p in parameters) else None
+
+
+def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
+    """Check every optimizer that holds one of `parameters` at its first step, make its state dict checkpointable, and note its steps."""
     for parameter in parameters:
-        setattr(parameter, _MARK, True)
+        setattr(parameter, _MARK, steps)
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
         _hook.append(register_optimizer_step_post_hook(lambda optimizer, *_: check_state(optimizer)))
@@ -84,10 +100,13 @@ def _share_state(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    marks = {id(mark): mark for group in optimizer.param_groups for p in group["params"] if (mark := getattr(p, _MARK, None)) is not None}
+    for steps in marks.values():
+        steps.has_stepped = True
     if getattr(optimizer, _MARK, False):
         return
     _check_replaced(optimizer)
-    if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
+    if marks:
         check_optimizer(optimizer)
         _share_state(optimizer)
         optimizer.register_load_state_dict_post_hook(_share_state)

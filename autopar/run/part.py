@@ -200,7 +200,10 @@ class Standing(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises RuntimeStateError: what it is made of is this process' own."""
         what = "a compiled module is not pickled, by torch.save or otherwise: its program is of these processes"
-        remedy = "save its values: autopar.save_weights(pm, folder), autopar.Checkpoints, or torch.save(pm.state_dict(), file) on each rank"
+        remedy = (
+            "save its values: autopar.save_weights(pm, folder), autopar.Checkpoints, or on every rank state = pm.full_state_dict() and on "
+            "one torch.save(state, file)"
+        )
         raise RuntimeStateError(what, remedy=remedy)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuntimeStateError
+from autopar.run.agreement import announced
 from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
 from autopar.run.scaled_step import ScaledStep
 from autopar.run.stage_calls import StageCalls
@@ -44,6 +45,7 @@ class Published(torch.autograd.Function):
                 "backward ran a second time through one call, and its gradients have been handed out",
                 remedy="call the module again before each backward; one call gives one backward",
             )
-        ctx.calls.check_tangent(tangent)
-        gradients = ctx.calls.wrapped(step.gradients(tangent, made))
+        with announced("runs backward", ctx.calls.world):
+            ctx.calls.check_tangent(tangent)
+            gradients = ctx.calls.wrapped(step.gradients(tangent, made))
         return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MeshError, RuntimeStateError
+from autopar.run.agreement import announced
 
 log = logging.getLogger("autopar")
 
@@ -65,11 +66,19 @@ def tell_of_hosts() -> None:
         )  # fmt: skip
 
 
-def of_all(fact: Any) -> list[Any]:
-    """What each rank says, by rank; what they say can be pickled."""
+def of_all(fact: Any, topic: str = "meets the other ranks") -> list[Any]:
+    """What each rank says, by rank; what they say can be pickled.
+
+    Args:
+        topic: what this rank is doing, in words.
+
+    Raises:
+        RankError: on all ranks, if others do something else.
+    """
     facts = [fact] * num_ranks()
     if num_ranks() > 1:
-        dist.all_gather_object(facts, fact)
+        with announced(topic, is_aside=True):
+            dist.all_gather_object(facts, fact)
     return facts
 
 
@@ -82,7 +91,7 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
     Raises:
         RuntimeStateError: on all ranks, where others do something else.
     """
-    said = of_all((topic, fact))
+    said = of_all((topic, fact), topic)
     topics = [each[0] for each in said]
     if len(set(topics)) > 1:
         other = next(number for number, each in enumerate(topics) if each != topics[0])

@@ -5,8 +5,8 @@ model's names, whatever layouts and stages they were in, so that another plan, a
 parts. Nothing in it is a pickle:
 
     rank_00000.safetensors, …   tensors: each rank wrote one file (`saved_tensors`)
-    contents.json               which tensors are in which files, and the optimizer's settings (`saved_contents`)
-    others.json, .safetensors   the states of what else was passed, such as a scheduler (`saved_others`)
+    contents.json               which tensors are in which files, and optimizers' settings (`saved_contents`)
+    others.json, .safetensors   the states of what else was passed, such as a scheduler, but for what is in parts (`saved_others`)
     plan.json                   the plan
     autopar.json                the step, the run, and a checksum of each file (`saved_files`)
 
@@ -32,11 +32,12 @@ from torch.optim import Optimizer
 from autopar.errors import RuntimeStateError, size_text
 from autopar.run.holder import holder_of
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
+from autopar.run.saved_beside import beside_of, others_of, parts_of, with_saved
 from autopar.run.saved_files import FORMAT, PAUSE_S, SEEN_WITHIN_S, SHARE, VERSION, read_about, seen_by_all, sync_folder
-from autopar.run.saved_others import Others
+from autopar.run.saved_others import read_others
 from autopar.run.saved_parts import collect_parts
 from autopar.run.saved_runs import check_alone, runs_of, this_run
-from autopar.run.saved_state import keys_of_model, read_others, read_state, state_of, states_of
+from autopar.run.saved_state import keys_of_model, read_states, state_of
 from autopar.run.saved_writing import Background, HostCopies, Saving
 from autopar.run.weights import MAX_FILE_BYTES, export
 from autopar.version import VERSION as AUTOPAR_VERSION
@@ -94,14 +95,17 @@ class Checkpoints:
 
         Args:
             module: what `autopar.compile` returned. optimizer: over its parameters.
-            others: by name, what has `state_dict` and `load_state_dict` and is alike on all ranks, such as a learning rate's scheduler.
+            others: by name, what else goes on: modules, compiled or not (averages, critics), their optimizers, dicts of values, and what
+                has `state_dict` and `load_state_dict`, such as a learning rate's scheduler. Distributed tensors in it are saved in parts;
+                the rest has to be alike on all ranks.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, another run saves
-                into it, or it cannot be written to. The checkpoints that are there stay.
+            RuntimeStateError: on all ranks, where `module` is not compiled, others differ between ranks or hold what JSON and tensors
+                cannot say, the folder has later steps or is not shared, another run saves into it, or it cannot be written to. The
+                checkpoints that are there stay.
         """
         saving = self._collect(step, module, optimizer, others, None)
         free = size_text(shutil.disk_usage(self.folder).free)
@@ -164,10 +168,10 @@ class Checkpoints:
         about, damage = self._read_about(steps[-1])
         if damage:
             raise RuntimeStateError(f"step {steps[-1]} is damaged: {damage}", where=str(place), remedy=self._remedy(steps))
-        beside = read_others(place, others)
-        left = (*read_state(place, holder, optimizer, weights=self.weights), *(name for name in beside if name not in others))
-        for name, other in others.items():
-            other.load_state_dict(beside[name])
+        saved = read_others(place)
+        beside = with_saved(others_of(holder, others), saved, place, others)
+        missed = read_states(place, [*parts_of(holder, optimizer, weights=self.weights), *beside])
+        left = (*missed, *(name for name in saved.kinds if name not in others))
         if about["random_state"] is not None and (holder.random_state is not None or holder.variants is not None):
             holder.random_state = about["random_state"]
         if rank() == 0:
@@ -267,14 +271,14 @@ class Checkpoints:
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
         holder = holder_of(module)
-        beside: list[Others] = []
-        by_all(lambda: beside.append(Others.of(states_of(others), copies)), "what is saved with the model", "see the reason")
+        parts = parts_of(holder, optimizer, weights=self.weights)
+        beside, written = beside_of(holder, others)
         holder.check_values()
         run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
-        writing, state = self._part(step, run), state_of(holder, optimizer, weights=self.weights)
+        writing, state = self._part(step, run), state_of([*parts, *beside.values()])
         with self._another_run_first():
             seen_by_all(writing, SEEN_WITHIN_S)
-            parts = collect_parts(state, f"step {step}", _KEPT, writing, copies)
+            own = collect_parts(state, f"step {step}", _KEPT, writing, copies)
         tied = {name: names[0] for each in of_all(holder.same_names()) for names in each.values() for name in names[1:]}
         plan = getattr(holder, "plan", None)
         about = {
@@ -282,7 +286,7 @@ class Checkpoints:
             "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": num_ranks(),
             "run": run, "tied": tied, "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
-        return Saving(step, writing, rank(), num_ranks(), parts, beside[0], about, plan)
+        return Saving(step, writing, rank(), num_ranks(), own, written if copies is None else written.copied(copies), about, plan)
 
     @contextmanager
     def _another_run_first(self) -> Iterator[None]:

@@ -1,89 +1,203 @@
-"""What stands in a checkpoint: the states of a model, of its optimizer and of what else was passed, and whether they fit.
+"""What stands in a checkpoint of modules and of optimizers, and whether it fits.
 
-A model's and an optimizer's state are flat, by parameters' names: stages, each with parameters of its own, write into one checkpoint.
+Their states are flat, by parameters' names: stages, each with parameters of its own, write into one checkpoint.
 An optimizer that has made no step has no state: torch would make one step with gradients of 0 to know what there is, which changes what
 follows (`step` is 1 then). So none is made to save one, and what torch makes to load one is dropped where nothing was saved for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from autopar.errors import RuntimeStateError
+from autopar.run.checkpoints import checkpointable
 from autopar.run.holder import Holder
 from autopar.run.ranks import of_all
 from autopar.run.saved_loading import load_parts, read_metadata
-from autopar.run.saved_others import read_all_others
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_MODEL, _STATE = "model.", "optimizer.state."
+_MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
-def state_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool = True) -> dict[str, Any]:
-    """What is saved of both; tensors are those that they hold. Without `weights` of the optimizer alone."""
-    groups = {} if optimizer is None else _groups(holder, optimizer)
-    state = {} if optimizer is None or not optimizer.state else _optimizer_state(holder, optimizer)
-    settled = {key: _plain(value) for key, value in {**groups, **state}.items()}
-    return {**(_model_state(holder) if weights else {}), **settled}
+class Saved(Protocol):
+    """Something whose state is in a checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it, by key; tensors are those that it holds."""
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        """What is read of it, by key: into its tensors, and in the place of other values."""
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        """What does not fit, in words. Every rank calls it."""
+
+    def undo(self) -> None:
+        """Be as before `wanted`."""
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        """Go on from what was read."""
 
 
-def states_of(others: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of others, by name. Raises RuntimeStateError for one that has none."""
-    return {name: _stateful(name, other).state_dict() for name, other in others.items()}
+@dataclass
+class ModuleState:
+    """Of a module, compiled or not.
 
-
-def read_others(place: Path, others: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was saved of others, by name.
-
-    Raises:
-        RuntimeStateError: where one of them was not saved, or what was saved is damaged.
+    Args:
+        module: the module. prefix: of its keys. label: how people call it.
     """
-    for name, other in others.items():
-        _stateful(name, other)
-    found = read_all_others(place)
-    missing = [name for name in others if name not in found]
-    if missing:
-        what = f"the checkpoint has no {missing[0]!r}" + (f"; it has {', '.join(found)}" if found else "")
-        raise RuntimeStateError(what, where=str(place), remedy="save and load with the same names")
-    return found
+
+    module: nn.Module
+    prefix: str = _MODEL
+    label: str = "the model"
+
+    def state(self) -> dict[str, Any]:
+        found = {self.prefix + name: checkpointable(value) for name, value in self.module.state_dict().items()}
+        return {**found, **self._random_state()}
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        known = saved.state_dict_metadata
+        drawn = {key: value for key, value in self._random_state().items() if key in known}
+        return {**{key: value for key, value in self.state().items() if key.startswith(self.prefix)}, **drawn}
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        here = set().union(*of_all({key for key in wanted if key.startswith(self.prefix)}))
+        beyond = [key for key in saved.state_dict_metadata if key.startswith(self.prefix) and key not in here]
+        bare = self.label.removeprefix("the ")
+        return [*_missing(wanted, saved, self), *(f"{key.removeprefix(self.prefix)} of its {bare} is not in this one" for key in beyond)]
+
+    def undo(self) -> None:
+        pass
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        if not isinstance(self.module, Holder):  # what a compiled module holds was read where it lies
+            own = {key.removeprefix(self.prefix): value for key, value in read.items() if key.startswith(self.prefix)}
+            self.module.load_state_dict(own)
+        elif (drawn := read.get(self._random_key)) is not None:
+            self.module.random_state = drawn
+
+    @property
+    def _random_key(self) -> str:
+        return f"{self.prefix.removesuffix('.')}!random_state"
+
+    def _random_state(self) -> dict[str, Any]:
+        """Of a compiled module beside the model, whose own is in `autopar.json`."""
+        if self.prefix == _MODEL or not isinstance(self.module, Holder) or self.module.random_state is None:
+            return {}
+        return {self._random_key: self.module.random_state}
 
 
-def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weights: bool = True) -> tuple[str, ...]:
-    """Read the model where it lies, and the optimizer's state; what was saved beside these and not asked for. `weights`: as of `state_of`.
+@dataclass
+class OptimizerState:
+    """Of an optimizer over distributed parameters.
+
+    Args:
+        optimizer: the optimizer. root: a module that has its parameters, by the names that are saved. prefix, label: as of `ModuleState`.
+    """
+
+    optimizer: Optimizer
+    root: nn.Module
+    prefix: str = _OPTIMIZER
+    label: str = "the optimizer"
+    _before: dict[Any, Any] | None = field(default=None, init=False)
+    _made: dict[str, Any] = field(default_factory=dict, init=False)
+    _never: frozenset[str] = field(default=frozenset(), init=False)
+
+    def state(self) -> dict[str, Any]:
+        found = {**self._groups(), **(self._read() if self.optimizer.state else {})}
+        return {key: _plain(value) for key, value in found.items() if not _is_of_this_run(key)}
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not all(p in self.optimizer.state for p in parameters):  # torch makes what is missing only where there is none
+            self._before = dict(self.optimizer.state)
+            self.optimizer.state.clear()
+        with _without_gradients(parameters):
+            self._made = self._read()
+        stepped = {self._parameter_of(key) for key in saved.state_dict_metadata if key.startswith(self._of_state)}
+        self._never = frozenset(k for k in self._made if k.startswith(self._of_state) and self._parameter_of(k) not in stepped)
+        return {key: value for key, value in self._made.items() if key not in self._never and not _is_of_this_run(key)}
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        return _missing(wanted, saved, self)
+
+    def undo(self) -> None:
+        if self._before is not None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(self._before)
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        given = {key.removeprefix(self.prefix): value for key, value in {**self._made, **read}.items() if key.startswith(self.prefix)}
+        with _without_empty_groups(self.optimizer):
+            set_optimizer_state_dict(self.root, self.optimizer, given, options=_FLAT)
+        names = {self._parameter_of(key) for key in self._never}
+        for name, parameter in self.root.named_parameters():
+            if name in names:
+                self.optimizer.state.pop(parameter, None)
+
+    @property
+    def _of_state(self) -> str:
+        return f"{self.prefix}state."
+
+    def _parameter_of(self, key: str) -> str:
+        return key.removeprefix(self._of_state).rpartition(".")[0]
+
+    def _read(self) -> dict[str, Any]:
+        with _without_empty_groups(self.optimizer):
+            found = get_optimizer_state_dict(self.root, self.optimizer, options=_FLAT)
+        return {self.prefix + key: value for key, value in found.items()}
+
+    def _groups(self) -> dict[str, Any]:
+        """Settings, as torch has them where they are flat."""
+        names = {parameter: name for name, parameter in self.root.named_parameters()}
+        return {
+            f"{self.prefix}param_groups.{names[parameter]}.{setting}": value
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            for setting, value in group.items()
+            if setting != "params"
+        }
+
+
+def state_of(parts: Sequence[Saved]) -> dict[str, Any]:
+    """What is saved of all of these."""
+    return {key: value for part in parts for key, value in part.state().items()}
+
+
+def has_lists(optimizer: Optimizer) -> bool:
+    """Whether its state holds lists, as LBFGS', which has no names of parameters: torch does not make it flat."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return isinstance(optimizer, LBFGS) or any(isinstance(value, list | tuple) for value in values)
+
+
+def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
+    """Read all of these; every rank calls it. What was saved and not asked for, of the optimizer.
 
     Raises:
-        RuntimeStateError: where it is of another model or optimizer. Nothing is changed then.
+        RuntimeStateError: on all ranks, if the checkpoint is of others. Nothing is changed then.
     """
     saved = read_metadata(place)
-    fresh = optimizer is not None and not optimizer.state
-    state = {} if optimizer is None else _optimizer_state(holder, optimizer)
-    never = _never_stepped(state, saved)
-    wanted = {**(_model_state(holder) if weights else {}), **{key: value for key, value in state.items() if key not in never}}
     try:
-        _check_same(wanted, saved, place)
-        load_parts(wanted, place)
+        wanted = [part.wanted(saved) for part in parts]
+        _check_same(parts, wanted, saved, place)
+        state = {key: value for each in wanted for key, value in each.items()}
+        load_parts(state, place)
     except RuntimeStateError:
-        if optimizer is not None and fresh:  # torch has made one, to know what there is to load
-            optimizer.state.clear()
+        for part in parts:
+            part.undo()
         raise
-    if optimizer is None:
-        return ("optimizer",) if any(key.startswith("optimizer.") for key in saved.state_dict_metadata) else ()
-    given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
-    with _without_empty_groups(optimizer):
-        set_optimizer_state_dict(holder, optimizer, given, options=_FLAT)
-    names = {_parameter_of(key) for key in never}
-    for name, parameter in holder.named_parameters():
-        if name in names:
-            optimizer.state.pop(parameter, None)
-    return ()
+    for part, keys in zip(parts, wanted, strict=True):
+        part.take({key: state[key] for key in keys})
+    asked = any(isinstance(part, OptimizerState) and part.prefix == _OPTIMIZER for part in parts)
+    return () if asked or not _has_optimizer(saved) else ("optimizer",)
 
 
 def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
@@ -91,15 +205,6 @@ def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
     known = read_metadata(place).state_dict_metadata
     keys = (key for key, of in known.items() if key.startswith(_MODEL) and isinstance(of, TensorStorageMetadata))
     return {name: key for key in keys if (name := key.removeprefix(_MODEL)) not in tied}
-
-
-def _model_state(holder: Holder) -> dict[str, Any]:
-    return {_MODEL + name: value for name, value in holder.state_dict().items()}
-
-
-def _optimizer_state(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
-    with _without_empty_groups(optimizer):
-        return {f"optimizer.{key}": value for key, value in get_optimizer_state_dict(holder, optimizer, options=_FLAT).items()}
 
 
 @contextmanager
@@ -114,16 +219,22 @@ def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
         optimizer.param_groups[:] = [next(filled) if group["params"] else group for group in groups]
 
 
-def _groups(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
-    """Settings, as torch has them where they are flat."""
-    names = {parameter: name for name, parameter in holder.named_parameters()}
-    return {
-        f"optimizer.param_groups.{names[parameter]}.{setting}": value
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for setting, value in group.items()
-        if setting != "params"
-    }
+@contextmanager
+def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Torch makes no state where there is a gradient."""
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
+def _is_of_this_run(key: str) -> bool:
+    """Whether it is the names of a group's parameters, which are those of this rank's."""
+    return key.endswith(".param_names")
 
 
 def _plain(value: Any) -> Any:
@@ -133,39 +244,28 @@ def _plain(value: Any) -> Any:
     return value.tolist() if type(value).__module__ == "numpy" else value
 
 
-def _stateful(name: str, other: Any) -> Any:
-    if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-        what = f"{name}={type(other).__name__} has no state_dict and load_state_dict"
-        raise RuntimeStateError(what, remedy="pass what has both, such as a scheduler or a StatefulDataLoader")
-    return other
+def _has_optimizer(saved: Metadata) -> bool:
+    return any(key.startswith(_OPTIMIZER) for key in saved.state_dict_metadata)
 
 
-def _parameter_of(key: str) -> str:
-    return key.removeprefix(_STATE).rpartition(".")[0]
-
-
-def _never_stepped(state: Mapping[str, Any], saved: Metadata) -> frozenset[str]:
-    """Keys of the state of parameters for which none was saved, since they had no gradient until then."""
-    stepped = {_parameter_of(key) for key in saved.state_dict_metadata if key.startswith(_STATE)}
-    return frozenset(key for key in state if key.startswith(_STATE) and _parameter_of(key) not in stepped)
-
-
-def _check_same(wanted: Mapping[str, Any], saved: Metadata, place: Path) -> None:
-    """That the checkpoint has all that is wanted, in the same shapes, on every rank, and no more of the model."""
-    known, wrong = saved.state_dict_metadata, []
-    if any(key.startswith("optimizer.") for key in wanted) and not any(key.startswith("optimizer.") for key in known):
-        remedy = "load the model alone: checkpoints.load(pm)"
-        raise RuntimeStateError("the checkpoint holds no optimizer", where=str(place), remedy=remedy)
+def _missing(wanted: Mapping[str, Any], saved: Metadata, part: ModuleState | OptimizerState) -> list[str]:
+    """What is not in the checkpoint, or of another shape."""
+    wrong = []
     for key, value in wanted.items():
-        kind, _, name = key.partition(".")
-        there = known.get(key)
+        name, there = key.removeprefix(part.prefix), saved.state_dict_metadata.get(key)
         if there is None:
-            wrong.append(f"{name} of the {kind} is not in it")
+            wrong.append(f"{name} of {part.label} is not in it")
         elif isinstance(there, TensorStorageMetadata) and isinstance(value, Tensor) and there.size != value.shape:
             wrong.append(f"{name} is {tuple(there.size)} in it, {tuple(value.shape)} here")
-    here = set().union(*of_all({key for key in wanted if key.startswith(_MODEL)}))
-    beyond = [key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL) and key not in here]
-    wrong += [f"{name} of its model is not in this one" for name in beyond]
+    return wrong
+
+
+def _check_same(parts: Sequence[Saved], wanted: Sequence[Mapping[str, Any]], saved: Metadata, place: Path) -> None:
+    """That the checkpoint has all that is wanted, in the same shapes, on every rank, and no more of modules."""
+    if any(key.startswith(_OPTIMIZER) for each in wanted for key in each) and not _has_optimizer(saved):
+        remedy = "load the model alone: checkpoints.load(pm)"
+        raise RuntimeStateError("the checkpoint holds no optimizer", where=str(place), remedy=remedy)
+    wrong = [line for part, keys in zip(parts, wanted, strict=True) for line in part.faults(keys, saved)]
     found = [(rank, lines) for rank, lines in enumerate(of_all(wrong)) if lines]
     if found:
         rank, lines = found[0]

@@ -3,6 +3,7 @@
 Numbers, texts, lists, and dicts whose keys are texts stand in the JSON as they are. Any other value is an object with
 one key, which begins with ``!`` and names its kind: ``{"!tuple": [1, 2]}``. Tensors stand in a file of tensors; the JSON
 has ``{"!tensor": [device type, dtype, shape]}`` in their place, and their name in the file is their path in the value.
+Of a distributed tensor it has ``{"!sharded": [dtype, shape]}``; each rank writes its part, as of parameters.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import binascii
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
 
@@ -24,14 +26,26 @@ MOST_LEVELS = 30  # of lists and dicts in each other; `autopar.json_text` reads 
 _BITS = 63
 _TAG = "!"
 Keys = tuple[str | int, ...]
-Find = Callable[[str, torch.dtype, torch.Size], Tensor]
+Find = Callable[[str, torch.dtype, torch.Size, bool], Tensor]
 
 
-def encode(value: Any, path: Keys, tensors: MutableMapping[str, Tensor] | None = None) -> Any:
+class Tensors(dict[str, Tensor]):
+    """The plain tensors of a value, by name.
+
+    Attributes:
+        sharded: the distributed ones, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded: dict[str, DTensor] = {}
+
+
+def encode(value: Any, path: Keys, tensors: Tensors | None = None) -> Any:
     """Write a value as JSON data.
 
     Args:
-        value: made of tensors, numbers, texts, bytes, lists, tuples, sets, dicts, dtypes and devices.
+        value: made of tensors, numpy's arrays, numbers, texts, bytes, lists, tuples, sets, dicts, dtypes and devices.
         path: where it stands, for errors and for names of tensors.
         tensors: takes its tensors, by name; without it tensors are refused.
 
@@ -48,6 +62,8 @@ def encode(value: Any, path: Keys, tensors: MutableMapping[str, Tensor] | None =
         return value
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, tensors)
+    if (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"):
+        return _encode_array(value, path, tensors)
     for kind, encoder in _ENCODERS.items():
         if type(value) is kind:
             return encoder(value, path, tensors)
@@ -60,7 +76,8 @@ def decode(data: Any, path: Keys, find: Find | None = None) -> Any:
     Args:
         data: what the JSON says.
         path: as `encode` had it.
-        find: reads a tensor of a name, a dtype and a shape; without it there are none.
+        find: reads a tensor of a name, a dtype and a shape, or gives what stands for it where it is distributed, as the last argument
+            says; without it there are none.
 
     Raises:
         ValueError: if it is not what `encode` writes. The message names the part.
@@ -97,56 +114,80 @@ def say_path(path: Keys) -> str:
 
 def _refuse(path: Keys, fault: str) -> RuntimeStateError:
     remedy = (
-        "let its state_dict return tensors, numbers, texts, bytes, lists, tuples, sets and dicts; "
-        "arrays of numpy as torch.from_numpy(array), sharded tensors by saving their module or optimizer itself"
+        "let its state_dict return tensors, arrays, numbers, texts, bytes, lists, tuples, sets and dicts"
     )
     return RuntimeStateError(f"{say_path(path)} {fault}, which a checkpoint cannot hold without a pickle", remedy=remedy)
 
 
-def _encode_tensor(value: Tensor, path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+def _encode_tensor(value: Tensor, path: Keys, tensors: Tensors | None) -> Any:
+    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    if tensors is not None and isinstance(value, DTensor):
+        tensors.sharded[name_tensor(path)] = value
+        return {"!sharded": [dtype, shape]}
     if tensors is None or type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _refuse(path, f"is a {type(value).__name__}")
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         raise _refuse(path, f"is a tensor of layout {value.layout}, dtype {value.dtype}, on {value.device}")
     tensors[name_tensor(path)] = value.detach()
-    return {"!tensor": [value.device.type, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    return {"!tensor": [value.device.type, dtype, shape]}
+
+
+def _encode_array(value: Any, path: Keys, tensors: Tensors | None) -> Any:
+    """An array of numpy, as a tensor."""
+    try:
+        return {"!array": _encode_tensor(torch.from_numpy(value.copy()), path, tensors)}
+    except TypeError:
+        raise _refuse(path, f"is an array of {value.dtype}") from None
+
+
+def _find(content: Any, path: Keys, find: Find | None, *, is_sharded: bool) -> Tensor:
+    name, shape = content
+    if find is None or type(shape) is not list or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
+        raise TypeError("it has no shape")
+    return find(name_tensor(path), _read_dtype(name), torch.Size(shape), is_sharded)
 
 
 def _decode_tensor(content: Any, path: Keys, find: Find | None) -> Tensor:
-    device, name, shape = content
-    if find is None or type(shape) is not list or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
-        raise TypeError("it has no shape")
-    found = find(name_tensor(path), _read_dtype(name), torch.Size(shape))
+    device, *of = content
+    found = _find(of, path, find, is_sharded=False)
     return found.to(device) if device == "cuda" and torch.cuda.is_available() else found
 
 
-def _encode_int(value: int, path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+def _decode_sharded(content: Any, path: Keys, find: Find | None) -> Tensor:
+    return _find(content, path, find, is_sharded=True)
+
+
+def _decode_array(content: Any, path: Keys, find: Find | None) -> Any:
+    return _decode_tensor(content["!tensor"], path, find).numpy()
+
+
+def _encode_int(value: int, path: Keys, tensors: Tensors | None) -> Any:
     return value if value.bit_length() <= _BITS else {"!int": hex(value)}
 
 
-def _encode_float(value: float, path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+def _encode_float(value: float, path: Keys, tensors: Tensors | None) -> Any:
     return value if math.isfinite(value) else {"!float": str(value)}
 
 
-def _encode_list(value: list[Any], path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+def _encode_list(value: list[Any], path: Keys, tensors: Tensors | None) -> Any:
     return [encode(each, (*path, index), tensors) for index, each in enumerate(value)]
 
 
-def _encode_dict(value: dict[Any, Any], path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+def _encode_dict(value: dict[Any, Any], path: Keys, tensors: Tensors | None) -> Any:
     if all(type(key) is str and not key.startswith(_TAG) for key in value):
         return {key: encode(each, (*path, key), tensors) for key, each in value.items()}
     return _encode_pairs("!dict")(value, path, tensors)
 
 
 def _encode_items(tag: str) -> Callable[..., Any]:
-    def encoder(value: Any, path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+    def encoder(value: Any, path: Keys, tensors: Tensors | None) -> Any:
         return {tag: _encode_list(list(value), path, tensors)}
 
     return encoder
 
 
 def _encode_pairs(tag: str) -> Callable[..., Any]:
-    def encoder(value: Mapping[Any, Any], path: Keys, tensors: MutableMapping[str, Tensor] | None) -> Any:
+    def encoder(value: Mapping[Any, Any], path: Keys, tensors: Tensors | None) -> Any:
         return {tag: _encode_list([list(pair) for pair in value.items()], path, tensors)}
 
     return encoder
@@ -214,6 +255,8 @@ def _read_count(pairs: list[Any]) -> Counter[Any]:
 
 _DECODERS: Mapping[str, Callable[..., Any]] = {
     "!tensor": _decode_tensor,
+    "!sharded": _decode_sharded,
+    "!array": _decode_array,
     "!int": _decode_text(lambda text: int(text, 16)),
     "!float": _decode_text(float),
     "!complex": _decode_items(_read_complex),

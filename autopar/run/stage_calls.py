@@ -39,7 +39,7 @@ class StageCalls:
 
     Attributes:
         is_fp16: whether a value of any stage is in float16. mutates: whether any stage changes buffers. mutated: the buffers that are
-            changed here.
+            changed here. world: all devices.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StageCalls:
     ) -> None:
         self.program, self.how, self.kept, self.held, self.rank = program, how, kept, held, rank
         self.exchange = Exchange.of(program, group, rank, world.device_type)
-        self._works, self._storages, self._group, self._world = works, storages, group, world
+        self._works, self._storages, self._group, self.world = works, storages, group, world
         self._schedule = self._make_schedule()
         self.is_fp16, self.mutates = computes_in_fp16(program.trace), any(stage.mutated for stage in program.stages)
         self.mutated = tuple(dict.fromkeys(name for work in works.values() for name in work.program.mutated))
@@ -66,7 +66,7 @@ class StageCalls:
     @property
     def device_type(self) -> str:
         """Of all devices."""
-        return self._world.device_type
+        return self.world.device_type
 
     def _make_schedule(self) -> Any:
         """None for a single stage, whose microbatches come one after another, and for one a rank where no backward runs among forwards."""
@@ -206,7 +206,7 @@ class StageCalls:
         """
         self._num_backwards += 1
         if self._num_backwards & (self._num_backwards - 1) == 0:
-            check_tangents([("the loss", tangent)], self._world)
+            check_tangents([("the loss", tangent)], self.world)
 
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
         """That nothing which backward reads has changed, and, as `ParallelModule` does, that every rank computed the same loss.
@@ -218,4 +218,4 @@ class StageCalls:
             watched.check()
             return
         by_all(watched.check, "backward", remedy="run backward before what changes parameters, outputs or inputs")
-        check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self._world)
+        check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self.world)

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from autopar import random_ops
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.binding import bind
+from autopar.run.agreement import announced
 from autopar.run.answered import Answered
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_over_stages
@@ -36,6 +37,7 @@ from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.loss_scale import LossScale
 from autopar.run.overflows import share_overflows
 from autopar.run.parameters import Storage
+from autopar.run.part import Standing
 from autopar.run.parted import parted
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.published import Published
@@ -122,6 +124,11 @@ class StagedModule(Compiled):
             share_overflows(group, devices.device_type)
         self._stand_for_all(model, program.attributes, shared)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        """A copy among the same processes."""
+        memo[id(self._group)] = self._group
+        return super().__deepcopy__(memo)
+
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
@@ -201,7 +208,8 @@ class StagedModule(Compiled):
         """
         elsewhere = self._calls.exchange.counted_elsewhere()
         parameters = [(p, self._names[name] not in elsewhere) for name, p in self.named_parameters()]
-        return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
+        with announced(f"clips the gradients of {self._title}", self.world_mesh):
+            return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
 
 def _told(program: StagedProgram, names: Sequence[str]) -> str:

@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 from autopar.api import compile
 from autopar.api.arguments import Example, Launched
 from autopar.errors import RuntimeStateError
+from autopar.run.holder import holder_of
 from autopar.run.ranks import by_first, num_ranks, rank
 from autopar.run.saved import Checkpoints
+from autopar.run.whole_state import whole_values
 from autopar.training.first_call import same_random_numbers
 from autopar.training.lightning_modules import call_of, check_optimizers, check_trainer, child_to_compile, count_once, is_compiled
 from autopar.training.lightning_ranks import WholeBatches
-from autopar.training.pretrained import whole_values
 
 log = logging.getLogger("autopar")
 _STATE = ".autopar"  # of the folder of the optimizer's state, beside each checkpoint
@@ -120,7 +121,7 @@ class LightningStrategy(WholeBatches):
     def _take_back(self, module: Any) -> None:
         """The plain child in the place of what was compiled of it for inference, with its weights."""
         plain, modes = vars(module).pop(_PLAIN)
-        state = whole_values(getattr(module, self._name))
+        state = whole_values(holder_of(getattr(module, self._name)))
         if rank() == 0:  # whose are taken when it is compiled
             plain.load_state_dict(state)
         for part, mode in modes.items():
@@ -159,7 +160,7 @@ class LightningStrategy(WholeBatches):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole values on the first rank; on others zeros under the same names, which take no memory."""
         prefix, module = f"{self._name}.", self.lightning_module
-        whole = whole_values(getattr(module, self._name))
+        whole = whole_values(holder_of(getattr(module, self._name)))
         beside = {name: value for name, value in module.state_dict().items() if not name.startswith(prefix)}
         found = {f"{prefix}{name}": value for name, value in whole.items()} | beside
         known = self.broadcast({name: (x.shape, x.dtype) for name, x in found.items() if isinstance(x, Tensor)})

@@ -7,17 +7,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch import nn
 
 from autopar.errors import RuntimeStateError
 from autopar.run.holder import holder_of
-from autopar.run.ranks import by_first, of_all, rank
+from autopar.run.ranks import by_first
 from autopar.run.weight_files import WeightFiles
 from autopar.run.weights import load_weights
+from autopar.run.whole_state import whole_values
 from autopar.training.libraries import library
 
 _ADAPTER = "adapter_model.safetensors"
@@ -38,7 +35,7 @@ def save_pretrained(module: nn.Module, model: nn.Module, folder: str | Path, **o
     if not hasattr(model, "save_pretrained"):
         what = f"{type(model).__name__} has no save_pretrained"
         raise RuntimeStateError(what, remedy="pass a model of transformers or peft, or write the weights alone: autopar.save_weights")
-    state = whole_values(module, names_saved(model))
+    state = whole_values(holder_of(module), names_saved(model))
 
     def save() -> None:
         model.save_pretrained(str(folder), state_dict=state, **options)  # type: ignore[operator]
@@ -80,51 +77,6 @@ def names_saved(model: nn.Module) -> Collection[str] | None:
         return None
     found: Collection[str] | None = by_first(lambda: _all_keys(model), "the model", "see the reason")
     return found
-
-
-def whole_values(module: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Whole values of what a compiled module saves, on the first rank's host, under all their names; nothing on the others.
-
-    Every rank calls it. Of tied ones there is one tensor.
-
-    Args:
-        names: of which; by default of all.
-
-    Raises:
-        RuntimeStateError: on all ranks, where values are missing, or torch cannot join one.
-    """
-    holder = holder_of(module)
-    holder.check_values()
-    held = {owner: own for owner, own in holder.same_names().items() if names is None or any(name in names for name in own)}
-    everywhere = of_all(held)
-    _check_joined({own[0]: holder.stored(own[0]) for own in held.values()})
-    found = dict[str, Tensor]()
-    for owner in dict.fromkeys(owner for each in everywhere for owner in each):
-        holders = [number for number, each in enumerate(everywhere) if owner in each]
-        value = _whole(holder.stored(held[owner][0])) if owner in held else None
-        if holders[0] != 0:  # of another stage
-            box = [value if rank() == holders[0] else None]
-            dist.broadcast_object_list(box, src=holders[0])
-            value = box[0]
-        if rank() == 0 and value is not None:
-            own = everywhere[holders[0]][owner]
-            found |= {name: value for name in own if names is None or name in names}
-    return found
-
-
-def _check_joined(held: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeStateError on all ranks where torch 2.11 cannot join what is split inside a dim, as heads of a fused projection are."""
-    if torch.__version__ >= (2, 12):
-        return
-    apart = [name for name, x in held.items() if isinstance(x, DTensor) and any(isinstance(p, _StridedShard) for p in x.placements)]
-    if found := sorted({name for of_one in of_all(apart) for name in of_one}):
-        what = f"torch {torch.__version__} cannot join {found[0]!r}, which is split inside a dim"
-        raise RuntimeStateError(what, remedy="write weights by autopar.save_weights, states by autopar.Checkpoints, or use a newer torch")
-
-
-def _whole(stored: Tensor) -> Tensor:
-    value = stored.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
 
 def _active(model: Any) -> str:

@@ -28,12 +28,14 @@ from torch.utils._pytree import tree_map_only
 from autopar.api import compile
 from autopar.api.arguments import Example, Launched
 from autopar.errors import RuntimeStateError
+from autopar.run.holder import holder_of
 from autopar.run.ranks import by_first, num_ranks, rank
 from autopar.run.saved import Checkpoints
 from autopar.run.weights import load_weights
+from autopar.run.whole_state import whole_values
 from autopar.training.first_call import first_call, may_be_read_once, same_random_numbers
 from autopar.training.plain_model import PlainModel
-from autopar.training.pretrained import is_peft, load_adapter, names_saved, whole_values
+from autopar.training.pretrained import is_peft, load_adapter, names_saved
 from autopar.training.refusals import OPTIMIZERS, check_arguments, check_inputs, check_optimizer
 from autopar.training.whole_batches import Accelerator, as_one_process
 
@@ -211,7 +213,7 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder, save = output_dir or self.args.output_dir, super()._save
         if self._compiled is not None and state_dict is None:
-            state_dict = whole_values(self._compiled, names_saved(self.model))
+            state_dict = whole_values(holder_of(self._compiled), names_saved(self.model))
         by_first(lambda: save(folder, state_dict), str(folder), "see the reason; name a folder that can be written to")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

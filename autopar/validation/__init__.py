@@ -2,7 +2,8 @@
 node by node, before it runs.
 """
 
+from autopar.validation.microbatches import validate_microbatches
 from autopar.validation.report import Validation
 from autopar.validation.whole import validate
 
-__all__ = ["Validation", "validate"]
+__all__ = ["Validation", "validate", "validate_microbatches"]

@@ -100,7 +100,14 @@ def differences(
             yield f"its argument {where} is {made}, where {value} is due"
 
 
-_MISSING = object()
+class _Missing:
+    """Stands for an argument that is not there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
 
 
 def _pairs(

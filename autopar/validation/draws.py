@@ -11,6 +11,7 @@ from autopar import random_ops
 from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
 from autopar.rules import where_of
+from autopar.validation.generator import check_generator
 from autopar.validation.law import DRAWS
 from autopar.validation.states import REMEDY
 
@@ -40,6 +41,7 @@ def check_draws(trace: Trace) -> None:
             seen[here] = node  # type: ignore[index]
     if seen:
         _check_state(trace, {node for node, _ in seen})
+        check_generator({node.target for node in seen.values()})  # type: ignore[arg-type]
 
 
 def _check_state(trace: Trace, states: set[fx.Node]) -> None:

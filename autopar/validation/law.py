@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
 
@@ -38,6 +39,11 @@ VIEWS = frozenset(
     )
 )  # fmt: skip
 DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
+_ZEROS = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}  # uninitialised tensors have no numbers to compare; zeros of the same shape have
 _RECIPES = ("mixed", "positive")
 
 
@@ -92,6 +98,10 @@ def _is_uneven(shape: Sequence[int], layout: Layout, axis: int, mesh_shape: Sequ
 @lru_cache(maxsize=16384)
 def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Verdict, str]:
     call = keyed.call
+    if call.target in _ZEROS:
+        kwargs = {name: x for name, x in call.kwargs.items() if name != "memory_format"}
+        filled = replace(call, target=_ZEROS[call.target], kwargs=kwargs)
+        return _on_one_axis(KeyedCall(filled), option, uneven)
     if call.target in VIEWS:
         right = keeps_parts(call, option, uneven=uneven)
         return (

@@ -1,8 +1,8 @@
 """`validate_microbatches`: the graph of one microbatch against that of the batch, forward and
 backward, on an axis in time.
 
-Each node of a microbatch's graph is compared with the node of the same key in the batch's
-(`autopar.validation.time_placements`). The runtime joins outputs as `Microbatches.outputs` says and
+Each node of a microbatch's graph is compared with the node of the batch's for which it stands
+(`autopar.validation.matching`, `autopar.validation.time_placements`). The runtime joins outputs as `Microbatches.outputs` says and
 adds gradients up: so outputs have to be split, whole or terms of the stated power of the number of
 microbatches, and every gradient has to be a term. Nothing of the analysis that decided how the
 batch is cut is used, but what it
@@ -12,7 +12,7 @@ says: which inputs are cut, what is given of the whole batch, and how outputs ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -21,16 +21,16 @@ from autopar import random_ops
 from autopar.capture.graphs import copied
 from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
-from autopar.rules import call_of, operands_of, where_of
+from autopar.rules import Call, where_of
 from autopar.run.program import Count, Microbatches
 from autopar.validation.in_time import TERM, WHOLE, TimePlacement, split_dim
+from autopar.validation.matching import OF_BATCH, TIMES, Matching, without
 from autopar.validation.report import Validation
 from autopar.validation.states import REMEDY, Ref
 from autopar.validation.time_placements import placements_in_time
-from autopar.validation.traced import Traced
+from autopar.validation.traced import Nodes, Traced
 
-OF_BATCH, _TIMES = " of the batch", "/of the batch"
-_MULTIPLY, _EXPAND = torch.ops.aten.mul.Tensor, torch.ops.aten.expand.default
+_MULTIPLY = torch.ops.aten.mul.Tensor
 _REMEDY = (
     "pass num_microbatches=1 and no pipeline, or a pipeline of one microbatch; and report the model"
 )
@@ -62,8 +62,8 @@ class _InTime:
     """One comparison.
 
     Attributes:
-        placed: of each value of the microbatch's graph. open: keys of nodes of which nothing is
-            known.
+        placed: of each value of the microbatch's graph. matching: the batch's nodes for its nodes.
+        open: keys of nodes of which nothing is known.
     """
 
     whole: Traced
@@ -72,15 +72,16 @@ class _InTime:
     promised: bool
     placed: Placements = field(default_factory=dict)
     open: dict[str, None] = field(default_factory=dict)
-    _origins: list[dict[str, str]] = field(default_factory=list)
+    matching: Matching = field(init=False)
 
     def validation(self) -> Validation:
         """The report."""
-        self._origins = [_origins(self.whole), _origins(self.part)]
+        self.matching = Matching(self.whole)
+        self.matching.add_placeholders(self.part)
         self._place_inputs()
         for count in self.how.counts:
             self._count(count)
-        self.place(self.part.trace.graph, self.placed, self.part)
+        self._place(self.part, self.placed, self.matching)
         unproven = [*self._outputs(), *self._gradients()]
         return Validation(unproven=tuple(unproven))
 
@@ -135,22 +136,27 @@ class _InTime:
             i.path: (i.node, 0) for i in self.part.trace.inputs
         }
         placed: Placements = {}
+        matching = Matching(self.whole)
         given = iter((*count.buffers, *count.inputs))
         results: Sequence[fx.Node] = ()
         for node in graph.nodes:
             if node.op == "placeholder":
                 name, result = named[next(given)]
                 placed[node.name, 0] = self.placed[name, result]
+                matching.same[node.name] = self.matching.same.get(name, "")
                 node.meta["val"] = self.part.nodes[name].meta["val"]
             elif node.op == "output":
                 results = node.args[0]
-        self.place(graph, placed, None)
+        self._place(Nodes(graph), placed, matching)
         for (path, kind), node in zip(count.given.items(), results, strict=True):
             found = placed[node.name, 0]
             due = {"sum": 0, "mean": 1}[kind]
-            key = path.removesuffix(OF_BATCH)
-            right = node.meta["key"] == key and (
-                found in (TimePlacement("term", power=due), TimePlacement("whole", power=due - 1))
+            own = self.whole.by_key.get(path.removesuffix(OF_BATCH))
+            right = (
+                own is not None
+                and matching.same.get(node.name) == own.name
+                and found
+                in (TimePlacement("term", power=due), TimePlacement("whole", power=due - 1))
             )
             if not right:
                 raise self._error(
@@ -158,70 +164,58 @@ class _InTime:
                     f"what microbatches are given of the batch is a {kind} of what each has as {found}",
                 )
 
-    def place(self, graph: fx.Graph, placed: Placements, traced: Traced | None) -> None:
-        """Place every node of a graph; `traced` looks calls up, where the graph is a trace's."""
-        for node in graph.nodes:
-            if node.op != "call_function" or (node.name, 0) in placed:
-                continue
-            if traced is not None and traced.ref(node) != (node.name, 0):  # a getitem
-                continue
+    def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
+        """Place every node of a graph: of the microbatch's, or of one that counts."""
+        for node in nodes.graph.nodes:
+            if node.op != "call_function" or nodes.ref(node) != (node.name, 0):
+                continue  # no compute node, or a getitem
             reads = [
-                placed.get(self._ref(operand), TimePlacement("open", origin=node.meta["key"]))
-                for operand in operands_of(node)
+                placed.get(ref, TimePlacement("open", origin=node.meta["key"]))
+                for ref in nodes.reads(node)
             ]
-            for result, found in enumerate(self._placed(node, reads, traced)):
-                placed[node.name, result] = found
-
-    def _ref(self, node: fx.Node) -> Ref:
-        return self.part.ref(node)
+            found = self._multiplied(node, reads, nodes, matching) or self._placed(
+                node, reads, nodes, matching
+            )
+            placed |= {(node.name, result): f for result, f in enumerate(found)}
 
     def _placed(
-        self, node: fx.Node, reads: Sequence[TimePlacement], traced: Traced | None
+        self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> Sequence[TimePlacement]:
-        key = node.meta["key"]
-        call = traced.call(node) if traced is not None else call_of(node)
+        key, call, refs = node.meta["key"], nodes.call(node), nodes.reads(node)
+        match = matching.find(node, refs)
         unknown = next((r for kind in ("wrong", "open") for r in reads if r.kind == kind), None)
         if unknown is not None:
             return [unknown] * len(call.outputs)
-        origin = self.whole.by_key.get(key)
-        if origin is None:
-            return self._multiplied(node, reads) or [self._open(key)] * len(call.outputs)
-        if traced is not None:
-            pairs = zip(self.whole.reads(origin), self.part.reads(node), reads, strict=False)
-            known = [r for pair in pairs if (r := self._read_as(*pair)) is not None]
-            if not len(self.whole.reads(origin)) == len(reads) == len(known):
-                return [TimePlacement("wrong", origin=key)] * len(call.outputs)
-            reads = known
-        found = placements_in_time(self.whole.call(origin), call, reads, self.how.num)
+        wrong = [TimePlacement("wrong", origin=key)] * len(call.outputs)
+        if match is None:
+            return wrong
+        whole = self.whole.call(match.node)
+        if match.is_one_view:
+            whole = replace(whole, inputs=self.whole.call(match.missing[0][0]).inputs)
+        else:
+            shapes = [nodes.shape(ref) for ref in refs]
+            reads = [
+                without(missing, self.whole, shape, read, self.how.num)
+                for missing, shape, read in zip(match.missing, shapes, reads, strict=True)
+            ]
+            if any(read.kind == "wrong" for read in reads):
+                return wrong
+        if match.product is not None:
+            found = self._biased(self.whole.call(match.product), whole, call, reads)
+        else:
+            found = placements_in_time(whole, call, reads, self.how.num)
         return [self._named(f, key) for f in found]
 
-    def _read_as(self, whole: Ref, part: Ref, read: TimePlacement) -> TimePlacement | None:
-        """The placement of an operand, which the batch's graph reads as `whole` and the
-        microbatch's as `part`.
-
-        The graph of a microbatch of one sample has no ``expand`` to one sample where the batch's
-        has one to all samples.
-
-        Returns:
-            None if the two are different values.
-        """
-        if self._name(0, whole) == self._name(1, part):
-            return read
-        node = self.whole.nodes[whole[0]]
-        if node.target is not _EXPAND or self._name(0, self.whole.ref(node.args[0])) != self._name(
-            1, part
-        ):  # type: ignore[arg-type]
-            return None
-        dim = split_dim(self.whole.shape(whole), self.part.shape(part), self.how.num)
-        return (
-            TimePlacement("split", dim, read.power) if dim >= 0 and read.kind == "whole" else None
-        )
-
-    def _name(self, which: int, ref: Ref) -> Ref:
-        """A value of the batch's (0) or the microbatch's (1) graph, in terms that both graphs
-        share.
-        """
-        return self._origins[which][ref[0]], ref[1]
+    def _biased(
+        self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]
+    ) -> tuple[TimePlacement, ...]:
+        """What a product with a bias makes, where the batch has a product and an addition."""
+        plain = replace(call, args=call.args[:3], inputs=call.inputs[:2])
+        (made,) = placements_in_time(product, plain, reads[:2], self.how.num)
+        if not made.is_known:
+            return (made,)
+        added = replace(addition, inputs=(*call.outputs, call.inputs[2]), outputs=call.outputs)
+        return placements_in_time(addition, added, [made, reads[2]], self.how.num)
 
     def _named(self, found: TimePlacement, key: str) -> TimePlacement:
         if found.kind == "open":
@@ -232,14 +226,18 @@ class _InTime:
         self.open[key] = None
         return TimePlacement("open", origin=key)
 
-    def _multiplied(self, node: fx.Node, reads: Sequence[TimePlacement]) -> list[TimePlacement]:
+    def _multiplied(
+        self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
+    ) -> list[TimePlacement]:
         """A node that only a microbatch's graph has: it makes as many times as much of what it
         reads as there are microbatches.
         """
-        if node.target is not _MULTIPLY or len(reads) != 1 or node.args[1] != self.how.num:
+        own = node.meta["key"].endswith(TIMES) and node.target is _MULTIPLY
+        if not own or len(reads) != 1 or node.args[1] != self.how.num:
             return []
         (read,) = reads
-        return [TimePlacement(read.kind, read.dim, read.power + 1)]
+        matching.same[node.name] = matching.whole_ref(nodes.reads(node)[0])[0]
+        return [read if not read.is_known else replace(read, power=read.power + 1)]
 
     # What comes out.
 
@@ -284,12 +282,15 @@ class _InTime:
         self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str
     ) -> Iterator[str]:
         """Compare what is returned of a microbatch with `own`, which is returned of the batch."""
-        found = self.placed[self.part.ref(node)]
-        if self._name(1, self.part.ref(node)) != self._name(0, self.whole.ref(own)):
+        ref = self.part.ref(node)
+        missing = self.matching.between(self.whole.ref(own), self.matching.whole_ref(ref))
+        found = self.placed[ref]
+        if missing is None and found.is_known:
             raise self._error(
                 node,
                 f"{what} of a microbatch is another node's value than in the graph of the batch",
             )
+        found = without(missing or (), self.whole, self.part.shape(ref), found, self.how.num)
         if found in due or found.kind == "zero":
             return
         at = self.part.by_key.get(found.origin, node)
@@ -315,24 +316,3 @@ class _InTime:
         return ValidationError(
             f"{node.meta.get('key', node.name)}: {what}", where=where_of(node), remedy=_REMEDY
         )
-
-
-def _origins(traced: Traced) -> dict[str, str]:
-    """By name of each node, what it is called in the graphs of the batch and of a microbatch alike.
-
-    What a microbatch is given of the batch has the key of the node for which it stands; a product
-    with the number of microbatches, the key of its operand.
-    """
-    trace, found = traced.trace, dict[str, str]()
-    found |= {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
-    found |= {
-        i.node: i.path.removesuffix(OF_BATCH) if i.given else f"input {i.path}"
-        for i in trace.inputs
-    }
-    found |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
-    for node in trace.graph.nodes:
-        if node.op == "call_function":
-            key = str(node.meta["key"])
-            is_product = key.endswith(_TIMES) and node.target is _MULTIPLY
-            found[node.name] = found[node.args[0].name] if is_product else key
-    return found

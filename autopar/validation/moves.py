@@ -170,23 +170,26 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
             held = (*held[:dim], held[dim] * packed.count // packed.parts, *held[dim + 1 :])
         if held != (lengths or (1,)):
             raise MoveError(f"{member.ref[0]} comes out of its bucket as {held}, not as {lengths}")
-        found.append(_cast_to(member, dtype))
+        found.append(_cast_to(traced, member, dtype))
     return Several(tuple(found))
 
 
-def cast(state: Any, dtype: torch.dtype) -> State:
+def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
     """A tensor in another dtype.
 
     Raises:
-        MoveError: where that would round partial sums.
+        MoveError: where that would round partial sums, or digits away that the traced value has.
     """
     if not isinstance(state, State):
         raise MoveError("it casts what is no tensor of the model")
-    return _cast_to(state, dtype)
+    return _cast_to(traced, state, dtype)
 
 
-def _cast_to(state: State, dtype: torch.dtype) -> State:
+def _cast_to(traced: Traced, state: State, dtype: torch.dtype) -> State:
     narrows = torch.promote_types(state.dtype, dtype) != dtype
     if narrows and any(isinstance(p, Partial) for p in state.layout.placements):
         raise MoveError(f"it rounds partial sums of {state.ref[0]} to {dtype}")
+    own = traced.value(state.ref).dtype
+    if torch.promote_types(own, dtype) != dtype:
+        raise MoveError(f"it rounds {state.ref[0]} to {dtype}, where the model has it in {own}")
     return State(state.ref, state.layout, dtype)

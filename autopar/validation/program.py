@@ -20,6 +20,7 @@ from autopar.errors import ValidationError
 from autopar.layout import Layout, Strategy
 from autopar.plans import Plan
 from autopar.run.program import Program, ProgramTensor
+from autopar.validation.borders import check_borders
 from autopar.validation.draws import check_draws
 from autopar.validation.report import Validation
 from autopar.validation.states import REMEDY, State, Sum, shown
@@ -56,6 +57,7 @@ class _Program:
     def validation(self) -> Validation:
         """The report, where everything is justified."""
         check_draws(self.trace)
+        check_borders(self.trace, self.plan, self.program)
         self._check_borders()
         program, forward_memory = (
             self.program,
@@ -246,10 +248,14 @@ class _Program:
         own = [*self._given_up(saved, forward_memory), *sums]
         check_writes(program.forward.graph, "forward", mesh_shape, ())
         memory = check_writes(program.backward.graph, "backward", mesh_shape, own)
-        check_apart(program.backward.graph, "backward", memory, list(self.gradients), sums)
-        for phase in (program.begin, program.end):
-            if phase is not None:
-                check_writes(phase.graph, "step", mesh_shape, ())
+        names = [*self.gradients, *(i.path for i in self.trace.inputs if i.gradient is not None)]
+        check_apart(program.backward.graph, "backward", memory, names, own)
+        if program.begin is not None:
+            check_writes(program.begin.graph, "step", mesh_shape, ())
+        if program.end is not None:
+            memory = check_writes(program.end.graph, "step", mesh_shape, ())
+            own = [n for n in program.end.graph.nodes if n.op == "placeholder"]
+            check_apart(program.end.graph, "step", memory, names, own)
 
     def _given_up(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
         """The saved values into whose memory backward may write: forward made it, and returns

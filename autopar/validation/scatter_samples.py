@@ -4,6 +4,7 @@ among their settings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from autopar import ops
 from autopar.rules.call import Call, TensorInfo
 from autopar.rules.scaling import Trial
+from autopar.rules.trial import run
 
 aten = torch.ops.aten
 _LADDER = (6, 12, 8, 10, 4)  # sizes of dims in turn; two divides them
@@ -68,8 +70,32 @@ def _embedding_backward(call: Call) -> list[Trial]:
     return _trial(call, [_numbers(shape), looked_up % args[2]], args)
 
 
+def _index_put(call: Call) -> list[Trial]:
+    """Rows written at one index tensor, which lies where the call has it."""
+    indices = call.args[1]
+    places = [at for at, index in enumerate(indices) if index is not None]
+    index = call.inputs[1]
+    if len(places) != 1 or len(call.inputs) != 3 or index.dtype != torch.int64:
+        return []
+    (at,) = places
+    shape = _sizes(call.inputs[0].shape)
+    looked_up = [1 if size == 1 else 4 for size in index.shape]
+    rows = max(shape[at], math.prod(looked_up))  # each may be written once
+    shape[at] = rows
+    written = [*shape[:at], *looked_up, *shape[at + 1 :]]
+    values = call.inputs[2].shape
+    written = [
+        1 if values[dim - len(written)] == 1 else size
+        for dim, size in enumerate(written)
+        if dim >= len(written) - len(values)
+    ]
+    random = torch.Generator().manual_seed(4)
+    ids = torch.randperm(rows, generator=random)[: math.prod(looked_up)].view(looked_up)
+    return _trial(call, [_numbers(shape), ids, _numbers(written)], call.args)
+
+
 def _trial(call: Call, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> list[Trial]:
-    result = call.target(*tensors, *args[len(tensors) :], **dict(call.kwargs))
+    result = run(call.target, args, call.kwargs, tensors, (), ())[0]
     infos = tuple(TensorInfo(tuple(x.shape), x.dtype) for x in tensors)
     made = replace(
         call, args=args, inputs=infos, outputs=(TensorInfo(tuple(result.shape), result.dtype),)
@@ -81,4 +107,5 @@ SCATTER_SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     ops.embedding_backward: _embedding_backward,
+    aten.index_put.default: _index_put,
 }

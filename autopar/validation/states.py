@@ -99,6 +99,11 @@ def shown(state: object) -> str:
     if isinstance(state, State):
         name, result = state.ref
         return f"{name}{f' result {result}' if result else ''} as {state.layout} in {str(state.dtype).removeprefix('torch.')}"
+    if isinstance(state, Sum):
+        added = "with" if state.is_added else "without"
+        return (
+            f"the sum of {state.parameter!r} in {state.layout}, {added} this microbatch's gradient"
+        )
     return type(state).__name__ if state is not None else "nothing"
 
 

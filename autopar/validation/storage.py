@@ -119,6 +119,10 @@ def check_writes(
         owner = memory.owners[written]
         if owner[0].op == "placeholder" and owner[0] not in owned:
             raise unjustified(node, phase, f"it writes into {owner[0].name}, which it does not own")
+        if _lies_over_itself(written, memory):
+            raise unjustified(
+                node, phase, f"elements of {written.name}, which it writes into, share memory"
+            )
         for other in sharing[owner]:
             reader = _read_later(other, node, places)
             if reader is not None:
@@ -151,7 +155,7 @@ def check_apart(
     """That results which are written to after the graph has run lie each in memory of its own.
 
     Args:
-        names: of the first results, which have to. owned: placeholders that are such results.
+        names: of the first results, which have to. owned: placeholders whose memory nothing but this graph has.
 
     Raises:
         ValidationError: naming two that share it.
@@ -168,9 +172,14 @@ def check_apart(
             raise unjustified(
                 node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}"
             )  # type: ignore[arg-type]
-        if any(x.target is aten.expand.default for x in _views_from(node, memory)):  # type: ignore[arg-type]
+        if _lies_over_itself(node, memory):  # type: ignore[arg-type]
             raise unjustified(node, phase, f"elements of the gradient of {name!r} share memory")  # type: ignore[arg-type]
         seen[owner] = name
+
+
+def _lies_over_itself(node: fx.Node, memory: Memory) -> bool:
+    """Whether several elements of a tensor may lie at one place of its memory."""
+    return any(x.target is aten.expand.default for x in _views_from(node, memory))
 
 
 def _views_from(node: fx.Node, memory: Memory) -> list[fx.Node]:

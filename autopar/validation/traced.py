@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -32,45 +31,34 @@ _VIEWS = (
 )
 
 
-@dataclass
-class Traced:
-    """A trace and what was looked up in it.
+class Nodes:
+    """A graph of traced ops and what was looked up in it.
 
     Attributes:
-        nodes: by name. by_key: the compute nodes by key. results: the nodes that the graph returns,
-            in order.
-        widest: per traced value the dtype in which its partial sums have to be reduced, where that
-            is wider than its own.
+        graph: the graph. nodes: by name. by_key: the compute nodes by key.
     """
 
-    trace: Trace
-    nodes: Mapping[str, fx.Node] = field(init=False)
-    by_key: Mapping[str, fx.Node] = field(init=False)
-    results: tuple[fx.Node, ...] = field(init=False)
-    widest: Mapping[Ref, torch.dtype] = field(init=False)
-    _calls: dict[str, Call] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.nodes = {node.name: node for node in self.trace.graph.nodes}
-        self.by_key = {
-            node.meta["key"]: node for node in self.nodes.values() if node.op == "call_function"
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes: Mapping[str, fx.Node] = {node.name: node for node in graph.nodes}
+        self.by_key: Mapping[str, fx.Node] = {
+            node.meta["key"]: node for node in graph.nodes if node.op == "call_function"
         }
-        self.results = next(iter(reversed(self.trace.graph.nodes))).args[0]  # type: ignore[assignment]
-        self.widest = self._widest()
+        self._calls: dict[str, Call] = {}
 
     def ref(self, node: fx.Node) -> Ref:
-        """The value that a node of the trace makes; of a getitem the result that it picks."""
+        """The value that a node makes; of a getitem the result that it picks."""
         result = 0
         while node.target is operator.getitem:
             node, result = node.args  # type: ignore[assignment]
         return node.name, result
 
     def reads(self, node: fx.Node) -> list[Ref]:
-        """The values that a node of the trace reads, in the order of its operands."""
+        """The values that a node reads, in the order of its operands."""
         return [self.ref(operand) for operand in operands_of(node)]
 
     def call(self, node: fx.Node) -> Call:
-        """The call that a node of the trace makes."""
+        """The call that a node makes."""
         if node.name not in self._calls:
             self._calls[node.name] = call_of(node)
         return self._calls[node.name]
@@ -83,6 +71,22 @@ class Traced:
     def shape(self, ref: Ref) -> tuple[int, ...]:
         """The global shape of a value."""
         return tuple(int(size) for size in self.value(ref).shape)
+
+
+class Traced(Nodes):
+    """A trace and what was looked up in it.
+
+    Attributes:
+        trace: the trace. results: the nodes that the graph returns, in order.
+        widest: per traced value the dtype in which its partial sums have to be reduced, where that
+            is wider than its own.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.graph)
+        self.trace = trace
+        self.results: tuple[fx.Node, ...] = next(iter(reversed(trace.graph.nodes))).args[0]  # type: ignore[assignment]
+        self.widest: Mapping[Ref, torch.dtype] = self._widest()
 
     def gradient_of(self, position: int) -> tuple[Ref, tuple[Ref, ...]]:
         """A result that is a gradient, and the values of which it is nothing but a cast: one of

@@ -81,6 +81,9 @@ class Walk:
                 self.env[node] = self._state(node)
             except MoveError as error:
                 raise unjustified(node, self.phase, str(error)) from error
+            except (IndexError, KeyError, TypeError, ValueError) as error:
+                why = f"its arguments {node.args} are of no form that is known ({error})"
+                raise unjustified(node, self.phase, why) from error
         raise AssertionError("a graph has an output")
 
     def _state(self, node: fx.Node) -> Any:
@@ -175,7 +178,7 @@ class Walk:
         state = self.env[node.args[0]]  # type: ignore[index]
         dtype = node.kwargs.get("dtype", state.dtype if isinstance(state, State) else None)
         self.how["cast"] += 1
-        return cast(state, dtype)  # type: ignore[arg-type]
+        return cast(self.traced, state, dtype)  # type: ignore[arg-type]
 
     def result_of(self, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State | Several:
         """The state of a node that computes what `origin` does."""

@@ -49,16 +49,33 @@ def _validate_staged(
     check_stages(part, stages)
     for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
         found = found.joined(validate_program(stage, staged, made))
+    _check_sums(program)
     _check_crossings(program)
     _check_shared(stages, program)
     return found
 
 
+def _check_sums(program: StagedProgram) -> None:
+    """Gradients of several microbatches are added to sums: what a backward returns would replace
+    those of the microbatch before.
+    """
+    for number, stage in enumerate(program.stages):
+        trained = [t.name for t in stage.parameters if t.has_gradient]
+        if trained and program.microbatches.num > 1 and not stage.accumulates:
+            what = f"stage {number} adds up no gradients of {program.microbatches.num} microbatches, {trained[0]!r} among them"
+            raise ValidationError(what, remedy=REMEDY)
+
+
 def _check_crossings(program: StagedProgram) -> None:
-    """What leaves a stage arrives at the next as it left."""
+    """What leaves a stage arrives at the next as it left, and in that order: the runtime hands over
+    one tensor after another, without their names.
+    """
     for number, (before, after) in enumerate(zip(program.stages, program.stages[1:], strict=False)):
         leaving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in before.outputs if t.crosses}
         arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
+        if list(leaving) != list(arriving) and leaving.keys() == arriving.keys():
+            what = f"stage {number} hands over {', '.join(leaving)}, and the next takes {', '.join(arriving)} in this order"
+            raise ValidationError(what, remedy=REMEDY)
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
             what = f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as {arriving.get(name)}"

@@ -23,7 +23,7 @@ def test_inputs_get_the_plain_models_gradients(plan: str) -> None:
 
 def test_ranks_of_which_one_asks_for_a_gradient_are_told_so() -> None:
     first, second = run_processes(2, WORKER, "apart")
-    assert first == second and "ranks do different things: rank 0 tells its batch or mode, rank 1 compares its batch" in first
+    assert first == second and "ranks do different things: rank 0 calls" in first and "that requires a gradient" in first
 
 
 def test_a_generator_and_a_discriminator_train_as_the_plain_ones() -> None:

@@ -17,7 +17,7 @@ from autopar.errors import RuntimeStateError
 from autopar.run import held as taken
 from autopar.run.device_mesh import around
 from autopar.run.held import held
-from autopar.run.optimizers import watch_optimizers
+from autopar.run.optimizers import Steps, watch_optimizers
 
 SHAPE = (3, 4)
 
@@ -44,7 +44,7 @@ def test_an_optimizer_that_is_given_parameters_later_is_checked_then() -> None:
     optimizer = torch.optim.SGD([early], lr=0.1, fused=True)
     early.grad = torch.ones(2)
     optimizer.step()
-    watch_optimizers([late])
+    watch_optimizers([late], Steps())
     late.grad = torch.ones(2)
     optimizer.add_param_group({"params": [late]})
     with pytest.raises(RuntimeStateError, match=r"torch\.optim\.SGD\(fused=True\) does not work on distributed parameters"):
@@ -54,7 +54,7 @@ def test_an_optimizer_that_is_given_parameters_later_is_checked_then() -> None:
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 def test_fused_steps_that_dtensor_has_no_rule_for_are_refused_and_others_taken(name: str) -> None:
     held = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    watch_optimizers(held)
+    watch_optimizers(held, Steps())
     for p in held:
         p.grad = torch.ones(2)
     with pytest.raises(RuntimeStateError, match=rf"torch\.optim\.{name}\(fused=True\) does not work on distributed parameters"):

@@ -237,7 +237,7 @@ NAMES = (
     "sampler", "plan", "program", "variants", "stored", "shown", "takes", "resting", "stand_for", "same_names", "random_state",
     "manual_seed", "device_mesh", "input_layouts", "rank", "only_forward", "loss_scale", "world_mesh", "check_same",
     "check_values", "clip_grad_norm_", "hold_module", "_run", "_set", "_parameter", "_buffer", "_pending", "_storages", "_names",
-    "_frozen", "_left", "_own", "_plain", "_calls", "_executor", "_container", "_world", "_unset",
+    "_frozen", "_left", "_own", "_plain", "_calls", "_executor", "_container", "_world", "_unset", "full_state_dict", "_extra_states",
 )  # fmt: skip
 
 

@@ -345,7 +345,7 @@ def _within_itself() -> list[Any]:
 
 
 REFUSED: dict[str, Any] = {
-    "array": np.ones(2), "path": Path("x"), "function": len, "class": int, "object": Planted(Path("x")), "lambda": lambda: 0,
+    "array": np.array(["a text"]), "path": Path("x"), "function": len, "class": int, "object": Planted(Path("x")), "lambda": lambda: 0,
     "sparse": torch.eye(2).to_sparse(), "meta": torch.ones(2, device="meta"), "kind of int": type("Own", (int,), {})(3),
     "in itself": _within_itself(), "kind of dict": type("Own", (dict,), {})(),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from trained import Tagger, adapted, base, samples
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.training.pretrained import _check_joined
+from autopar.run.whole_state import _check_joined
 
 BATCH = torch.utils.data.default_collate(samples(4, 1))
 FILE = "adapter_model.safetensors"

@@ -1,0 +1,251 @@
+"""Which node of the batch's graph a node of a microbatch's graph stands for.
+
+Nodes of the same key stand for one another, as a rule. But the two graphs differ where an op does
+nothing for one of them: a microbatch of one sample needs no ``expand`` to all samples, no sum over
+them and no division by their number, and more of its tensors are contiguous. Capture removes such
+ops, and the keys of the nodes behind them move up. So a node stands for one of the same target,
+module and phase whose operands its own operands stand for, up to ops that a microbatch lacks.
+
+A match is no proof of anything: what a node makes of its operands is compared wherever it stands,
+and so is each op that is missing (`without`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar import ops
+from autopar.rules import Call
+from autopar.validation.in_time import TimePlacement, split_dim
+from autopar.validation.law import VIEWS, leading_dims
+from autopar.validation.states import Ref
+from autopar.validation.traced import Traced
+
+aten = torch.ops.aten
+OF_BATCH, TIMES = " of the batch", "/of the batch"
+_COPIES = frozenset((aten.clone.default, aten.alias.default, aten.detach.default))
+_PRODUCTS = {
+    aten.mul.Tensor: -1,
+    aten.mul.Scalar: -1,
+    aten.div.Tensor: 1,
+    aten.div.Scalar: 1,
+}  # with the power that a microbatch without them has
+_SUM, _EXPAND = aten.sum.dim_IntList, aten.expand.default
+_MISSING = _COPIES | VIEWS | _PRODUCTS.keys() | {_SUM, _EXPAND, aten.slice.Tensor}
+_MOST_MISSING = 8  # ops in a row
+Missing = tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a node of a microbatch's graph stands for.
+
+    Attributes:
+        node: of the batch's graph. missing: per operand the nodes of the batch's graph that lie
+            between what the microbatch's node reads and what `node` reads, in order.
+        product: the product to which `node` adds a bias, where the microbatch has one op for both.
+    """
+
+    node: fx.Node
+    missing: tuple[Missing, ...]
+    product: fx.Node | None = None
+
+    @property
+    def is_one_view(self) -> bool:
+        """Whether the microbatch has one view for several views and copies of the batch, which
+        order elements as one view does.
+        """
+        seen = (self.node, *self.missing[0]) if len(self.missing) == 1 else ()
+        return (
+            len(seen) > 1
+            and self.node.target in VIEWS
+            and all(node.target in VIEWS | _COPIES for node in seen)
+        )
+
+
+@dataclass
+class Matching:
+    """Nodes of a batch's graph for those of a microbatch's.
+
+    Attributes:
+        same: by name of a node of the microbatch's graph the name of that of the batch's.
+    """
+
+    whole: Traced
+    same: dict[str, str] = field(default_factory=dict)
+    _alike: Mapping[str, list[fx.Node]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        alike: dict[str, list[fx.Node]] = defaultdict(list)
+        for key, node in self.whole.by_key.items():
+            alike[_kind(key)].append(node)
+        self._alike = alike
+
+    def add_placeholders(self, part: Traced) -> None:
+        """Match what the two graphs are given, by names.
+
+        What a microbatch is given of the batch stands for the node of that name.
+        """
+        names = _placeholders(self.whole)
+        for name, node in _placeholders(part).items():
+            if name in names:
+                self.same[node] = names[name]
+        for i in part.trace.inputs:
+            known = self.whole.by_key.get(i.path.removesuffix(OF_BATCH)) if i.given else None
+            if known is not None:
+                self.same[i.node] = known.name
+
+    def find(self, node: fx.Node, reads: Sequence[Ref]) -> Match | None:
+        """What a node stands for, if its operands are matched.
+
+        Args:
+            reads: its operands, in the microbatch's graph.
+        """
+        due = [self.whole_ref(read) for read in reads]
+        for other in self._candidates(node):
+            missing = self._missing(other, due)
+            if missing is not None:
+                self.same[node.name] = other.name
+                return Match(other, missing)
+        return self._with_bias(node, due) if node.target is ops.dot and len(due) == 3 else None
+
+    def _with_bias(self, node: fx.Node, due: Sequence[Ref]) -> Match | None:
+        """A product and the addition of a bias that a microbatch has in one op.
+
+        Torch adds the bias of a linear layer within the product only if the operand is contiguous.
+        """
+        kind = _kind(str(node.meta["key"])).replace("/dot/", "/add.Tensor/")
+        for other in self._alike[kind]:
+            product = other.args[0]
+            if getattr(product, "target", None) is not ops.dot or len(other.args) != 2:
+                continue
+            paths = [
+                self.between(found, wanted)
+                for found, wanted in zip(
+                    [*self.whole.reads(product), *self.whole.reads(other)[1:]], due, strict=False
+                )
+            ]
+            if len(paths) == len(due) and all(path is not None for path in paths):
+                self.same[node.name] = other.name
+                return Match(other, tuple(p for p in paths if p is not None), product)
+        return None
+
+    def whole_ref(self, ref: Ref) -> Ref:
+        """The batch's value that a microbatch's value stands for; an unknown one if for none."""
+        return self.same.get(ref[0], ""), ref[1]
+
+    def between(self, found: Ref, due: Ref) -> Missing | None:
+        """The ops between two values of the batch's graph, in order; None if another path leads to
+        `found`, or ops lie on it that no microbatch lacks.
+        """
+        path: list[fx.Node] = []
+        while found != due:
+            node = self.whole.nodes[found[0]]
+            reads = self.whole.reads(node) if node.op == "call_function" else []
+            if node.target not in _MISSING or len(reads) != 1 or len(path) == _MOST_MISSING:
+                return None
+            path.append(node)
+            (found,) = reads
+        return tuple(reversed(path))
+
+    def _candidates(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes of the batch that a node may stand for, the likeliest first."""
+        key = str(node.meta["key"])
+        own = self.whole.by_key.get(key)
+        if own is not None:
+            yield own
+        yield from (n for n in self._alike[_kind(key)] if n is not own and n.target is node.target)
+
+    def _missing(self, other: fx.Node, due: Sequence[Ref]) -> tuple[Missing, ...] | None:
+        reads = self.whole.reads(other)
+        if len(reads) != len(due):
+            return None
+        paths = [self.between(found, wanted) for found, wanted in zip(reads, due, strict=True)]
+        return (
+            None
+            if any(path is None for path in paths)
+            else tuple(p for p in paths if p is not None)
+        )
+
+
+def _kind(key: str) -> str:
+    """A key without the number that tells nodes of one module, op and phase apart."""
+    return key.rpartition("/")[0]
+
+
+def _placeholders(traced: Traced) -> dict[str, str]:
+    """Nodes by what they are given, in words that the graphs of batch and microbatch share."""
+    trace = traced.trace
+    found = {f"tensor {p.name}": p.node for p in (*trace.parameters, *trace.buffers)}
+    found |= {f"input {i.path}": i.node for i in trace.inputs if not i.given}
+    return found | {f"tangent {o.path}": o.tangent for o in trace.differentiable}
+
+
+def without(
+    missing: Missing, whole: Traced, shape: Sequence[int], read: TimePlacement, num: int
+) -> TimePlacement:
+    """What a microbatch's tensor is of the result of ops that the microbatch lacks.
+
+    Args:
+        missing: nodes of the batch's graph, in order. shape: of the microbatch's tensor.
+        read: what it is of the operand of the first of them.
+    """
+    for node in missing:
+        read = _without(whole.call(node), tuple(shape), read, num)
+    return read
+
+
+def _without(call: Call, shape: tuple[int, ...], read: TimePlacement, num: int) -> TimePlacement:
+    wrong = TimePlacement("wrong")
+    if read.kind in ("wrong", "open"):
+        return read
+    if call.inputs[0].dtype != call.outputs[0].dtype:
+        return wrong
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    if call.target in _COPIES or (call.target is aten.slice.Tensor and before == after):
+        return read
+    if call.target in _PRODUCTS:
+        return _without_product(call, read, num)
+    if call.target is _SUM:
+        return _without_sum(call, shape, read)
+    if call.target is _EXPAND:
+        dim = split_dim(after, shape, num)
+        fits = read.kind in ("whole", "zero") and read.dim < 0 and before == shape
+        return (
+            TimePlacement(read.kind if read.kind == "zero" else "split", dim, read.power)
+            if fits and dim >= 0
+            else wrong
+        )
+    if call.target in VIEWS:
+        if read.dim < 0:
+            return read if before == after == shape else wrong
+        dim = dict(leading_dims(before, after)).get(read.dim, -1)
+        right = dim >= 0 and split_dim(after, shape, num) == dim
+        return TimePlacement(read.kind, dim, read.power) if right else wrong
+    return wrong
+
+
+def _without_product(call: Call, read: TimePlacement, num: int) -> TimePlacement:
+    """A factor of the number of microbatches, which is one for a microbatch."""
+    by_number = len(call.args) == 2 and call.args[1] == num and type(call.args[1]) in (int, float)
+    if not by_number or read.kind == "place" or not call.outputs[0].dtype.is_floating_point:
+        return TimePlacement("wrong")
+    return TimePlacement(read.kind, read.dim, read.power + _PRODUCTS[call.target])
+
+
+def _without_sum(call: Call, shape: tuple[int, ...], read: TimePlacement) -> TimePlacement:
+    """A sum over samples, of which a microbatch has one; what it sums besides has one element."""
+    before = call.inputs[0].shape
+    keeps = len(call.args) > 2 and call.args[2] is True and call.outputs[0].shape == shape
+    dims = {dim % len(before) for dim in call.args[1]} if keeps else set()
+    rest = {dim for dim in dims if before[dim] != 1}
+    if not keeps or not rest:
+        return read if keeps and dims else TimePlacement("wrong")
+    if rest != {read.dim} or read.kind not in ("split", "zero"):
+        return TimePlacement("wrong")
+    return TimePlacement("term" if read.kind == "split" else "zero", -1, read.power)

@@ -1,0 +1,60 @@
+"""Run by `autopar run`: three steps on every rank, but rank 1 does something else at the third.
+
+autopar run -n 3 script_ranks.py WHAT
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+
+
+def depart(what: str) -> None:
+    """End this process in one of several ways, or come late."""
+    if what == "raise":
+        raise ValueError("sample 17 is broken")
+    if what == "exit":
+        sys.exit(0)
+    if what == "exit 3":
+        sys.exit(3)
+    if what == "left":
+        os._exit(0)
+    if what == "late":
+        time.sleep(4.0)
+    numbers = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "interrupted": signal.SIGINT}
+    if what in numbers:
+        os.kill(os.getpid(), numbers[what])
+
+
+def main(what: str) -> None:
+    """Train, with one tensor of samples that a worker process of the loader loads."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 16)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    module = autopar.compile(
+        model, example_inputs=(x,), hardware="cpu-gloo", constraints=[autopar.constraints.ddp()]
+    )
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x), batch_size=12, num_workers=1
+    )
+    for step in range(3):
+        ((batch,),) = loader
+        if step == 2 and dist.get_rank() == 1:
+            depart(what)
+        module(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"rank {dist.get_rank()} is done", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

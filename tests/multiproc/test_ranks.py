@@ -1,0 +1,108 @@
+"""Ranks that do different things are all told so, with the rank that differs and what it did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import run_processes
+
+pytestmark = pytest.mark.multiproc
+HERE = Path(__file__).parent
+Told = dict[str, tuple[str, tuple[int, ...]]]
+DOES = {
+    "size": "in training with x = float32 (6, 8)",
+    "dtype": "in training with x = float64 (12, 8)",
+    "keywords": "scale = float32 (8,)",
+    "evaluation": "calls Net in training without gradients with x = float32 (12, 8)",
+    "save": "checkpoints.save(1, module, training.optimizer)",
+    "async_save": "checkpoints.async_save(1, module, training.optimizer)",
+    "clip": "clips the gradients of Net",
+    "no backward": "calls Net in training with x = float32 (12, 8)",
+    "no step": "without a step of the optimizer before it",
+}
+
+
+def check(told: list[Told], other: int) -> None:
+    for fact in told:
+        assert fact["alike"] == fact["reads shapes"] == ("", ())
+    for name, does in DOES.items():
+        (said, ranks), *others = (each[name] for each in told)
+        assert all(each == (said, ranks) for each in others), (
+            f"{name}: ranks are told different things"
+        )
+        assert ranks == (other,), f"{name}: {said}"
+        assert (
+            f"rank {other} does something else" in said
+            and does in said
+            and "worker_ranks.py:" in said
+            and "what to do" in said
+        ), said
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "ddp",
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("stages", marks=pytest.mark.slow),
+    ],
+)
+def test_of_two_ranks_the_one_that_departs_from_the_steps_before_is_named(
+    plan: str, tmp_path: Path
+) -> None:
+    check(run_processes(2, str(HERE / "worker_ranks.py"), "run", plan, 1, str(tmp_path)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "tensor"])
+def test_of_several_ranks_the_one_that_differs_from_most_is_named(
+    plan: str, tmp_path: Path
+) -> None:
+    check(run_processes(3, str(HERE / "worker_ranks.py"), "run", plan, 0, str(tmp_path)), 0)
+
+
+KILLED = "rank 1 has ended: it was killed (by the system if memory ran out), or left by os._exit"
+ENDS = {
+    "raise": "rank 1 has ended: it raised ValueError: sample 17 is broken",
+    "exit": "rank 1 has ended: it came to the end of its script, or called sys.exit",
+    "exit 3": "rank 1 has ended: it came to the end of its script, or called sys.exit",
+    "left": KILLED,
+    "killed": KILLED,
+    "terminated": "rank 1 has ended: it was ended by SIGTERM",
+    "interrupted": "rank 1 has ended: it raised KeyboardInterrupt",
+}
+
+
+def launched(what: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "autopar",
+        "run",
+        "-n",
+        "3",
+        str(HERE / "script_ranks.py"),
+        what,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ENDS)
+def test_the_others_are_told_how_a_rank_has_ended(what: str) -> None:
+    done = launched(what)
+    assert done.returncode != 0
+    for rank in (0, 2):
+        assert f"[rank{rank}]: autopar.errors.RankError: {ENDS[what]}" in done.stderr, done.stderr
+    assert what != "raise" or "[rank1]: ValueError: sample 17 is broken" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    done = launched("late")
+    assert done.returncode == 0 and done.stdout.count("is done") == 3, done.stderr

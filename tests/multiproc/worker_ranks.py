@@ -1,0 +1,110 @@
+"""Run by processes: one does something else than the others, which all are told, and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.constraints import ddp, fsdp, pipeline, tensor_parallel
+from autopar.errors import RankError
+
+PLANS: dict[str, Any] = {
+    "ddp": ddp(), "fsdp": fsdp(), "tensor": tensor_parallel("1d", axes="gpu"),
+    "stages": pipeline("gpu", microbatches=2),
+}  # fmt: skip
+Action = Callable[[], object]
+
+
+class Net(nn.Module):
+    """Two layers, and the mean square as the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x if scale is None else x * scale).square().mean()
+
+
+class Training:
+    """A compiled module, its optimizer and a batch."""
+
+    def __init__(self, plan: str) -> None:
+        torch.manual_seed(0)
+        self.batch = torch.randn(12, 8)
+        self.module: Any = autopar.compile(
+            Net(), example_inputs=(self.batch,), hardware="cpu-gloo", constraints=[PLANS[plan]]
+        )
+        self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1)
+
+    def step(self, batch: Tensor | None = None, **kwargs: Any) -> None:
+        """One step, of the usual batch or another one."""
+        self.module(self.batch if batch is None else batch, **kwargs).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        """A call without gradients."""
+        with torch.no_grad():
+            self.module(self.batch)
+
+
+def refusal(action: Action) -> tuple[str, tuple[int, ...]]:
+    """What a rank is told, and of which ranks."""
+    try:
+        action()
+    except RankError as error:
+        return str(error), error.ranks
+    return "", ()
+
+
+def run(rank: int, plan: str, other: int, folder: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What each rank is told where the rank `other` does something else, by what it does."""
+    training, checkpoints = Training(plan), autopar.Checkpoints(Path(folder))
+    module, batch, told = training.module, training.batch, {}
+
+    def unlike(name: str, alone: Action, usual: Action = training.step) -> None:
+        told[name] = refusal(alone if rank == other else usual)
+        for _ in range(2):  # so the next one is known to follow on a step
+            training.step()
+
+    def without_step() -> None:
+        module(batch).backward()
+        training.step()
+
+    def twice() -> None:
+        training.step()
+        training.step()
+
+    def backward_twice() -> None:
+        loss = module(batch)
+        loss.backward()
+        loss.backward()
+
+    for _ in range(3):
+        training.step()
+    told["alike"] = refusal(training.step)
+    told["reads shapes"] = refusal(
+        lambda: (
+            {k: v.shape for k, v in module.state_dict().items()} if rank == other else None,
+            training.step(),
+        )
+    )
+    unlike("size", lambda: training.step(batch[:6]))
+    unlike("dtype", lambda: training.step(batch.double()))
+    unlike("keywords", lambda: training.step(batch, scale=torch.ones(8)))
+    unlike("evaluation", training.evaluate)
+    unlike("save", lambda: checkpoints.save(1, module, training.optimizer))
+    unlike("async_save", lambda: checkpoints.async_save(1, module, training.optimizer))
+    unlike("clip", lambda: module.clip_grad_norm_(1.0))
+    unlike("no backward", lambda: (module(batch), training.step()))
+    module.zero_grad()
+    unlike("no step", without_step, twice)
+    return told

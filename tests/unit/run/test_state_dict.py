@@ -1,0 +1,92 @@
+"""What a state dict of a compiled module holds, and how it is pickled, on one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+class Net(nn.Module):
+    """Tied weights, buffers that are saved and one that is not, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.b.weight = self.a.weight
+        self.register_buffer("gain", torch.ones(4))
+        self.register_buffer("aside", torch.ones(4), persistent=False)
+        self.version: Any = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.norm(self.a(x))) * self.gain * self.aside).square().mean()
+
+    def get_extra_state(self) -> Any:
+        return {"version": self.version}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.version = state["version"]
+
+
+def compiled(plain: nn.Module, **options: Any) -> Any:
+    return autopar.compile(copy.deepcopy(plain), hardware="cpu-gloo", **options)
+
+
+def test_it_is_what_the_plain_model_loads_strictly() -> None:
+    plain = Net()
+    plain.version = 7
+    module = compiled(plain, example_inputs=(X,))
+    module(X).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    state = module.full_state_dict()
+    assert state.keys() == plain.state_dict().keys() and state["a.weight"] is state["b.weight"]
+    assert all(type(x) is Tensor and not x.requires_grad for name, x in state.items() if name != "_extra_state")
+    fresh = Net()
+    fresh.load_state_dict(state)
+    assert fresh.version == 7 and fresh(X).item() == pytest.approx(module(X).item())
+    assert fresh.norm.running_mean.any()
+    before = module(X).item()
+    for x in state.values():
+        if isinstance(x, Tensor):
+            x.zero_()
+    assert module(X).item() == before, "it is a copy"
+
+
+def test_before_the_first_call_there_is_none_and_without_values_neither() -> None:
+    module = compiled(nn.Linear(4, 4))
+    with pytest.raises(RuntimeStateError, match="full_state_dict asked for before the first call"):
+        module.full_state_dict()
+    with autopar.weights_on_meta():
+        empty = nn.Linear(4, 4)
+    with pytest.raises(RuntimeStateError, match="load_weights"):
+        autopar.compile(empty, example_inputs=(X,), hardware="cpu-gloo").full_state_dict()
+
+
+def test_on_one_process_pickles_hold_plain_tensors() -> None:
+    module, plain = compiled(nn.Linear(4, 4), example_inputs=(X,)), nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(X).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "weight": module.weight}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    plain.load_state_dict(found["model"])
+    assert plain(X).equal(module(X)) and found["weight"].requires_grad
+    torch.optim.Adam(plain.parameters()).load_state_dict(found["optimizer"])
+    assert type(found["optimizer"]["state"][0]["exp_avg"]) is Tensor
+
+
+def test_a_parameter_is_copied_as_what_it_is() -> None:
+    module = compiled(nn.Linear(4, 4), example_inputs=(X,))
+    weight = copy.copy(module.weight)
+    assert type(weight) is type(module.weight) and weight.full_tensor().equal(module.weight.full_tensor())
