@@ -35,7 +35,7 @@ from autopar.api.tracing import (
 from autopar.api.validating import with_validation
 from autopar.api.waiting import with_waits
 from autopar.capture import Trace
-from autopar.certificate import Certificate, certify, certify_staged
+from autopar.certificate import Certificate, certify, certify_staged, named_so
 from autopar.constraints import Constraint, speak_of
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.emit import emit, emit_staged
@@ -238,8 +238,10 @@ def check(plan: Plan | str | Path, model: nn.Module, batch: Example, *, hardware
     devices = of_plan(plan, hardware)
     trace = traced_for(plan, model, args, kwargs)
     reference = as_planned(trace, plan)
+    name = type(model).__name__
     if plan.pipeline is None:
-        return with_validation(certify(reference, plan, devices), reference, plan, partial(emit, reference, plan))
+        certificate = named_so(certify(reference, plan, devices), plan, name)
+        return with_validation(certificate, reference, plan, partial(emit, reference, plan))
     part, how, made = staged_trace(plan, model, trace, args, kwargs)
-    certificate = certify_staged(trace, part, made, how, plan, devices)
+    certificate = named_so(certify_staged(trace, part, made, how, plan, devices), plan, name)
     return with_validation(certificate, reference, plan, partial(emit_staged, part, made, how, plan))

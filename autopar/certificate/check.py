@@ -7,19 +7,19 @@ prices, collectives, sizes, sums and the bound that the plan holds. No solver is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from autopar.capture.trace import Trace
+from autopar.certificate.bars import bars, is_simulated
 from autopar.certificate.buckets import BucketWalk
 from autopar.certificate.context import Context
-from autopar.certificate.decisions import Decisions
+from autopar.certificate.decisions import Decisions, crossing_keys
 from autopar.certificate.dims import beyond
 from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.fields import unverified
 from autopar.certificate.hosts import host_memory, on_hosts
 from autopar.certificate.kernels import KernelWalk
+from autopar.certificate.marks import captured, identity, notes, pipeline_as_asked
 from autopar.certificate.moves import Walk
 from autopar.certificate.own import OwnWalk
 from autopar.certificate.proof import Stored, proven
@@ -27,14 +27,13 @@ from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, overlap, resting, seconds_of, times
 from autopar.certificate.steps import steps_per_step
 from autopar.certificate.words import words
-from autopar.cost.priced import OPTIMIZERS, Priced
+from autopar.cost.priced import Priced
 from autopar.emit import emit, least_overlap, overlapped
 from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
 from autopar.garbage import collected_seldom
-from autopar.hardware import Hardware, HardwareProfile, Mixed, slowest
+from autopar.hardware import Hardware, HardwareProfile, slowest
 from autopar.plans import KERNELS_BUFFERS, Overlap, Plan
-from autopar.version import VERSION
 
 
 @collected_seldom()
@@ -48,10 +47,12 @@ def certify(trace: Trace, plan: Plan, hardware: Hardware, context: Context | Non
     title = f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}"
     claimed, proof = plan.prediction, plan.proof
     budget = plan.options.get("memory_bytes")
+    said = (*identity(trace, plan, hardware), *captured(trace, plan), *(() if context else pipeline_as_asked(plan)))
     report = Certificate(
-        title, tuple(identity(trace, plan, hardware)), tuple(notes(plan)), claimed_step_s=claimed.step_s,
+        title, said, tuple(notes(plan)), claimed_step_s=claimed.step_s,
         claimed_peak_bytes=claimed.peak_bytes, budget_bytes=budget if isinstance(budget, int) else 0,
         objective_s=proof.objective_s, claimed_bound_s=proof.bound_s,
+        unverified=unverified(plan, but=("prediction.timeline",) if is_simulated(plan) else ()),
     )  # fmt: skip
     if not report.ok:
         return report
@@ -62,33 +63,6 @@ def certify(trace: Trace, plan: Plan, hardware: Hardware, context: Context | Non
         return replace(report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),))
     facts = Facts.of(trace, accumulates=context.accumulates)
     return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
-
-
-def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
-    """Whether the plan is for this model and hardware."""
-    mark = plan.fingerprint
-    if mark.model != trace.fingerprint:
-        other = f"the plan is for another model: its fingerprint is {mark.model[:12]}, this one's {trace.fingerprint[:12]}"
-        yield Finding("model", mark.other_batch(trace.batch_in_words) or other)
-    if mark.profile_hash != hardware.hash:
-        what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}, this is {hardware.name!r} of {hardware.hash}"
-        yield Finding("model", what)
-    axis, profiles = (hardware.axis, hardware.profiles) if isinstance(hardware, Mixed) else ("", ())
-    if (mark.axis, mark.profiles) != (axis, tuple((profile.name, profile.hash) for profile in profiles)):
-        yield Finding("model", f"the plan names other devices along an axis than {hardware.name!r}, which it says that it is for")
-    if plan.options.get("optimizer") not in OPTIMIZERS:
-        yield Finding("model", f"the plan is for optimizer {plan.options.get('optimizer')!r}, which is not known")
-
-
-def notes(plan: Plan) -> Iterator[str]:
-    """What does not bear on the claims."""
-    here = torch.__version__.split("+")[0]
-    if plan.fingerprint.torch != here:
-        yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
-    if plan.fingerprint.autopar != VERSION:
-        yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
-    if plan.alone_s:
-        yield "how long unequal devices wait for the slowest is the planner's word, which nothing here proves"
 
 
 @dataclass
@@ -139,6 +113,7 @@ class _Job:
             program, held = overlapped(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
+            found += bars(self.plan, program, crossing_keys(self.trace))
             sizes = resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
             sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
@@ -147,4 +122,7 @@ class _Job:
             return replace(report, findings=(*found, Finding("emission", error.what, where)))
         on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
         wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
+        if peak > self.profile.device_memory_bytes:
+            what = f"the peak of {peak} bytes is over the device's memory of {self.profile.device_memory_bytes}"
+            wrong.append(Finding("memory", what))
         return replace(report, findings=(*found, *wrong), peak_bytes=peak)

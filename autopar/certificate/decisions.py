@@ -44,6 +44,12 @@ def keys_of(priced: Priced, op: int) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(m.key for m in cluster.members) for cluster in source.cluster.instances)
 
 
+def crossing_keys(trace: Trace) -> frozenset[str]:
+    """The keys of what comes from, or goes to, other stages."""
+    arriving = {input_key(i.path) for i in trace.inputs if i.crosses}
+    return frozenset(arriving | {output_key(o.path) for o in trace.outputs if o.crosses})
+
+
 @dataclass
 class Decisions:
     """All entries, with what they are checked against."""
@@ -58,8 +64,7 @@ class Decisions:
 
     def __post_init__(self) -> None:
         self.parameters: Mapping[str, Parameter] = {parameter_key(p.name): p for p in self.trace.parameters}
-        self._crossing = {input_key(i.path) for i in self.trace.inputs if i.crosses}
-        self._crossing |= {output_key(o.path) for o in self.trace.outputs if o.crosses}
+        self._crossing = crossing_keys(self.trace)
         ops = range(len(self.priced.problem.ops))
         self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
         self._rests = {storage_key(p.name): p for p in self.trace.parameters} if self.context.accumulates else {}

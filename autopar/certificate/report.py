@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from autopar.certificate.fields import Unverified
 from autopar.units import seconds, share, size
 from autopar.validation import Validation
 
@@ -43,6 +44,7 @@ class Certificate:
         budget_bytes: per device, as the plan records it.
         objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not certified is the search's word.
         certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as above.
+        unverified: the fields of the plan that no check bears on, by reason.
         validation: how the nodes of the emitted program were justified; None where one was not, which is a finding then.
     """
 
@@ -61,6 +63,7 @@ class Certificate:
     claimed_bound_s: float = 0.0
     certified_bound_s: float | None = None
     num_multipliers: int = 0
+    unverified: tuple[Unverified, ...] = ()
     validation: Validation | None = None
 
     @property
@@ -77,6 +80,28 @@ class Certificate:
     def certified_gap(self) -> float | None:
         """The same, by arithmetic alone."""
         return None if self.certified_bound_s is None else _gap(self.objective_s, self.certified_bound_s)
+
+    def vouches_for(self, path: Sequence[str | int]) -> bool:
+        """Whether a field of the plan's JSON is checked, and not among the unverified.
+
+        Args:
+            path: keys of mappings and indices of lists, from the root on.
+        """
+        names = [key for key in path if isinstance(key, str)]
+        names = names[2:] if names[:2] == ["pipeline", "stages"] else names
+        listed = (each.split(".") for group in self.unverified for each in group.paths)
+        return not any(names[: len(each)] == each for each in listed)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not derived."""
+        figures = {name: getattr(self, name) for name in self.__slots__ if name not in ("findings", "unverified", "validation")}
+        return {
+            "ok": self.ok,
+            **figures,
+            "findings": [{"claim": f.claim, "what": f.what, "where": f.where} for f in self.findings],
+            "unverified": [{"fields": list(each.paths), "why": each.why} for each in self.unverified],
+            "validation": None if self.validation is None else str(self.validation),
+        }
 
     def __str__(self) -> str:
         num = len(self.findings)
@@ -110,7 +135,8 @@ class Certificate:
                 yield f"{claim}: and {len(found) - _SHOWN} more"
 
     def _noted(self) -> Iterable[str]:
-        return (f"note: {note}" for note in self.notes)
+        noted = (f"note: {note}" for note in self.notes)
+        return (*noted, *(f"not verified: {each}" for each in self.unverified))
 
 
 def near(a: float, b: float) -> bool:

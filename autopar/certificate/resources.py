@@ -78,7 +78,7 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
     Args:
         program: emitted under `plan.overlap`. held: what its early steps hold at most. slowdown: of the hardware's profile.
     """
-    if plan.overlap.slowdown not in (1.0, slowdown):
+    if plan.overlap.slowdown != slowdown:
         yield Finding("overlap", f"a hidden second costs compute {slowdown} s on this hardware, not {plan.overlap.slowdown} s")
     if held != plan.overlap:
         said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))

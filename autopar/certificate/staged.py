@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
-from autopar.certificate.check import certify, identity, notes
+from autopar.certificate.bars import is_simulated
+from autopar.certificate.check import certify
 from autopar.certificate.context import Context
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.cut_search import least_over_cuts
 from autopar.certificate.facts import Facts
+from autopar.certificate.fields import unverified
 from autopar.certificate.interleaved import held_by_chunks, least_of_cuts, least_of_ranks, phases_of, step_by_longest_path
+from autopar.certificate.marks import captured, identity, notes, of_stages, pipeline_as_asked
 from autopar.certificate.over_cuts import Pipelines, Unfolded
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
@@ -51,11 +54,13 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
+    said = (*identity(whole, plan, hardware), *captured(part, plan), *of_stages(plan, pipeline), *pipeline_as_asked(plan))
     report = Certificate(
         f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} in {len(pipeline.stages)} stages, {plan.fingerprint.profile}",
-        tuple(identity(whole, plan, hardware)), tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,
+        said, tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,
         claimed_peak_bytes=plan.prediction.peak_bytes, budget_bytes=int(plan.options.get("memory_bytes", 0)),
         objective_s=plan.proof.objective_s, claimed_bound_s=plan.proof.bound_s,
+        unverified=unverified(plan, but=("prediction.timeline",) if all(map(is_simulated, pipeline.stages)) else ()),
     )  # fmt: skip
     if report.ok:
         report = replace(report, findings=tuple(interleaves(pipeline)))

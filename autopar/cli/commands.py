@@ -6,6 +6,7 @@ and the command exits with 1. What needs torch is imported inside of a command: 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -106,8 +107,10 @@ def check_command(
     seq: Seq = None,
     dtype: Dtype = None,
     hardware: Annotated[str | None, typer.Option(help="Name or path of a profile; by default the one that the plan names.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the certificate there, as JSON.")] = None,
 ) -> None:
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
+    check_writable(json_file)
     check_there(plan, hardware)
     from autopar.api import check
     from autopar.cli.models import asked, built
@@ -118,6 +121,8 @@ def check_command(
         network, example = built(hf, model, module, batch, seq, dtype, "meta", **asked(loaded))
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     say(str(found))
     if not found.ok:
         raise typer.Exit(1)

@@ -1,5 +1,6 @@
 """Plans and their parts."""
 
+from autopar.plans.asked import OPTIONS
 from autopar.plans.bucket import Bucket, Member
 from autopar.plans.flip import COMPUTE, FARTHEST, NO_CHOICE, NO_DEARER, NO_FLIP, NO_OTHER, Flip, Flips
 from autopar.plans.idle import idle_axes
@@ -30,6 +31,7 @@ __all__ = [
     "NO_DEARER",
     "NO_FLIP",
     "NO_OTHER",
+    "OPTIONS",
     "RESTING",
     "VERSION",
     "Bucket",

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from autopar.collective import HOST_KINDS
+from autopar.plans.asked import misfit_of_options
+from autopar.plans.overlap import Overlap
+from autopar.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from autopar.plans.parts import NodeChoice
     from autopar.plans.plan import Pipeline, Plan
 
+_FIELD = re.compile(r"\{(\d+)\}")  # the index of a layer in a pattern
 
 def misfit(plan: Plan) -> str:
     """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions about nothing; ``""`` where all can."""
     mark, sizes = plan.fingerprint, {axis.name: axis.size for axis in plan.mesh.axes} | {"": 0}
     if sizes.get(mark.axis) != len(mark.profiles):
         return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
+    if wrong := misfit_of_options(plan.options):
+        return wrong
+    if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
+        return f"its proof's balance is {plan.proof.balance}"
     if plan.pipeline is not None:
         return _of_stages(plan, plan.pipeline)
-    if wrong := _of_mesh(plan) or _of_decisions(plan) or _of_phases(plan) or plan.overlap.misfit():
+    if wrong := _of_mesh(plan) or _of_decisions(plan) or _of_instances(plan) or _of_phases(plan) or plan.overlap.misfit():
         return wrong
-    if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
-        return f"its budget is {plan.options['memory_bytes']!r}"
     if plan.loss_rows < 0:
         return f"its loss has {plan.loss_rows} rows at a time"
     if any(not cuts or list(cuts) != sorted(set(cuts)) for cuts in plan.starts.values()):
         return f"its groups of layers are {dict(plan.starts)}"
-    if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
-        return f"its proof's balance is {plan.proof.balance}"
     return ""
 
 
@@ -61,6 +66,19 @@ def _of_decisions(plan: Plan) -> str:
     return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
 
 
+def _of_instances(plan: Plan) -> str:
+    """Instances with more or fewer indices than the patterns of their nodes have."""
+    said = [([c.node for c in (*e.nodes, *e.recompute)], e.instances) for e in plan.entries]
+    said += [([kept.node], kept.instances) for kept in plan.kept]
+    said += [([move.node], move.instances) for move in plan.communications]
+    for patterns, instances in said:
+        indices = {int(number) for pattern in patterns for number in _FIELD.findall(pattern)}
+        odd = next((i for i in instances if indices != set(range(len(i)))), None)
+        if odd is not None:
+            return f"{patterns[0]!r:.80} does not take the indices {odd}"
+    return ""
+
+
 def _of_phases(plan: Plan) -> str:
     """Phases that a step does not have."""
     said = [(entry.key, entry.phase) for entry in plan.entries]
@@ -80,6 +98,8 @@ def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
     sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
     if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
         return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
+    if pipeline.schedule not in SCHEDULES:
+        return f"its schedule is {pipeline.schedule!r}"
     per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
     if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
         return "its pipeline's cuts are not one less than its stages"
@@ -97,7 +117,10 @@ def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
     for stage in pipeline.stages:
         if stage.mesh != mesh or stage.pipeline is not None:
             return f"a stage is for mesh {stage.mesh}, not {mesh}"
+        if stage.loss_rows:
+            return f"a stage has {stage.loss_rows} rows of the loss at a time, which the plan says for all"
         wrong = misfit(stage)
         if wrong:
             return wrong
-    return "" if not plan.entries else "it has decisions beside those of its stages"
+    beside = (plan.entries, plan.kept, plan.communications, plan.buckets, plan.starts, plan.prediction.timeline)
+    return "it has decisions beside those of its stages" if any(beside) or plan.overlap != Overlap() else ""

@@ -201,7 +201,44 @@ def bars(**changes: Any) -> Change:
     return change
 
 
+def exchanged(plan: Plan) -> Plan:
+    """Two bars of one phase and lane with each other's labels, so that all sums stay."""
+    timeline = list(plan.prediction.timeline)
+    one = next(i for i, bar in enumerate(timeline) if bar[1:3] == ("forward", "compute"))
+    other = next(i for i, bar in enumerate(timeline) if bar[1:3] == ("forward", "compute") and bar[0] != timeline[one][0])
+    timeline[one], timeline[other] = (timeline[other][0], *timeline[one][1:]), (timeline[one][0], *timeline[other][1:])
+    return replace(plan, prediction=replace(plan.prediction, timeline=tuple(timeline)))
+
+
+def marked(**changes: Any) -> Change:
+    """The fingerprint changed."""
+    return lambda plan: replace(plan, fingerprint=replace(plan.fingerprint, **changes))
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
+    "two bars with each other's labels": (exchanged, "time: on the time line is compute of .*, not compute of"),
+    "another batch": (
+        marked(inputs=(("input_ids", "int64 [8, 12]"),)),
+        "model: the batch is input_ids int64 .4, 12., labels .*, not input_ids int64 .8, 12.$",
+    ),
+    "a profile's name": (marked(profile="h200"), "model: the plan is for profile 'h200' of hash"),
+    "how it was captured": (lambda p: replace(p, capture="at a glance"), "words: the model is captured .*, not at a glance"),
+    "an option that is missing": (
+        lambda p: replace(p, options={k: v for k, v in p.options.items() if k != "gap"}), "model: the plan does not record its option gap",
+    ),
+    "rows of the loss that were not asked for": (lambda p: with_options(p, loss_rows=7), "model: the loss has 0 rows at a time, where 7"),
+    "microbatches that were not asked for": (lambda p: with_options(p, num_microbatches=2), "model: there are 1 microbatches, where 2"),
+    "a constraint of an axis that is not there": (
+        lambda p: with_options(p, constraints=[{"plan": "ddp", "axes": ["row"]}]), "model: .*row",
+    ),
+    "an op without a rule, where that was to be refused": (
+        lambda p: with_options(entry(lambda e: e.op == "dot", replicated=True)(p), strict=True),
+        "model: it runs replicated for want of a rule",
+    ),
+    "nothing runs beside compute": (
+        lambda p: replace(p, overlap=replace(p.overlap, slowdown=1.0)),
+        "overlap: a hidden second costs compute 0.41 s on this hardware, not 1",
+    ),
     "another decision's name": (entry(lambda e: e.op == "dot", key="h.*.attn/dot/forward/7"), r"words: its key is '.*/dot/.*', not 'h"),
     "another module's name": (entry(lambda e: e.op == "dot", module="h.*.mlp.other"), "words: its module is .* not 'h"),
     "another op's name": (entry(lambda e: e.op == "dot", op="mm"), "words: its op is 'dot', not 'mm'"),

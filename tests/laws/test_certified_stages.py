@@ -227,6 +227,19 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "with what a stage begins": (piped(modules=("another",)), "model"),
     "the budget of a stage": (stage(1, lambda p: with_options(p, memory_bytes=2**60)), "memory"),
     "the optimizer of a stage": (stage(0, lambda p: with_options(p, optimizer="sgd")), "model"),
+    "the seconds in which outputs go to all stages": (piped(handed_s=1e-3), "time"),
+    "the bytes of outputs that do": (piped(handed_bytes=4), "time"),
+    "a promise that was not made": (piped(independent=True), "model"),
+    "microbatches that were not asked for": (lambda p: with_options(p, num_microbatches=8), "model"),
+    "a pipeline that was not asked for": (
+        lambda p: with_options(p, constraints=[{**p.options["constraints"][0], "microbatches": 8}]), "model",
+    ),
+    "the name of a stage's model": (stage(1, lambda p: replace(p, fingerprint=replace(p.fingerprint, model_name="other"))), "model"),
+    "the version that made a stage": (stage(0, lambda p: replace(p, fingerprint=replace(p.fingerprint, torch="1.0"))), "model"),
+    "what a stage reads": (stage(1, lambda p: replace(p, fingerprint=replace(p.fingerprint, inputs=(("x", "int64 [1]"),)))), "model"),
+    "how a stage was captured": (stage(1, lambda p: replace(p, capture="at a glance")), "words"),
+    "how it was captured": (lambda p: replace(p, capture="at a glance"), "words"),
+    "a stage's slowdown": (stage(1, lambda p: replace(p, overlap=replace(p.overlap, slowdown=p.overlap.slowdown / 2))), "overlap"),
     "a stage's runner-ups": (stage(0, other_runner_ups), "layouts"),
     "the batch": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="another")), "model"),
 }
@@ -240,6 +253,23 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
     found = made.certificate(changed)
     assert not found.ok
     assert claim in {f.claim for f in found.findings}, str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (piped(schedule="2f2b"), "its schedule is '2f2b'"),
+        (lambda p: replace(p, overlap=replace(p.overlap, forward_bytes=64)), "decisions beside those of its stages"),
+        (lambda p: replace(p, prediction=replace(p.prediction, timeline=(("", "forward", "compute", 0.0, 1.0),))), "decisions beside"),
+        (lambda p: replace(p, proof=replace(p.proof, balance=(1.0, 1.5))), "its proof's balance is"),
+        (stage(0, lambda p: replace(p, loss_rows=4)), "a stage has 4 rows of the loss at a time"),
+    ],
+)
+def test_what_a_plan_with_stages_cannot_say_is_refused_when_it_is_read(
+    made: Made, change: Callable[[Plan], Plan], complaint: str
+) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        Plan.loads(change(made.plan).dumps())
 
 
 def test_what_crosses_nowhere_is_named_when_a_plan_is_explained(made: Made) -> None:

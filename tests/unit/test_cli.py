@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,8 +81,11 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, 
     assert "0 ms" in command("diff", "plan.json", "plan.json")[1]
     code, said, _ = command("verify", "plan.json", "--module", "model.py:small")
     assert (code, said.startswith("equal to the plain model")) == (0, True)
-    code, said, _ = command("check", "plan.json", "--module", "model.py:small")
+    code, said, _ = command("check", "plan.json", "--module", "model.py:small", "--json", "certificate.json")
     assert (code, said.startswith("certified: Net on mesh node=2,gpu=2")) == (0, True)
+    certificate = json.loads((here / "certificate.json").read_text())
+    listed = [path for group in certificate["unverified"] for path in group["fields"]]
+    assert certificate["ok"] and "proof.solver" in listed and all(path in said for path in listed)
     code, said, _ = command("what-if", "plan.json", "--hardware", "h100-sxm", "--module", "model.py:small")
     assert code == 0 and "planned for cpu-gloo, asked about h100-sxm" in said and "regret" in said
     code, said, _ = command("what-if", "plan.json", "--mesh", "node=2,gpu=4", "--module", "model.py:small")

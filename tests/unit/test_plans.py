@@ -30,7 +30,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a field is not known": (lambda d: d["proof"].update(certainty=1), "certainty"),
     "a name is a number": (lambda d: d["entries"][0]["nodes"][0].update(node=7), r"entries\[0\]\.nodes\[0\]\.node is 7, not str"),
     "a layout is no layout": (lambda d: d["entries"][0]["nodes"][0]["strategy"].update(outputs=["S(0) Q"]), "cannot read 'Q'"),
-    "an instance lacks its index": (lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]), "IndexError"),
+    "an instance lacks its index": (
+        lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]), r"does not take the indices \(\)",
+    ),
+    "an instance has an index too many": (lambda d: d["kept"][0]["instances"][0].append(7), r"does not take the indices \(.*7\)"),
+    "a balance beyond its range": (lambda d: d["proof"].update(balance=[1.0, 1.5]), r"its proof's balance is \(1.0, 1.5\)"),
     "a phase is a list": (lambda d: d["communications"][0].update(phase=["forward"]), r"communications\[0\]\.phase is \['forward'\]"),
     "a result is a table": (lambda d: d["kept"][0].update(result={}), r"kept\[0\]\.result is \{\}, not int"),
     "a mesh has no axes": (lambda d: d["mesh"].clear(), "axes"),
@@ -50,7 +54,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
     "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
     "a decision is of no phase": (lambda d: d["entries"][2].update(phase="later"), "is of phase 'later'"),
-    "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), "its budget is '80 GiB'"),
+    "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), r"options.memory_bytes is '80 GiB'"),
 }
 
 

@@ -1,0 +1,144 @@
+"""What a plan says it is for: its fingerprint, its options, and what both say of each other, of stages, and of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from autopar.capture.trace import Trace
+from autopar.certificate.report import Certificate, Finding
+from autopar.constraints import check, pipeline_in, read_constraint
+from autopar.cost.priced import OPTIMIZERS
+from autopar.errors import AutoparError
+from autopar.hardware import Hardware, Mixed
+from autopar.plans import OPTIONS, Pipeline, Plan
+from autopar.schedules import AUTO, GPIPE
+from autopar.version import VERSION
+
+
+def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
+    """Whether the plan is for this model and hardware.
+
+    Args:
+        trace: of the call that the plan, or the stage, is for.
+        hardware: on which its claims are checked.
+    """
+    mark = plan.fingerprint
+    if mark.model != trace.fingerprint:
+        other = (
+            "the plan is for another model: its fingerprint is "
+            f"{mark.model[:12]}, this one's {trace.fingerprint[:12]}"
+        )
+        yield Finding("model", mark.other_batch(trace.batch_in_words) or other)
+    elif mark.inputs and mark.inputs != trace.batch_in_words:
+        yield Finding(
+            "model", f"the batch is {_listed(trace.batch_in_words)}, not {_listed(mark.inputs)}"
+        )
+    if (mark.profile_hash, mark.profile) != (hardware.hash, hardware.name):
+        what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}"
+        yield Finding("model", f"{what}, this is {hardware.name!r} of {hardware.hash}")
+    axis, profiles = (hardware.axis, hardware.profiles) if isinstance(hardware, Mixed) else ("", ())
+    if (mark.axis, mark.profiles) != (axis, tuple((each.name, each.hash) for each in profiles)):
+        what = f"the plan names other devices along an axis than {hardware.name!r}"
+        yield Finding("model", f"{what}, which it says that it is for")
+    yield from _options(plan)
+
+
+def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
+    """The certificate, with a finding where the plan is for a model of another class.
+
+    Args:
+        name: of the model's class.
+    """
+    if plan.fingerprint.model_name == name:
+        return report
+    what = f"the plan is for a {plan.fingerprint.model_name or 'model without a name'}, this is a {name}"
+    return replace(report, findings=(*report.findings, Finding("model", what)))
+
+
+def captured(trace: Trace, plan: Plan) -> Iterator[Finding]:
+    """Whether the model was captured as the plan says."""
+    if plan.capture != str(trace.folding):
+        yield Finding("words", f"the model is captured {trace.folding}, not {plan.capture}")
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """What does not bear on the claims."""
+    here = torch.__version__.split("+")[0]
+    if plan.fingerprint.torch != here:
+        yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
+    if plan.fingerprint.autopar != VERSION:
+        yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
+    if not plan.fingerprint.inputs:
+        yield "fingerprint.inputs is empty: the plan does not say for which batch it is"
+
+
+def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether stages name the model and the versions that the plan names."""
+    for number, stage in enumerate(pipeline.stages):
+        said, mark = plan.fingerprint, stage.fingerprint
+        here = (said.model_name, said.autopar, said.torch)
+        if (mark.model_name, mark.autopar, mark.torch) != here:
+            what = f"stage {number} is of {mark.model_name!r} by autopar {mark.autopar} and torch {mark.torch}"
+            yield Finding("model", f"{what}, the plan of {here[0]!r} by {here[1]} and {here[2]}")
+
+
+def _options(plan: Plan) -> Iterator[Finding]:
+    """Whether the plan is one that its options allow; a stage's are compared with the plan's."""
+    options = plan.options
+    for name in OPTIONS:
+        if name not in options:
+            yield Finding("model", f"the plan does not record its option {name}")
+    if options.get("optimizer") not in OPTIMIZERS:
+        what = f"the plan is for optimizer {options.get('optimizer')!r}, which is not known"
+        yield Finding("model", what)
+    if options.get("loss_rows", AUTO) not in (AUTO, plan.loss_rows):
+        what = f"the loss has {plan.loss_rows} rows at a time, where {options['loss_rows']} are asked for"
+        yield Finding("model", what)
+    stages = plan.pipeline.stages if plan.pipeline else (plan,)
+    without = [entry.key for stage in stages for entry in stage.entries if entry.replicated]
+    if options.get("strict") and without:
+        what = "it runs replicated for want of a rule, and strict=True refuses that"
+        yield Finding("model", what, without[0])
+
+
+def pipeline_as_asked(plan: Plan) -> Iterator[Finding]:
+    """Whether the plan has the pipeline, or the number of microbatches, that its options ask for."""
+    pipeline, num = plan.pipeline, plan.pipeline.num_microbatches if plan.pipeline else 1
+    asked_num = plan.options.get("num_microbatches", AUTO)
+    if asked_num not in (AUTO, num):
+        yield Finding("model", f"there are {num} microbatches, where {asked_num} are asked for")
+    try:
+        constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+        for constraint in constraints:
+            check(constraint, plan.mesh)
+        asked = pipeline_in(constraints, plan.mesh)
+    except AutoparError as error:
+        yield Finding("model", error.what)
+        return
+    promised = asked is not None and asked.independent
+    if pipeline is not None and pipeline.independent != promised:
+        what = f"samples are{'' if promised else ' not'} independent by the promise in the options"
+        yield Finding("model", f"{what}, and the pipeline says otherwise")
+    if pipeline is None or asked is None:
+        return
+    waits = pipeline.schedule == GPIPE  # also where backward waits for a loss of the whole batch
+    wanted = {
+        "axis": (asked.axis, pipeline.axis),
+        "number of microbatches": (asked.microbatches, num),
+        "schedule": (
+            None if asked.schedule == AUTO or waits else asked.schedule,
+            pipeline.schedule,
+        ),
+        "cuts": (asked.cuts and tuple(sorted(asked.cuts)), tuple(sorted(pipeline.modules))),
+        "number of stages per device": (asked.chunks, pipeline.num_chunks),
+    }
+    for what, (said, had) in wanted.items():
+        if said is not None and said != had:
+            yield Finding("model", f"the pipeline's {what} is {had!r}, where {said!r} is asked for")
+
+
+def _listed(inputs: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{path} {what}" for path, what in inputs)
