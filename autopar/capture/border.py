@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -111,15 +112,17 @@ class Border:
         output.args = (tuple(node for _, node in results),)
         return results
 
-    def repeat(self, runs: Iterable[Run]) -> None:
-        """Repeat the layers of a shortened model's runs in the finished graph.
+    def repeat(self, runs: Iterable[Run], model: nn.Module) -> None:
+        """Repeat the layers of a shortened model's runs in the finished graph, which becomes that of `model`.
 
         Raises:
             NotFoldable: where they are not alike.
         """
         results = dict(zip((kind for kind, _ in self.results), self._output.args[0], strict=True))
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        ranks = {self.first.get(name, name): rank for rank, (name, _) in enumerate(named)}
         for run in runs:
-            self.nodes, results = repeat(run, self.graph, self.nodes, results)
+            self.nodes, results = repeat(run, self.graph, self.nodes, results, ranks)
         self.results = list(results.items())
 
     def add_tangents_last(self) -> None:

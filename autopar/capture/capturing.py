@@ -22,7 +22,7 @@ from autopar.capture.border import Border
 from autopar.capture.calls import argument_of, called, check_call
 from autopar.capture.execute import propagate
 from autopar.capture.finite import all_finite, asks_for_finite
-from autopar.capture.folding import NotFoldable, Shortened, capture_shortened, renumbered
+from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered
 from autopar.capture.labels import assign_keys, label
 from autopar.capture.mixed import settle_dtypes
 from autopar.capture.notes import of_the_model
@@ -37,6 +37,8 @@ from autopar.capture.trace import Folding, Trace
 from autopar.capture.trees import flatten_call
 from autopar.errors import CaptureError, Where
 from autopar.garbage import collected_seldom
+
+_MOST_REPLACED = 4  # runs that turn out not to be equal, before a model is captured in full
 
 
 def capture(
@@ -126,13 +128,16 @@ def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 
 
 def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    refusal = "it was not asked for"
-    if fold:
+    refusal, replaced = "" if fold else "it was not asked for", dict[Run, tuple[Run, ...]]()
+    while fold:
         try:
-            shortened = capture_shortened(model, call)
+            shortened = capture_shortened(model, call, replaced)
             return _normal_form(model, shortened.raw, shortened, call)
         except NotFoldable as error:
-            refusal = str(error)
+            refusal = refusal or str(error)
+            if error.run is None or len(replaced) == _MOST_REPLACED:
+                break
+            replaced[error.run] = () if error.unit is None else error.run.others(error.unit)
     return replace(_normal_form(model, raw_joint(model, call), None, call), folding=Folding((), refusal))
 
 
@@ -145,7 +150,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     graph = raw.graph
     tell_of_unkept(raw.unkept)
     given = zip((node for node in graph.nodes if node.op == "placeholder"), raw.placeholders, strict=True)
-    label(graph, [node for node, (kind, _) in given if kind == "tangent"])
+    label(graph, [node for node, (kind, _) in given if kind == "tangent"], raw.held_elsewhere)
     refuse_float8(graph)
     refuse_sparse(graph)
     if shortened is not None:
@@ -164,7 +169,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     settle_dtypes(graph, border.resting(), call.precision)
     propagate(graph)
     runs = shortened.runs if shortened is not None else ()
-    border.repeat(runs)
+    border.repeat(runs, model)
     border.add_tangents_last()
     number_draws(graph)
     assign_keys(graph)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from autopar.capture.refusals import user_line
 
+_LEVELS = 3  # of lists and dicts within each other
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 
 
-def label(graph: fx.Graph, tangents: Collection[fx.Node] = ()) -> None:
+def label(graph: fx.Graph, tangents: Collection[fx.Node] = (), elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
     """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd recorded.
 
     Sums of gradients carry no module; they take that of their latest labelled operand, which is the gradient that joined.
@@ -22,6 +24,7 @@ def label(graph: fx.Graph, tangents: Collection[fx.Node] = ()) -> None:
 
     Args:
         tangents: placeholders.
+        elsewhere: paths by which forward reaches a module beside that of its registration → that one (`held_elsewhere`).
     """
     order: dict[fx.Node, int] = {}
     phase = "forward"
@@ -32,7 +35,7 @@ def label(graph: fx.Graph, tangents: Collection[fx.Node] = ()) -> None:
             phase = "backward"
         elif "partitioner_tag" in meta:
             phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"
-        module = recorded_module(meta)
+        module = _registered(recorded_module(meta), elsewhere)
         source = user_line(meta.get("stack_trace") or "")
         if not _modules(meta) and phase == "backward" and node.op == "call_function":
             sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
@@ -46,6 +49,32 @@ def recorded_module(meta: dict[str, Any]) -> str:
     """The path of the module that ran a node, by what torch recorded of it; empty of the model itself, or where it did not."""
     stack = _modules(meta)
     return _path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def held_elsewhere(model: nn.Module) -> dict[str, str]:
+    """Paths of modules in lists and dicts of Python's (``blocks.0``) → the paths under which they are registered."""
+    registered = {id(module): path for path, module in model.named_modules()}
+    found: dict[str, str] = {}
+
+    def look(value: Any, path: str, depth: int) -> None:
+        if isinstance(value, nn.Module) and id(value) in registered:
+            found[path] = registered[id(value)]
+        elif isinstance(value, (list, tuple, dict)) and depth:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                look(item, f"{path}.{key}", depth - 1)
+
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_"):
+                look(value, f"{prefix}.{name}".lstrip("."), _LEVELS)
+    return found
+
+
+def _registered(path: str, elsewhere: Mapping[str, str]) -> str:
+    prefix = path if elsewhere else ""
+    while prefix and prefix not in elsewhere:
+        prefix = prefix.rpartition(".")[0]
+    return elsewhere[prefix] + path[len(prefix) :] if prefix else path
 
 
 def _modules(meta: dict[str, Any]) -> Any:

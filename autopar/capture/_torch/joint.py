@@ -41,6 +41,7 @@ from autopar.capture.attributes import settled
 from autopar.capture.calls import argument_of, module_of, refused_by_forward
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.known import settle_known
+from autopar.capture.labels import held_elsewhere
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.picked import settle_rows
@@ -73,6 +74,7 @@ class RawJoint:
         known: flat position of an input, or name of a buffer → what it holds, where the graph is for these values alone.
         attributes: values of modules that forward looked at. outside: of what no module has.
         unkept: attributes that forward writes and a program does not.
+        held_elsewhere: paths by which forward may reach a module → that of its registration.
     """
 
     graph: fx.Graph
@@ -88,6 +90,7 @@ class RawJoint:
     attributes: tuple[ModuleAttribute, ...]
     outside: tuple[OutsideValue, ...]
     unkept: tuple[str, ...]
+    held_elsewhere: Mapping[str, str]
 
 
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
@@ -103,10 +106,8 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=logging_functions(), allow_rnn=True, **_STATIC))
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-        stack.enter_context(gradients_within())
-        stack.enter_context(checks_in_no_order())
-        stack.enter_context(unlocked_properties())
-        stack.enter_context(tensors_given_twice())
+        for context in (gradients_within, checks_in_no_order, unlocked_properties, tensors_given_twice):
+            stack.enter_context(context())
         origins = call.origins()
         stack.enter_context(known_values(origins))
         stack.enter_context(_without_record())
@@ -149,6 +150,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             attributes=tuple(each for each in notes.constants if (each.path, each.name) not in written),
             outside=notes.outside,
             unkept=unkept,
+            held_elsewhere=held_elsewhere(model),
         )
 
 

@@ -3,12 +3,14 @@
 ::
 
     find_runs ─→ cut ─→ tell ─→ compare with the full model ─→ raw_joint of the short one ─→ passes ─→ repeat
-    runs         cutting  checking, stream, entries             shortened                              units, repeating
+    runs,        cutting  checking, stream, entries             shortened                              units, repeating
+    likeness
 
-A run of equal units is cut to its first two and its last two. The shortened model is captured and brought into normal
-form, and the pattern that its interior units share is repeated in the graph. Two things must hold, or the model
-is captured in full and the trace says why: the full model's forward, op by op, is the shortened one's with the interior
-unit repeated (`compare`); and in the joint graph the interior units are alike and read by their neighbours only (`repeat`).
+A run of equal units is cut to its first two and its last two. Three ways of cutting are tried (`cutting.Way`): forward may iterate
+over the layers, count them, or name each. The shortened model is captured and brought into normal form, and the pattern that its
+interior units share is repeated in the graph. Two things must hold, or the run is replaced by others (`Run.others`) or left out; if
+none remains, the model is captured in full and the trace says why: the full model's forward, op by op, is the shortened one's with the
+interior unit repeated (`compare`); and in the joint graph the interior units are alike and read by their neighbours only (`repeat`).
 """
 
 from __future__ import annotations

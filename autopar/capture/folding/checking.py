@@ -21,16 +21,13 @@ from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 from autopar.capture.folding.stream import Follower, Layer, Recorder, Stream, places, tag_inputs, tag_weights
 from autopar.capture.trees import leaves_of
 
-Kept = Mapping[str, Sequence[int]]
 
-
-def tell(model: nn.Module, prepared: Prepared, runs: Sequence[Run], kept: Kept) -> Story:
-    """The story of the shortened model.
+def tell(model: nn.Module, prepared: Prepared, runs: Sequence[Run], layers: Mapping[nn.Module, Layer]) -> Story:
+    """The story of the shortened model, which has these layers.
 
     Raises:
         NotFoldable: its forward fails, or does not call the layers in turn.
     """
-    layers = dict(places(runs, model, kept))
     recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
     recorder.story.results = _run(model, prepared, recorder, "the shortened model")
     return recorder.story
@@ -42,7 +39,7 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
     Raises:
         NotFoldable: it does not; says where it differs.
     """
-    layers = dict(places(runs, model, {}))
+    layers = dict(places(runs, model))
     follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
     if _run(model, prepared, follower, "the model") != story.results:
         raise NotFoldable("what forward returns depends on the number of layers")
@@ -50,7 +47,7 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
 
 def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
     """Name the full model's weights and the inputs, once for both forwards."""
-    tag_weights(model, dict(places(runs, model, {})))
+    tag_weights(model, dict(places(runs, model)))
     tag_inputs(leaves_of((prepared.args, prepared.kwargs)))
 
 
@@ -100,3 +97,18 @@ def _watched(stream: Stream) -> Iterator[None]:
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave).remove)
         yield
+
+
+def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]:
+    """The number of the first call of each module that forward calls, as far as it goes with tensors that have no values."""
+    order: dict[nn.Module, int] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        order.setdefault(module, len(order))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        with contextlib.suppress(Exception):  # whatever a model raises of such tensors, the capture will tell
+            prepared.run(model)
+    return order

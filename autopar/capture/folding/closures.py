@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.folding.runs import DEPTH, HOOKS, INTERNAL, Run, contents
+from autopar.capture.folding.likeness import DEPTH, HOOKS, INTERNAL, contents
+from autopar.capture.folding.runs import Run
 from autopar.capture.trace import OutsideValue
 
 
@@ -20,11 +21,10 @@ def closures_repeated(outside: Iterable[OutsideValue], model: nn.Module, run: Ru
     Args:
         model: the full one.
     """
-    layers, found = list(model.get_submodule(run.path).children()), tuple(outside)
+    layers, found = [model.get_submodule(path) for path in run.layers], tuple(outside)
     added = []
     for position in run.removed:
-        like = run.start + (position - run.start) % run.period
-        pairs = zip(_cells(layers[like]), _cells(layers[position]), strict=True)  # equal layers hold equal functions
+        pairs = zip(_cells(layers[run.like(position)]), _cells(layers[position]), strict=True)  # equal layers hold equal functions
         own = {id(theirs): its for theirs, its in pairs if its is not theirs}
         added += [replace(each, holder=own[id(each.holder)]) for each in found if id(each.holder) in own]
     return found + tuple(added)

@@ -7,14 +7,18 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.folding.runs import Run, beside, configurations, positions_kept
+from autopar.capture.folding.likeness import INTERNAL, beside, configurations
+from autopar.capture.folding.runs import Run, has_no_forward
 
 _COUNTS = re.compile(r"layer|block|depth")
+
+Kept = Mapping[str, Mapping[str, str]]  # path of a module in the full model → its members' names → those in the full model
 
 
 @contextlib.contextmanager
@@ -58,30 +62,104 @@ def _restore(value: Any, before: list[Any]) -> None:
         value.update(before)
 
 
-def cut(model: nn.Module, runs: Sequence[Run], *, counts: bool) -> Mapping[str, tuple[int, ...]]:
-    """Remove the interior units of all runs from the model, and from what stands beside their lists, position by position.
+class Way(Enum):
+    """How a model is shortened.
 
-    Lists and tuples in configurations and outside of the layers that have one element per layer (``layer_types``) are cut
-    alike; with `counts`, numbers of layers too (some models index up to them). Call it within `preserved`.
+    ``REMOVED``: the layers are taken out of what holds them. ``COUNTED``: numbers of layers, and the keys, are cut alike (some
+    models index up to them). ``PASSED``: what forward names itself stays in its place, and returns what it is given.
+    """
+
+    REMOVED, COUNTED, PASSED = auto(), auto(), auto()
+
+
+class Passing(nn.Module):
+    """In place of a layer: returns its first argument."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if name not in INTERNAL:
+                self.__dict__[name] = value
+        self.training = layer.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Its first argument."""
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def cut(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
+    """Remove the interior units of all runs from the model, and from what stands beside them, position by position.
+
+    Lists and tuples in configurations and outside of the layers that have one element per layer (``layer_types``), or that hold the
+    layers or their names, are cut alike. Call it within `preserved`.
 
     Returns:
-        For each list's path, the full model's positions of the layers that stay.
+        For each module whose members have other names now, these names → those in the full model.
     """
-    kept: dict[str, tuple[int, ...]] = {}
-    for path in dict.fromkeys(run.path for run in runs):
-        container = model.get_submodule(path)
-        layers = list(container._modules.values())
-        positions = positions_kept(len(layers), [run for run in runs if run.path == path])
-        for holder in beside(model, layers):
-            _shorten(vars(holder), len(layers), positions, counts)
-        vars(container)["_modules"] = type(container._modules)((str(i), layers[position]) for i, position in enumerate(positions))
-        kept[path] = positions
+    removed = {run.layers[position] for run in runs for position in run.removed}
+    if way is Way.PASSED:
+        for path in removed:
+            holder, name = model.get_submodule(_parent(path)), path.rpartition(".")[2]
+            vars(holder)["_modules"] = {**holder._modules, name: Passing(holder._modules[name])}
+        return {}
+    _cut_lists(model, {id(model.get_submodule(path)) for path in removed})
+    kept: dict[str, Mapping[str, str]] = {}
+    waiting = {_parent(path) for path in removed}
+    while waiting:
+        path = max(waiting, key=lambda each: each.count(".") + bool(each))  # a list that becomes empty goes, too
+        waiting.remove(path)
+        names = _cut_members(model, path, removed, runs, way)
+        if not names and path and has_no_forward(model.get_submodule(path)):
+            removed.add(path)
+            waiting.add(_parent(path))
+        else:
+            kept[path] = names
     return kept
 
 
-def _shorten(attributes: dict[str, Any], length: int, positions: Sequence[int], counts: bool) -> None:
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _cut_members(model: nn.Module, path: str, removed: Collection[str], runs: Sequence[Run], way: Way) -> Mapping[str, str]:
+    """Take the removed members out of the module at `path`; the names of the others → their names in the full model."""
+    holder, prefix = model.get_submodule(path), f"{path}." if path else ""
+    members = holder._modules
+    names = list(members)
+    stay = [position for position, name in enumerate(names) if prefix + name not in removed]
+    here = [run for run in runs if _parent(run.layers[0]) == path]
+    lengths = {run.num_layers: run.num_layers - len(run.removed) for run in here} | {len(names): len(stay)}
+    for other in beside(model, members.values()):
+        _shorten(vars(other), names, stay, lengths if way is Way.COUNTED else {})
+    now = [names[position] for position in stay]
+    if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+        now = names[: len(stay)]
+    elif way is Way.COUNTED:
+        for run in here:
+            of_run = [name for name in names if prefix + name in run.layers]
+            left = [name for name in of_run if prefix + name not in removed]
+            first = dict(zip(left, of_run, strict=False))
+            now = [first.get(name, name) for name in now]
+    vars(holder)["_modules"] = type(members)((name, members[names[position]]) for name, position in zip(now, stay, strict=True))
+    return {name: names[position] for name, position in zip(now, stay, strict=True)}
+
+
+def _shorten(attributes: dict[str, Any], names: Sequence[str], stay: Sequence[int], lengths: Mapping[int, int]) -> None:
+    """Cut what is about the members of a module, whose names these are; numbers of members become what `lengths` says."""
+    left, every = {names[position] for position in stay}, set(names)
     for name, value in attributes.items():
-        if type(value) in (list, tuple) and len(value) == length:
-            attributes[name] = type(value)(value[position] for position in positions)
-        elif counts and type(value) is int and value == length and _COUNTS.search(name):
-            attributes[name] = len(positions)
+        if type(value) in (list, tuple) and len(value) > 1:
+            if all(type(item) is str and item in every for item in value):
+                attributes[name] = type(value)(item for item in value if item in left)
+            elif len(value) == len(names) and not any(isinstance(item, nn.Module) for item in value):
+                attributes[name] = type(value)(value[position] for position in stay)
+        elif type(value) is int and value in lengths and _COUNTS.search(name):
+            attributes[name] = lengths[value]
+
+
+def _cut_lists(model: nn.Module, removed: Collection[int]) -> None:
+    """Take removed modules (by id) out of lists of Python's."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) in (list, tuple) and any(id(item) in removed for item in value):
+                vars(module)[name] = type(value)(item for item in value if id(item) not in removed)

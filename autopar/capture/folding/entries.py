@@ -10,10 +10,23 @@ from typing import Any
 import torch
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, is_fake, no_modes
+from autopar.capture.folding.runs import Run
 
 
 class NotFoldable(Exception):
-    """Why a model has to be captured in full."""
+    """Why a model has to be captured in full.
+
+    Args:
+        run: the run to which it is due, if it is known: others may be folded without it. unit: the unit that differs, if it is known.
+    """
+
+    def __init__(self, why: str, run: Run | None = None, unit: int | None = None) -> None:
+        super().__init__(why)
+        self.run, self.unit = run, unit
+
+
+class NotInTurn(NotFoldable):
+    """Forward calls the layers in another order."""
 
 
 @dataclass(slots=True)

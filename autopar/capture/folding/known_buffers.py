@@ -31,12 +31,9 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
 
 def _copies(name: str, run: Run) -> Iterator[str]:
     """The names of the same buffer in all units of a run; none if it is in no layer of the run."""
-    prefix = f"{run.path}." if run.path else ""
-    number, _, rest = name.removeprefix(prefix).partition(".")
-    layers = range(run.start, run.start + run.num_layers)
-    if name.startswith(prefix) and number.isdecimal() and int(number) in layers:
-        first = run.start + (int(number) - run.start) % run.period
-        yield from (f"{prefix}{layer}.{rest}" for layer in range(first, layers.stop, run.period))
+    found = run.find(name)
+    if found is not None:
+        yield from (f"{layer}{found[1]}" for layer in run.layers[run.like(found[0]) :: run.period])
 
 
 def _is_equal(call: Prepared, name: str, other: str) -> bool:

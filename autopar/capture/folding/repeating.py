@@ -6,45 +6,52 @@ copies go between; then unit `two` and the backward of unit `one` read their new
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from autopar.capture.folding.cutting import Kept
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.units import Border, Kind, Ref, Step, Units, pattern_of
 from autopar.capture.trace import ModuleAttribute
 
 
-def renumbered(path: str, kept: Mapping[str, Sequence[int]]) -> str:
+def renumbered(path: str, kept: Kept) -> str:
     """A path of the shortened model as the full model's: ``layers.3.mlp`` → ``layers.31.mlp``."""
-    for container, positions in kept.items():
-        prefix = f"{container}." if container else ""
-        index = re.match(r"\d+", path[len(prefix) :]) if path.startswith(prefix) else None
-        if index:
-            return f"{prefix}{positions[int(index[0])]}{path[len(prefix) + index.end() :]}"
-    return path
+    full = ""
+    for name in path.split(".") if kept else ():
+        now = kept.get(full, {}).get(name, name)
+        full = f"{full}.{now}" if full else now
+    return full if kept else path
 
 
 def attributes_repeated(attributes: Iterable[ModuleAttribute], run: Run) -> tuple[ModuleAttribute, ...]:
     """Those of the full model: each layer that a shortened one lacks reads what its like, of the first unit, does."""
-    prefix, found = f"{run.path}." if run.path else "", tuple(attributes)
-    added = []
-    for position in run.removed:
-        like = run.start + (position - run.start) % run.period
-        for each in found:
-            if f"{each.path}.".startswith(f"{prefix}{like}."):
-                added.append(replace(each, path=f"{prefix}{position}{each.path[len(f'{prefix}{like}') :]}"))
-    return found + tuple(added)
+    by_layer: dict[int, list[tuple[ModuleAttribute, str]]] = {}
+    stay = []
+    for each in attributes:
+        found = run.find(each.path)
+        if found is not None:
+            by_layer.setdefault(found[0], []).append((each, found[1]))
+        if found is None or found[0] not in run.removed:  # what stands in place of a layer has its path
+            stay.append(each)
+    added = [
+        replace(each, path=f"{run.layers[position]}{inner}")
+        for position in run.removed
+        for each, inner in by_layer.get(run.like(position), ())
+    ]
+    return (*stay, *added)
 
 
-def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border) -> tuple[Border, Border]:
+def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border, ranks: Mapping[str, int]) -> tuple[Border, Border]:
     """Insert the interior units of `run` into `graph`, whose output lists `results`.
 
     Args:
         placeholders, results: the border's nodes by (kind, name), in order.
+        ranks: the order in which the full model registers its parameters and buffers.
 
     Returns:
         placeholders and results of the longer graph, in the order of a full capture.
@@ -52,14 +59,14 @@ def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border) -> 
     Raises:
         NotFoldable: the units are not alike; the graph is unchanged then.
     """
-    return _Repetition(run, graph, placeholders, results).run()
+    return _Repetition(run, graph, placeholders, results, ranks).run()
 
 
 class _Repetition:
     """The copies of one run: `copies[unit][phase]` are nodes in the pattern's order, `own[unit]` its placeholders."""
 
-    def __init__(self, run: Run, graph: fx.Graph, placeholders: Border, results: Border) -> None:
-        self.graph, self.placeholders, self.results = graph, placeholders, results
+    def __init__(self, run: Run, graph: fx.Graph, placeholders: Border, results: Border, ranks: Mapping[str, int]) -> None:
+        self.graph, self.placeholders, self.results, self.ranks = graph, placeholders, results, ranks
         self.units = units = Units(run, graph, placeholders)
         self.pattern = pattern_of(units, placeholders, results)
         self.inserted = range(units.one + 1, units.two)
@@ -86,7 +93,12 @@ class _Repetition:
         results = self._joined(self.results, made)
         output = next(iter(reversed(self.graph.nodes)))
         output.args = (tuple(results.values()),)
-        return self._joined(self.placeholders, self.own), results
+        placeholders = self._joined(self.placeholders, self.own)
+        for kind in ("parameter", "buffer"):
+            nodes = [node for entry, node in placeholders.items() if entry[0] == kind and entry[1] in self.ranks]
+            for before, node in itertools.pairwise(nodes):
+                before.append(node)
+        return placeholders, results
 
     def _insert_placeholders(self) -> None:
         for kind in dict.fromkeys(kind for kind, _ in self.pattern.own):
@@ -144,14 +156,16 @@ class _Repetition:
                         node.replace_input_with(operand, moved[operand])
 
     def _joined(self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]) -> Border:
-        """The border with the entries of the copies before those of unit two."""
+        """The border with the entries of the copies; each kind's in the order of the full model."""
+        more = {(kind, self.units.path(unit, rest)): copy for unit in self.inserted for (kind, rest), copy in added.get(unit, {}).items()}
+        changed = {kind for kind, _ in more}
         joined: Border = {}
-        begun: set[str] = set()
-        for (kind, name), node in border.items():
-            home = self.units.home(name) if isinstance(name, str) else None
-            if home and home[0] == self.units.two and kind not in begun:
-                begun.add(kind)
-                for unit in self.inserted:
-                    joined |= {(k, self.units.path(unit, rest)): copy for (k, rest), copy in added.get(unit, {}).items() if k == kind}
-            joined[kind, name] = node
+        for entry, node in border.items():
+            if entry in joined:
+                continue
+            joined[entry] = node
+            if entry[0] in changed and entry[1] in self.ranks:
+                same = {each: of for part in (border, more) for each, of in part.items() if each[0] == entry[0] and each[1] in self.ranks}
+                del joined[entry]
+                joined |= {each: same[each] for each in sorted(same, key=lambda each: self.ranks[each[1]])}
         return joined

@@ -1,244 +1,234 @@
-"""Find runs of equal layers in a model's lists of modules.
+"""Find runs of equal layers in a model.
 
-A *list* is a ModuleList, a Sequential, or a ModuleDict with the keys "0", "1", …, that is not inside another list's run. A
-*unit* is `period` neighbouring layers; a *run* is several equal units in a row. Layers are equal where everything is equal that
-could decide what they compute: classes, attributes, shapes, dtypes, `requires_grad` and hooks of all their modules. An integer
-attribute that counts the layers (``layer_idx``) does not make them differ: whether it matters is for the check against the full
-model to find.
+Layers are looked for in the children of each list of modules (ModuleList, Sequential, ModuleDict), then, where a module has no run
+in its lists, among all modules that are equally deep within it: attributes of a module of the user's own, layers of several parents. A
+list within a list that has no forward of its own stands for its members. Layers are in the order in which they are registered, or, where
+forward calls them in another, in that one.
+
+A *unit* is `period` neighbouring layers; a *run* is several equal units in a row. Which layers are
+equal says `likeness`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import types
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
+
+from autopar.capture.folding.likeness import counters, difference, facts_beside, facts_of, tensors_of
 
 KEPT_FIRST, KEPT_LAST = 2, 2  # units that stay: between two equal neighbours there are enough to see what repeats
 _LEAST_SAVING = 2  # layers: the check costs about as much as capturing one
+_FEWEST = KEPT_FIRST + KEPT_LAST + _LEAST_SAVING
 _MAX_PERIOD = 8
-DEPTH = 6  # of nested containers in an attribute
-INTERNAL = frozenset(vars(nn.Module()))
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MAX_LEVELS = 4  # of modules within a module, among which layers are looked for
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-Fact = tuple[str, Any]  # (what, its value) of a layer
+Order = Mapping[nn.Module, int]  # modules that forward calls, and the number of the first call
+Named = tuple[str, nn.Module]  # path, module
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Units of equal layers: `period` layers each, `num_units` of them, from position `start` of the list at `path` on."""
+    """Units of equal layers: `period` layers each, one after the other.
+
+    Attributes:
+        path: the module that holds them. layers: their paths, in the order in which forward calls them.
+    """
 
     path: str
-    start: int
+    layers: tuple[str, ...]
     period: int
-    num_units: int
+    _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def removed(self) -> range:
-        """Positions of the layers that a shortened model lacks."""
-        return range(self.start + KEPT_FIRST * self.period, self.start + (self.num_units - KEPT_LAST) * self.period)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_index", {path: position for position, path in enumerate(self.layers)})
 
     @property
     def num_layers(self) -> int:
         """Layers in all units."""
-        return self.period * self.num_units
+        return len(self.layers)
+
+    @property
+    def num_units(self) -> int:
+        """Units."""
+        return len(self.layers) // self.period
+
+    @property
+    def removed(self) -> range:
+        """Positions of the layers that a shortened model lacks."""
+        return range(KEPT_FIRST * self.period, (self.num_units - KEPT_LAST) * self.period)
 
     @property
     def name(self) -> str:
-        """The list for people: its path, or the model where it is the list itself."""
+        """What holds the layers for people: its path, or the model where it is that itself."""
         return self.path or "the model"
+
+    def layer(self, position: int) -> str:
+        """A layer for people: ``layer 7 of layers``."""
+        return f"layer {self.layers[position].removeprefix(f'{self.path}.')} of {self.name}"
+
+    def find(self, path: str) -> tuple[int, str] | None:
+        """The position of the layer in which a module, parameter or buffer is, and its path there (``.weight``); None outside."""
+        prefix = path
+        while prefix:
+            if prefix in self._index:
+                return self._index[prefix], path[len(prefix) :]
+            prefix = prefix.rpartition(".")[0]
+        return None
+
+    def like(self, position: int) -> int:
+        """The position of the layer of the first unit that is equal to this one."""
+        return position % self.period
+
+    def others(self, unit: int) -> tuple[Run, ...]:
+        """What may be equal if this unit is not like the rest: units of all layers in a holder, or the units before and behind it."""
+        held = [len(list(group)) for _, group in itertools.groupby(self.layers, key=lambda path: path.rpartition(".")[0])]
+        if self.period < held[0] <= _MAX_PERIOD and len(set(held)) == 1:
+            return _worthwhile((replace(self, period=held[0]),))
+        pieces = self.layers[: unit * self.period], self.layers[(unit + 1) * self.period :]
+        return _worthwhile(replace(self, layers=layers) for layers in pieces)
 
     def __str__(self) -> str:
         alternating = f", {self.period} kinds in turn" if self.period > 1 else ""
         return f"{self.num_layers} layers of {self.name}{alternating}"
 
 
-def find_runs(model: nn.Module) -> tuple[tuple[Run, ...], str]:
-    """Runs that are worth folding, outermost lists first; where there is none, why."""
-    owners = Counter(id(tensor) for tensor in _tensors_by_path(model))
-    runs: list[Run] = []
-    reasons: list[str] = []
-    _search(_Model(model, owners), model, "", runs, reasons)
+def _worthwhile(runs: Iterable[Run]) -> tuple[Run, ...]:
+    return tuple(run for run in runs if len(run.removed) >= _LEAST_SAVING)
+
+
+def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, ...], str]:
+    """Runs that are worth folding, outermost lists first; where there is none, why.
+
+    Args:
+        order: of the calls of forward, if the layers are to be in this order instead of that of their registration.
+    """
+    owners = Counter(id(tensor) for tensor in tensors_of(model))
+    search = _Search(model, owners, order)
+    search.within(model, "")
+    runs, reasons = search.runs, search.reasons
     return tuple(runs), "" if runs else (reasons[0] if reasons else "no list of modules is long enough to fold")
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """The model, and how many modules hold each of its tensors (by id)."""
+class _Search:
+    """The model, how many modules hold each of its tensors (by id), and what has been found."""
 
-    root: nn.Module
-    owners: Counter[int]
+    def __init__(self, model: nn.Module, owners: Counter[int], order: Order | None) -> None:
+        self.model, self.owners, self.order = model, owners, order
+        self.runs: list[Run] = []
+        self.reasons: list[str] = []
 
+    def within(self, module: nn.Module, path: str) -> bool:
+        """Whether there are runs in a module."""
+        found = isinstance(module, LISTS) and self._among(_members(module, path), beside_them=True)
+        if not found:
+            found = any([self.within(child, _joined(path, name)) for name, child in module.named_children()])
+        return found or (not has_no_forward(module) and self._among_levels(module, path))
 
-def _search(model: _Model, module: nn.Module, path: str, runs: list[Run], reasons: list[str]) -> None:
-    if _is_list(module):
-        found, reason = _runs_of(model, module, path)
-        runs += found
-        reasons += [reason] if reason else []
-        if found:
-            return
-    for name, child in module.named_children():
-        _search(model, child, f"{path}.{name}".lstrip("."), runs, reasons)
+    def _among_levels(self, module: nn.Module, path: str) -> bool:
+        """Whether there are runs of modules that are equally deep; long lists were searched before."""
+        level = _members(module, path, skip_long=True)
+        for _ in range(_MAX_LEVELS):
+            if self._among(level, beside_them=False):
+                return True
+            deeper = [
+                inner
+                for name, each in level
+                for inner in ((not _is_long(each) and _members(each, name, skip_long=True)) or [(name, each)])
+            ]
+            if len(deeper) == len(level):
+                return False
+            level = deeper
+        return False
 
+    def _among(self, layers: Sequence[Named], *, beside_them: bool) -> bool:
+        """Whether there are runs of these modules; with `beside_them`, lists of the same length elsewhere are about them."""
+        if self.order is not None:
+            layers = [each for each in layers if each[1] in self.order]
+        if len(layers) < _FEWEST:
+            return False
+        modules = [module for _, module in layers]
+        facts = [dict(facts_of(module, self.owners)) for module in modules]
+        tries = [facts]
+        if beside_them:
+            told = facts_beside(self.model, modules)
+            tries.insert(0, [{**fact, **more} for fact, more in zip(facts, told, strict=True)])
+        for candidates in tries:  # lists that are as long as there are layers need not be about the layers
+            reason = self._equal(layers, candidates, least_units=0 if beside_them else _FEWEST)
+            if not reason:
+                return True
+        self.reasons += [reason] if beside_them else []
+        return False
 
-def _is_list(module: nn.Module) -> bool:
-    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    return isinstance(module, containers) and list(module._modules) == [str(i) for i in range(len(module))]
-
-
-def _tensors_by_path(model: nn.Module) -> Iterator[torch.Tensor]:
-    for _, module in model.named_modules(remove_duplicate=False):
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                yield tensor
-
-
-def _runs_of(model: _Model, module: nn.Module, path: str) -> tuple[list[Run], str]:
-    layers = list(module.children())
-    if len(layers) < KEPT_FIRST + KEPT_LAST + _LEAST_SAVING:
-        return [], ""
-    facts = [dict(_facts(layer, model.owners)) for layer in layers]
-    told = [{**fact, **more} for fact, more in zip(facts, _facts_beside(model.root, layers), strict=True)]
-    reason = ""
-    for candidates in (told, facts):  # lists that are as long as there are layers need not be about the layers
-        for counter in _counters(candidates):
-            for fact in candidates:
+    def _equal(self, layers: Sequence[Named], facts: Sequence[dict[str, Any]], least_units: int) -> str:
+        """Enter the runs of layers with equal facts; where there is none, why."""
+        for counter in counters(facts):
+            for fact in facts:
                 fact.pop(counter, None)
         kinds: dict[Any, int] = {}
-        keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in candidates]
-        found = list(_best(keys, 0, len(keys), path))
-        if found:
-            return found, ""
-        reason = _difference(candidates, keys, path)
-    return [], reason
+        keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in facts]
+        turn = list(range(len(layers)))
+        if self.order is not None:
+            turn.sort(key=lambda position: self.order[layers[position][1]])  # type: ignore[index]
+        paths = tuple(layers[position][0] for position in turn)
+        spans = _best([keys[position] for position in turn], 0, len(keys))
+        found = [Run(_holder(paths[span.start : span.stop]), paths[span.start : span.stop], period) for span, period in spans]
+        found = [run for run in found if run.num_units >= least_units]
+        self.runs += found
+        return "" if found else difference(facts, keys, [path for path, _ in layers])
 
 
-def _facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """For each layer what lists of the same length say at its position."""
-    facts: list[dict[str, Any]] = [{} for _ in layers]
-    for holder in beside(model, layers):
-        for name, value in vars(holder).items():
-            if type(value) in (list, tuple) and len(value) == len(layers):
-                for fact, item in zip(facts, value, strict=True):
-                    fact[f"{type(holder).__name__}.{name}"] = _described(item, {})
-    return facts
-
-
-def _counters(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Integer facts that are the layer's position plus a constant."""
-    names = dict.fromkeys(name for fact in facts for name in fact)
-    found = []
-    for name in names:
-        held = [(position, fact[name]) for position, fact in enumerate(facts) if name in fact]
-        if len(held) > 1 and all(type(value) is int for _, value in held) and len({value - position for position, value in held}) == 1:
-            found.append(name)
+def _members(module: nn.Module, path: str, *, skip_long: bool = False) -> list[Named]:
+    """A module's children; those without a forward stand for theirs, but long ones with `skip_long`."""
+    found: list[Named] = []
+    for name, child in module._modules.items():
+        if child is None or (skip_long and has_no_forward(child) and _is_long(child)):
+            continue
+        inner = _joined(path, name)
+        found += _members(child, inner, skip_long=skip_long) if has_no_forward(child) else [(inner, child)]
     return found
 
 
-def _best(keys: Sequence[int], start: int, end: int, path: str) -> Iterator[Run]:
-    """The run in ``keys[start:end]`` that saves most layers, and those beside it."""
-    best = None
+def _is_long(module: nn.Module) -> bool:
+    return isinstance(module, LISTS) and len(module) >= _FEWEST
+
+
+def _holder(layers: Sequence[str]) -> str:
+    """The path of the innermost module that holds all layers."""
+    parts = [path.split(".")[:-1] for path in layers]
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+    return ".".join(names[0] for names in shared)
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether it is a plain list or dict of modules, which is not called itself."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _best(keys: Sequence[int], start: int, end: int) -> Iterator[tuple[range, int]]:
+    """The positions and the period of the run in ``keys[start:end]`` that saves most layers, and of those beside it."""
+    best, period_of_best = range(0), 1
     for period in range(1, _MAX_PERIOD + 1):
         position = start
         while position + period <= end:
             reach = position + period
             while reach < end and keys[reach] == keys[reach - period]:
                 reach += 1
-            run = Run(path, position, period, (reach - position) // period)
-            if len(run.removed) >= _LEAST_SAVING and (best is None or len(run.removed) > len(best.removed)):
-                best = run
+            span = range(position, position + (reach - position) // period * period)
+            saved = len(span) - (KEPT_FIRST + KEPT_LAST) * period
+            if saved >= _LEAST_SAVING and saved > len(best) - (KEPT_FIRST + KEPT_LAST) * period_of_best:
+                best, period_of_best = span, period
             position = max(position + 1, reach - period + 1)
-    if best is not None:
-        yield from _best(keys, start, best.start, path)
-        yield best
-        yield from _best(keys, best.start + best.num_layers, end, path)
-
-
-def _difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], path: str) -> str:
-    """A sentence on why there is no run: the last two neighbours that differ, and in what."""
-    later = max(position for position in range(1, len(keys)) if keys[position] != keys[position - 1])
-    before, after = facts[later - 1], facts[later]
-    names = [name for name in {**before, **after} if before.get(name, ...) != after.get(name, ...)]
-    what = repr(names[0].strip()) if names else "the order of their attributes"
-    return f"layers {later - 1} and {later} of {path or 'the model'} differ in {what}"
-
-
-def _facts(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
-    inside = {id(module): name for name, module in layer.named_modules()}
-    for name, module in layer.named_modules():
-        yield f"{name} class", type(module)
-        yield f"{name} training", module.training
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for attribute, tensor in tensors.items():
-                yield f"{name}.{attribute}".lstrip("."), (kind, *_tensor_fact(tensor))
-                if tensor is not None and owners[id(tensor)] > 1:  # what something else has too is like no other
-                    yield f"{name}.{attribute} (tied)".lstrip("."), id(tensor)
-        for attribute, value in vars(module).items():
-            if attribute not in INTERNAL:
-                yield f"{name}.{attribute}".lstrip("."), _described(value, inside)
-        for hooks in HOOKS:
-            if vars(module)[hooks]:
-                yield f"{name} {hooks}", tuple(_described(hook, inside) for hook in vars(module)[hooks].values())
-
-
-def _tensor_fact(tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    return () if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
-    """Something hashable that is equal for values that act alike; identity where nothing better is known."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
-        return value if type(value) is int else (type(value), value)
-    if isinstance(value, nn.Module) and id(value) in inside:
-        return "module", inside[id(value)]
-    if depth < DEPTH:
-        describe = functools.partial(_described, inside=inside, depth=depth + 1)
-        if isinstance(value, (tuple, list)):
-            return (type(value), *map(describe, value))
-        if isinstance(value, dict):
-            return (type(value), *((describe(key), describe(item)) for key, item in value.items()))
-        if isinstance(value, types.MethodType):
-            return "method", id(value.__func__), describe(value.__self__)
-        if isinstance(value, functools.partial):
-            return "partial", describe(value.func), describe(value.args), describe(value.keywords)
-        if isinstance(value, types.FunctionType):
-            return "function", value.__code__, describe(value.__defaults__), describe(tuple(contents(value)))
-    return type(value), id(value)
-
-
-def contents(function: types.FunctionType) -> Iterator[Any]:
-    """What the variables of its closure hold, but for those without a value."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            yield cell.cell_contents
-
-
-def positions_kept(length: int, runs: Iterable[Run]) -> tuple[int, ...]:
-    """Positions of a list's layers that stay in a shortened model."""
-    removed = {position for run in runs for position in run.removed}
-    return tuple(position for position in range(length) if position not in removed)
-
-
-def beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
-    """Modules outside of the layers, and all configurations."""
-    inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
-    yield from (module for module in model.modules() if id(module) not in inside)
-    yield from configurations(model)
-
-
-def configurations(model: nn.Module) -> list[Any]:
-    """Objects that modules hold as ``config``, and those of the same name within them (``text_config``), each once."""
-    found: dict[int, Any] = {}
-    waiting = [value for module in model.modules() for name, value in vars(module).items() if name == "config"]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, type):
-            found[id(config)] = config
-            waiting += [value for name, value in vars(config).items() if "config" in name]
-    return list(found.values())
+    if best:
+        yield from _best(keys, start, best.start)
+        yield best, period_of_best
+        yield from _best(keys, best.stop, end)

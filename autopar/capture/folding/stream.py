@@ -3,8 +3,8 @@
 A *place* is a unit of a run, or everything outside the runs; a unit lasts from the call of its first layer to the call of
 the next unit's, the last one to its own end. Each op has an offset within its place. An operand is named by where it was
 made, relative to the reader: (units back, offset) within a run, a fixed offset outside, counted from the first or the
-last unit for readers outside. So equal units have equal *entries* (op, operands, other arguments, whether gradients
-are recorded), wherever they stand.
+last unit for readers outside; those of interior units may not be read. So equal units have equal *entries* (op, operands, other
+arguments, whether gradients are recorded), wherever they stand.
 
 `Recorder` writes the entries of a shortened model, unit by unit. `Follower` runs the full model against them: each
 op must be the one that is expected there, and its results are made from what was recorded, without computing shapes anew.
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture._torch.fakes import FakeMode, is_fake, no_modes
-from autopar.capture.folding.entries import Entry, NotFoldable, Story, recorded, remade
+from autopar.capture.folding.entries import Entry, NotFoldable, NotInTurn, Story, recorded, remade
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 
 OUTSIDE = -1
@@ -76,9 +76,10 @@ class Stream(TorchDispatchMode):
         self._outside = 0  # offset outside while a run is on
         self.refusal: NotFoldable | None = None  # kept, should the model catch it
 
-    def refused(self, why: str) -> NotFoldable:
-        """The first refusal."""
-        self.refusal = self.refusal or NotFoldable(why)
+    def refused(self, why: str, kind: type[NotFoldable] = NotFoldable, of: tuple[int, int] | None = None) -> NotFoldable:
+        """The first refusal; due to a run and a unit of the full model, or to those of the current place."""
+        run, unit = of or (self.run, self.full_unit)
+        self.refusal = self.refusal or (kind(why) if run == OUTSIDE else kind(why, self.runs[run], unit))
         return self.refusal
 
     @classmethod
@@ -94,7 +95,8 @@ class Stream(TorchDispatchMode):
         """
         number = layer.unit * self.runs[layer.run].period + layer.position
         if number != self.next_layer[layer.run] or self.run not in (layer.run, OUTSIDE) or (self.run == OUTSIDE) != (number == 0):
-            raise self.refused(f"{layer.path} is not called in turn")
+            self.run = layer.run
+            raise self.refused(f"{layer.path} is not called in turn", NotInTurn)
         self.next_layer[layer.run] += 1
         if layer.position == 0:
             if self.run == OUTSIDE:
@@ -116,9 +118,9 @@ class Stream(TorchDispatchMode):
             raise self.refusal
         for run, number in zip(self.runs, self.next_layer, strict=True):
             if number == 0:
-                raise NotFoldable(f"forward does not call the layers of {run.name}")
+                raise NotFoldable(f"forward does not call the layers of {run.name}", run)
         if self.run != OUTSIDE:
-            raise NotFoldable(f"forward does not call all layers of {self.runs[self.run].name}")
+            raise NotFoldable(f"forward does not call all layers of {self.runs[self.run].name}", self.runs[self.run])
 
     def described(self, value: Any, tensors: list[torch.Tensor]) -> Any:
         """An argument, comparable between places; its tensors are appended to `tensors`."""
@@ -145,7 +147,11 @@ class Stream(TorchDispatchMode):
             return ("own", offset) if (run, full_unit) == (self.run, self.full_unit) else (run, full_unit, offset)
         if run == self.run:
             return self.unit - unit, offset, number
-        return run, unit if unit == 0 else unit - self.num_units[run], offset, number
+        behind = self.num_units[run] - unit
+        if unit and behind > KEPT_LAST:
+            read = self.runs[run].layer(unit * self.runs[run].period)  # before all that a shortened model lacks
+            raise self.refused(f"{self._where()} reads what {read} makes", of=(run, unit))
+        return run, unit if unit == 0 else -behind, offset, number
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor that forward built from numbers, by its values."""
@@ -176,6 +182,12 @@ class Stream(TorchDispatchMode):
         """Something that is no op but decides what backward does."""
         self.answer((*what, self.described(arguments, [])), [], lambda: None)
         self.offset += 1
+
+    def _where(self) -> str:
+        if self.run == OUTSIDE:
+            return "the part outside of the layers"
+        run = self.runs[self.run]
+        return run.layer(self.full_unit * run.period)
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         """The op's results."""
@@ -218,12 +230,6 @@ class Follower(Stream):
         if self.offset < len(self._expected):
             raise self.refused(f"{self._where()} lacks {_name(self._expected[self.offset])}")
 
-    def _where(self) -> str:
-        if self.run == OUTSIDE:
-            return "the part outside of the layers"
-        run = self.runs[self.run]
-        return f"layer {run.start + self.unit * run.period} of {run.name}"
-
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
@@ -240,14 +246,13 @@ def _name(entry: Entry) -> str:
     return str(entry.what[0])
 
 
-def places(runs: Sequence[Run], model: nn.Module, kept: Mapping[str, Sequence[int]]) -> Iterator[tuple[nn.Module, Layer]]:
-    """The layers of all runs in `model`, a full one (`kept` is empty) or a shortened one."""
+def places(runs: Sequence[Run], model: nn.Module, *, short: bool = False) -> Iterator[tuple[nn.Module, Layer]]:
+    """The layers of all runs in the full model; those that a shortened one has, if it is `short`."""
     for number, run in enumerate(runs):
-        layers = list(model.get_submodule(run.path).children())
-        positions = kept.get(run.path) or range(len(layers))
         unit = 0
-        for layer, position in zip(layers, positions, strict=True):
-            full_unit, within = divmod(position - run.start, run.period)
-            if 0 <= full_unit < run.num_units:
-                yield layer, Layer(number, unit, full_unit, within, f"{run.path}.{position}".lstrip("."))
-                unit += within == run.period - 1
+        for position, path in enumerate(run.layers):
+            if short and position in run.removed:
+                continue
+            full_unit, within = divmod(position, run.period)
+            yield model.get_submodule(path), Layer(number, unit, full_unit, within, path)
+            unit += within == run.period - 1

@@ -93,17 +93,16 @@ class Units:
         return self._homes[path]
 
     def _home(self, path: str) -> Home | None:
-        prefix = f"{self.run.path}." if self.run.path else ""
-        index, dot, rest = path.removeprefix(prefix).partition(".")
-        if not path.startswith(prefix) or not index.isdigit():
+        found = self.run.find(path)
+        if found is None:
             return None
-        unit, within = divmod(int(index) - self.run.start, self.run.period)
-        return (unit, f"{within}{dot}{rest}") if 0 <= unit < self.run.num_units else None
+        unit, within = divmod(found[0], self.run.period)
+        return (unit, f"{within}{found[1]}") if unit < self.run.num_units else None
 
     def path(self, unit: int, rest: str) -> str:
         """The path that `home` took apart."""
         within, dot, inner = rest.partition(".")
-        return f"{self.run.path}.{self.run.start + unit * self.run.period + int(within)}{dot}{inner}".lstrip(".")
+        return f"{self.run.layers[unit * self.run.period + int(within)]}{dot}{inner}"
 
     def _slices(self, phase: str, order: Sequence[int]) -> dict[int, list[fx.Node]]:
         nodes = [node for node in self.graph.nodes if node.op == "call_function" and node.meta["phase"] == phase]
@@ -111,14 +110,25 @@ class Units:
         units = [home[0] if home else None for home in found]
         if not set(order) <= set(units):
             missing = next(unit for unit in order if unit not in units)
-            raise NotFoldable(f"the {phase} graph has no nodes of layer {self.run.start + missing * self.run.period} of {self.run.name}")
+            raise NotFoldable(f"the {phase} graph has no nodes of {self.run.layer(missing * self.run.period)}", self.run)
         starts = [units.index(unit) for unit in order]
         final = max(position for position, unit in enumerate(units) if unit is not None)
         ends = [*starts[1:], final + 1]
+        self._lengthen(starts, ends, order, len(nodes))
         for start, end, unit in zip(starts, ends, order, strict=True):
             if start >= end or any(other not in (unit, None) for other in units[start:end]):
-                raise NotFoldable(f"the layers of {self.run.name} are mixed in the {phase} graph")
+                raise NotFoldable(f"the layers of {self.run.name} are mixed in the {phase} graph", self.run)
         return {unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)}
+
+
+    def _lengthen(self, starts: list[int], ends: list[int], order: Sequence[int], num_nodes: int) -> None:
+        """Let the last unit have what stands behind its layers (``x = x + layer(x)``), as far as other units have it, too."""
+        last, two = order.index(self.last), order.index(self.two)
+        length = ends[two] - starts[two]
+        if last > two:
+            ends[last] = min(max(ends[last], starts[last] + length), num_nodes)
+        else:
+            starts[last] = max(min(starts[last], ends[last] - length), 0)
 
 
 def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
@@ -135,7 +145,7 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
     made = _equal_border(units, {entry: node for entry, node in results.items() if entry[0] != "output"})
     found = [(entry, merge.value(results[_full(units, units.one, entry)], results[_full(units, units.two, entry)])) for entry in made]
     if any(not isinstance(value, Ref) or value.kind is not Kind.HERE for _, value in found):
-        raise NotFoldable(f"a gradient of {units.run.name} is not made in its layer")
+        raise NotFoldable(f"a gradient of {units.run.name} is not made in its layer", units.run)
     return Pattern(forward, backward, own, tuple(found))
 
 
@@ -144,15 +154,10 @@ def _full(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
 
 
 def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
-    """(kind, rest) of the entries of unit one, where those of unit two are the same and follow directly."""
+    """(kind, rest) of the entries of unit one, where those of unit two are the same."""
     one, two = ([(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted] for wanted in (units.one, units.two))
     if one != two:
-        raise NotFoldable(f"neighbouring layers of {units.run.name} differ in parameters, buffers or gradients")
-    for kind in {kind for kind, _ in one}:
-        order = [unit for other, _, unit in _homes(units, border) if other == kind]
-        start, half = order.index(units.one), order.count(units.one)
-        if order[start : start + 2 * half] != [units.one] * half + [units.two] * half:
-            raise NotFoldable(f"parameters or buffers of {units.run.name} are not in the order of its layers")
+        raise NotFoldable(f"neighbouring layers of {units.run.name} differ in parameters, buffers or gradients", units.run)
     return tuple(one)
 
 
@@ -188,7 +193,9 @@ class _Merge:
 
     def differ(self, node: fx.Node) -> NotFoldable:
         """The refusal that names a node of unit one."""
-        return NotFoldable(f"neighbouring layers of {self.units.run.name} differ in {node.target} of {node.meta['module']}")
+        return NotFoldable(
+            f"neighbouring layers of {self.units.run.name} differ in {node.target} of {node.meta['module']}", self.units.run
+        )
 
     def value(self, one: Any, two: Any) -> Any:
         """Two arguments as one; ValueError where they differ."""
@@ -275,5 +282,6 @@ class _Readers:
             own_result = user is self.output and self.results.get(node) == {unit}
             if not own_result and self.units.place.get(user, ("", 0, 0))[:2] not in allowed:
                 raise NotFoldable(
-                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of {self.units.run.name}, from outside"
+                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of {self.units.run.name}, from outside",
+                    self.units.run,
                 )

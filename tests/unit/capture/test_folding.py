@@ -149,7 +149,7 @@ def weighed(model: Stack, x: Tensor) -> Tensor:
 
 
 CENTRAL = ("plain", "by index", "a value for all from before", "half of the layers frozen", "dropout", "a list of kinds beside the layers")
-ALSO_WRONG = ("a change at layer 6", "two layers detached", "two layers without gradients", "the number of layers", "a hook on a tensor")
+ALSO_WRONG = ("a change at layer 6", "two layers detached", "two layers without gradients", "a hook on a tensor")
 # What a shortened model does not show; then what is refused.
 SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
     "a change at layer 6": (at(6, lambda x: x * 2), "layer 6 of layers differs from its like in aten.mul.Tensor"),
@@ -162,11 +162,7 @@ SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
         "layer 4 of layers differs from its like in aten.detach.default",
     ),
     "two layers without gradients": (without_gradient, "layer 4 of layers differs"),
-    "a skip from layer 7": (skip_from(7), "outside of the layers differs from its like in aten.add.Tensor"),
-    "the number of layers": (
-        lambda model, x: plain(model, x) / len(model.layers),
-        "outside of the layers differs from its like in aten.div",
-    ),
+    "a skip from layer 7": (skip_from(7), "outside of the layers reads what layer 7 of layers makes"),
     "a change at layer 6 that no exception leaves": (swallowed, "layer 6 of layers differs"),
     "a hook on a tensor": (at(6, hooked), "a hook on a tensor"),
     "another gradient in one layer": (
@@ -178,19 +174,21 @@ SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
 REFUSED: dict[str, tuple[Walk, str]] = {
     "every third layer": (step_by_step(lambda model, number, x: x * 2 if number % 3 == 0 else x), "layer 3 of layers differs"),
     "a fading factor": (step_by_step(lambda model, number, x: x * (1 - number / N)), "layer 3 of layers differs"),
-    "all hidden states": (collected, "outside of the layers differs from its like in aten.stack"),
-    "the layers reversed": (lambda model, x: [x := layer(x) for layer in reversed(model.layers)][-1], "is not called in turn"),
+    "all hidden states": (collected, "outside of the layers reads what layer 1 of layers makes"),
     "a layer used twice": (lambda model, x: model.layers[0](plain(model, x)), "layers.0 is not called in turn"),
-    "a skip from layer 1": (skip_from(1), "outside of the layers differs"),
-    "a skip from layer 2": (skip_from(2), "outside of the layers differs"),
+    "a skip from layer 1": (skip_from(1), "outside of the layers reads what layer 1 of layers makes"),
+    "a skip from layer 2": (skip_from(2), "outside of the layers reads what layer"),
     "weights read from outside": (weighed, "outside of the layers"),
-    "a layer left out": (lambda model, x: [x := layer(x) for layer in model.layers[1:]][-1], "layers.1 is not called in turn"),
     "no layer called": (lambda model, x: x, "forward does not call the layers"),
 }
 FOLDED: dict[str, Walk] = {
     "plain": plain,
     "the last layer differs": step_by_step(lambda model, number, x: x * 2 if number == len(model.layers) - 1 else x),
     "by index": lambda model, x: [x := model.layers[number](x) for number in range(model.num_layers)][-1],
+    "the layers reversed": lambda model, x: [x := layer(x) for layer in reversed(model.layers)][-1],
+    "a layer called first": lambda model, x: [x := model.layers[number](x) for number in (3, 0, 1, 2, *range(4, N))][-1],
+    "the number of layers": lambda model, x: plain(model, x) / len(model.layers),
+    "two slices": lambda model, x: [x := layer(x) for part in (model.layers[:6], model.layers[6:]) for layer in part][-1],
     "a slice": lambda model, x: [x := layer(x) for layer in model.layers[: model.num_layers]][-1],
     "a constant in each": step_by_step(lambda model, number, x: x * torch.tensor(0.5)),
     "the same gradient in each": step_by_step(lambda model, number, x: Scaled.apply(x, 2.0)),
@@ -201,7 +199,7 @@ FOLDED: dict[str, Walk] = {
 def refusal_of(model: nn.Module) -> str:
     """Why the shortened model will not do; nothing is captured where the check refuses it."""
     with prepared(model, (X,), {}) as call, pytest.raises(NotFoldable) as refusal:
-        capture_shortened(model, call)
+        capture_shortened(model, call, {})
     return str(refusal.value)
 
 
@@ -229,10 +227,16 @@ def test_what_cannot_be_repeated_is_refused(name: str) -> None:
     assert says in refusal_of(stack(walk))
 
 
-@pytest.mark.parametrize("name", ["a skip from layer 1", "weights read from outside"])
-def test_the_graph_shows_readers_outside_where_nothing_is_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_shows_readers_outside_where_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shortened, "compare", lambda *_: None)
-    assert "from outside" in capture(stack(REFUSED[name][0]), (X,)).folding.refusal
+    assert "from outside" in capture(stack(REFUSED["weights read from outside"][0]), (X,)).folding.refusal
+
+
+def test_layers_before_one_that_is_unlike_the_rest_are_folded() -> None:
+    model = stack(SEEN_BY_THE_CHECK["a change at layer 6"][0])
+    folded = capture(model, (X,))
+    assert str(folded.folding) == "folded: 6 layers of layers"
+    assert_same_trace(folded, capture(model, (X,), fold=False))
 
 
 def test_what_is_refused_is_captured_in_full_and_the_trace_says_why() -> None:
@@ -378,7 +382,7 @@ class Frozen(dict[str, Any]):
     __setitem__ = clear = pop = update
 
 
-@pytest.mark.parametrize("walk", [plain, SEEN_BY_THE_CHECK["a skip from layer 7"][0]], ids=["folded", "refused"])
+@pytest.mark.parametrize("walk", [plain, collected], ids=["folded", "refused"])
 def test_a_model_whose_settings_refuse_to_be_changed_is_captured_and_keeps_them(walk: Walk) -> None:
     model = stack(walk)
     model.settings = Frozen(num_layers=N)
@@ -450,7 +454,7 @@ def lists(**kinds: str) -> nn.Module:
 )
 def test_runs_are_found_with_their_period(word: str, runs: list[tuple[int, int, int]]) -> None:
     found, reason = find_runs(lists(layers=word))
-    assert [(run.start, run.period, run.num_units) for run in found] == runs
+    assert [(int(run.layers[0].rpartition(".")[2]), run.period, run.num_units) for run in found] == runs
     assert bool(reason) == (not runs)
 
 
