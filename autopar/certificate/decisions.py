@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from autopar import ops
-from autopar.analysis.work import Work, computes_in, works
+from autopar.analysis.work import works
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
 from autopar.certificate.own import dispatched_along
+from autopar.certificate.own_work import counted, is_free, product_dtype
+from autopar.certificate.rates import Rates, sent_s
 from autopar.certificate.report import Finding, near
 from autopar.certificate.steps import held_so
-from autopar.cost.compute import compute_time
 from autopar.cost.held import offered_as
 from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
@@ -63,6 +64,7 @@ class Decisions:
         ops = range(len(self.priced.problem.ops))
         self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
         self._rests = {storage_key(p.name): p for p in self.trace.parameters} if self.context.accumulates else {}
+        self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
         """Whether model and plan speak of the same nodes, and the plan of each once; nothing else makes sense where not."""
@@ -178,7 +180,7 @@ class Decisions:
             tensor = self.facts.tensors[key, 0]  # of an output that crosses: what comes back for it
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
             wire = self.context.crossing.before if entry.kind == "input" else self.context.crossing.behind
-            return wire.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
+            return sent_s(wire, size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
         return 0.0
 
     def _cast_s(self, p: Parameter, rests: Layout) -> float:
@@ -188,7 +190,7 @@ class Decisions:
         moved = sum(held_bytes(p.view, dtype, rests, self.mesh.shape) for dtype in (p.dtype, p.compute_dtype))
         if rests.host:
             return moved / self._bandwidth(rests)
-        return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, self.profile)
+        return self.rates.op_s("elementwise", 0, moved, p.compute_dtype)
 
     def _bandwidth(self, rests: Layout) -> float:
         """Of the memory in which a parameter rests."""
@@ -206,8 +208,8 @@ class Decisions:
             dtype = call_of(self.facts.nodes[maker]).inputs[0].dtype
         wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
         read, total = held_bytes(p.view, dtype, sums, self.mesh.shape), held_bytes(p.view, wide, sums, self.mesh.shape)
-        written_s = compute_time(Work(0, read + total, "elementwise"), torch.float32, self.profile)
-        added_s = compute_time(Work(0, read + 2 * total, "elementwise"), torch.float32, self.profile)
+        written_s = self.rates.op_s("elementwise", 0, read + total, torch.float32)
+        added_s = self.rates.op_s("elementwise", 0, read + 2 * total, torch.float32)
         return added_s - (added_s - written_s) / self.context.num_microbatches
 
     def crosses(self, entry: Entry) -> bool:
@@ -224,7 +226,11 @@ class Decisions:
         mirrored = mirrored_queries(call, strategy)
         further = {"mirrored": mirrored, "by_kernels": self.profile.has_row_kernels}
         done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along], **further)
-        return sum(times * compute_time(each, computes_in(reads), self.profile) for each, times in done)
+        dtype = product_dtype(reads)
+        if len(done) == 1:  # else it is several passes, which `works` tells apart
+            kind = "view" if is_free(call.target) else done[0][0].kind.replace("view", "elementwise")
+            return self.rates.op_s(kind, *counted(call, reads, makes, mirrored=mirrored), dtype)
+        return sum(times * self.rates.op_s(each.kind, each.flops, each.bytes, dtype) for each, times in done)
 
 
 def mirrored_queries(call: Call, strategy: Strategy) -> bool:

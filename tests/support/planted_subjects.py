@@ -124,10 +124,10 @@ class Attention(nn.Module):
 class Images(nn.Module):
     """Two convolutions, the first over a batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 4) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.second = nn.Conv2d(4, 4, 5, padding=2)
+        self.first, self.norm = nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 5, padding=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.relu(self.norm(self.first(x)))).pow(2).mean()
@@ -163,6 +163,7 @@ SUBJECTS: dict[str, Subject] = {
         _built(Blocks, _x, 8, 8, act=nn.GELU), _SQUARE, [megatron(tp=2, dp=2, zero=3)]
     ),
     "replicas": Subject(_built(Blocks, _x, 8, 8, dtype=torch.bfloat16), _LINE, [ddp()]),
+    "nodes": Subject(_built(Blocks, _x, 8, 8), Mesh({"node": 2, "gpu": 2}), [ddp()]),
     "twins": Subject(_built(Twins, _x, 8, 8), _LINE, [ddp()]),
     "row": Subject(_built(Row, _x, 8, 8), _LINE),
     "sums": Subject(
@@ -198,5 +199,6 @@ SUBJECTS: dict[str, Subject] = {
         [layout("first", input="S(2)~1~1"), layout("second", input="S(2)~2~2")],
         "cpu-gloo",
     ),
+    "channels": Subject(_built(Images, _x, 4, 3, 32, 32, channels=64), _LINE, [ddp()], "cpu-gloo"),
     "uneven": Subject(_built(Blocks, _x, 6, 8, hidden=10), Mesh({"data": 3}), [fsdp()]),
 }
