@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar import ops
-from autopar.analysis.work import works
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
-from autopar.certificate.own import dispatched_along
-from autopar.certificate.own_work import counted, is_free, product_dtype
+from autopar.certificate.op_times import call_s
 from autopar.certificate.rates import Rates, sent_s
 from autopar.certificate.report import Finding, near
 from autopar.certificate.steps import held_so
@@ -28,11 +25,10 @@ from autopar.errors import AutoparError, HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
-from autopar.mirrored import Mirrored
 from autopar.plans import Entry, NodeChoice, Plan
-from autopar.rules import Call, TensorInfo, call_of, is_strategy
+from autopar.rules import call_of, is_strategy
 from autopar.run.parameters import storable
-from autopar.validation.shards import held_bytes, local_lengths
+from autopar.validation.shards import held_bytes
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 
@@ -217,28 +213,7 @@ class Decisions:
         return entry.nodes[0].node.format(*entry.instances[0]) in self._crossing
 
     def _node_time_s(self, key: str, strategy: Strategy) -> float:
-        if any(at.uncast for at in strategy.outputs):
-            return 0.0
-        call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
-        reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
-        makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
-        along = dispatched_along(call, strategy)
-        mirrored = mirrored_queries(call, strategy)
-        further = {"mirrored": mirrored, "by_kernels": self.profile.has_row_kernels}
-        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along], **further)
-        dtype = product_dtype(reads)
-        if len(done) == 1:  # else it is several passes, which `works` tells apart
-            kind = "view" if is_free(call.target) else done[0][0].kind.replace("view", "elementwise")
-            return self.rates.op_s(kind, *counted(call, reads, makes, mirrored=mirrored), dtype)
-        return sum(times * self.rates.op_s(each.kind, each.flops, each.bytes, dtype) for each, times in done)
-
-
-def mirrored_queries(call: Call, strategy: Strategy) -> bool:
-    """Whether attention reads queries that lie mirrored along some axis: then all ranks see equally many pairs of query and key."""
-    if call.target not in (ops.attention, ops.attention_backward):
-        return False
-    queries = strategy.inputs[1 if call.target is ops.attention_backward else 0]
-    return any(isinstance(placement, Mirrored) for placement in queries.placements)
+        return call_s(call_of(self.facts.nodes[key]), strategy, self.rates)
 
 
 def _listed(strategy: Strategy) -> str:

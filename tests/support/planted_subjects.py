@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from overlapping import overlapping
 from planted import Call, Subject
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.norm = nn.Embedding(24, 8), nn.LayerNorm(8)
+        self.table, self.norm = nn.Embedding(24, 8), nn.RMSNorm(8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -200,5 +201,11 @@ SUBJECTS: dict[str, Subject] = {
         "cpu-gloo",
     ),
     "channels": Subject(_built(Images, _x, 4, 3, 32, 32, channels=64), _LINE, [ddp()], "cpu-gloo"),
+    "kernels": Subject(
+        _built(Blocks, _x, 2, 16, 32, width=32, hidden=64, num=1),
+        Mesh({"gpu": 4}),
+        [megatron(tp=4, sequence=True)],
+        overlapping(),
+    ),
     "uneven": Subject(_built(Blocks, _x, 6, 8, hidden=10), Mesh({"data": 3}), [fsdp()]),
 }
