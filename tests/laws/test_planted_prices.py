@@ -19,7 +19,7 @@ from planted_subjects import SUBJECTS
 
 from autopar import collective
 from autopar.analysis import work
-from autopar.cost import priced, times
+from autopar.cost import kernel_times, priced, times
 from autopar.mesh import Mesh
 
 
@@ -119,6 +119,15 @@ FAULTS = {
             lambda target: (work.__name__, "relu" in str(target) or "add" in str(target)),
         ),
     ),
+    "a kernel that hides what it cannot": Fault(
+        "kernels", "it saves", halved("_together", module=kernel_times)
+    ),
+    "a kernel whose pass is free": Fault(
+        "kernels", "it saves", lambda p: p.setattr(kernel_times, "_pass_s", lambda *_: 0.0)
+    ),
+    "a kernel in half of its chunks": Fault(
+        "kernels", "it saves", lambda p: p.setattr(kernel_times, "_CHUNKS", (1,))
+    ),
     "arithmetic at twice the peak": Fault(
         "split", "one instance takes", halved("compute_time", module=times)
     ),
@@ -132,7 +141,15 @@ def certified(name: str) -> None:
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+FAST = (
+    "an all_reduce at half its cost",
+    "a bucket without its passes",
+    "links within a node everywhere",
+)
+CASES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_plan_of_planted_prices_is_refused_by_check(name: str, monkeypatch: Patch) -> None:
     fault = FAULTS[name]
     subject = SUBJECTS[fault.subject]
