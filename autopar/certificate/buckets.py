@@ -15,8 +15,9 @@ import torch
 
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.collective import Collective, bucket_time, most_put_in
+from autopar.collective import Collective
 from autopar.emit.choices import storage_key
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
@@ -78,10 +79,10 @@ class BucketWalk:
             yield f"a device puts in {num_bytes} bytes along dim {whole.dim}, and not as {c} has it"
             return
         shared = self.num_microbatches if bucket.phase == "step" else 1
-        if sum(step.collective.bytes for step in found) > most_put_in(c.kind, self.plan.mesh.shape[c.axis]):
+        sizes, rates = [step.collective.bytes for step in found], Rates(self.plan.mesh, self.profile)
+        if sum(sizes) > rates.most_in_bucket(c):
             yield "it is larger than a bucket may be"
-        sizes, link = [step.collective.bytes for step in found], self.plan.mesh.link(c.axis)
-        time_s = bucket_time(c, self.plan.mesh.shape[c.axis], link, self.profile, sizes) / shared
+        time_s = rates.bucket_s(c, sizes) / shared
         saved_s = sum(step.by_itself_s for step in found) - time_s
         if not near(bucket.time_s, time_s):
             yield f"it takes {time_s:.6g} s, not {bucket.time_s:.6g} s"

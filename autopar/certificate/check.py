@@ -1,8 +1,8 @@
 """`certify`: every claim of a plan, derived anew from the traced model, the plan's mesh and the hardware profile.
 
-What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price` states, the model of time
-(`compute_time`, `collective_time`), emission, and the count of live bytes on the emitted program. What is not: the search, the
-prices, collectives, sizes, sums and the bound that the plan holds. No solver is run.
+What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price` states, emission, and the count of live
+bytes on the emitted program. What is not: the search, the prices, collectives, sizes, sums and the bound that the plan holds. Prices follow
+from the profile by formulas of the certificate's own (`autopar.certificate.rates`, `own_work`). No solver is run.
 """
 
 from __future__ import annotations

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar import ops
-from autopar.analysis.work import Work, computes_in, works
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
-from autopar.certificate.own import dispatched_along
+from autopar.certificate.op_times import call_s
+from autopar.certificate.rates import Rates, sent_s
 from autopar.certificate.report import Finding, near
 from autopar.certificate.steps import held_so
-from autopar.cost.compute import compute_time
 from autopar.cost.held import offered_as
 from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
@@ -27,11 +25,10 @@ from autopar.errors import AutoparError, HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
-from autopar.mirrored import Mirrored
 from autopar.plans import Entry, NodeChoice, Plan
-from autopar.rules import Call, TensorInfo, call_of, is_strategy
+from autopar.rules import call_of, is_strategy
 from autopar.run.parameters import storable
-from autopar.validation.shards import held_bytes, local_lengths
+from autopar.validation.shards import held_bytes
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 
@@ -68,6 +65,7 @@ class Decisions:
         ops = range(len(self.priced.problem.ops))
         self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
         self._rests = {storage_key(p.name): p for p in self.trace.parameters} if self.context.accumulates else {}
+        self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
         """Whether model and plan speak of the same nodes, and the plan of each once; nothing else makes sense where not."""
@@ -183,7 +181,7 @@ class Decisions:
             tensor = self.facts.tensors[key, 0]  # of an output that crosses: what comes back for it
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
             wire = self.context.crossing.before if entry.kind == "input" else self.context.crossing.behind
-            return wire.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
+            return sent_s(wire, size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
         return 0.0
 
     def _cast_s(self, p: Parameter, rests: Layout) -> float:
@@ -193,7 +191,7 @@ class Decisions:
         moved = sum(held_bytes(p.view, dtype, rests, self.mesh.shape) for dtype in (p.dtype, p.compute_dtype))
         if rests.host:
             return moved / self._bandwidth(rests)
-        return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, self.profile)
+        return self.rates.op_s("elementwise", 0, moved, p.compute_dtype)
 
     def _bandwidth(self, rests: Layout) -> float:
         """Of the memory in which a parameter rests."""
@@ -211,8 +209,8 @@ class Decisions:
             dtype = call_of(self.facts.nodes[maker]).inputs[0].dtype
         wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
         read, total = held_bytes(p.view, dtype, sums, self.mesh.shape), held_bytes(p.view, wide, sums, self.mesh.shape)
-        written_s = compute_time(Work(0, read + total, "elementwise"), torch.float32, self.profile)
-        added_s = compute_time(Work(0, read + 2 * total, "elementwise"), torch.float32, self.profile)
+        written_s = self.rates.op_s("elementwise", 0, read + total, torch.float32)
+        added_s = self.rates.op_s("elementwise", 0, read + 2 * total, torch.float32)
         return added_s - (added_s - written_s) / self.context.num_microbatches
 
     def crosses(self, entry: Entry) -> bool:
@@ -220,24 +218,7 @@ class Decisions:
         return entry.nodes[0].node.format(*entry.instances[0]) in self._crossing
 
     def _node_time_s(self, key: str, strategy: Strategy) -> float:
-        if any(at.uncast for at in strategy.outputs):
-            return 0.0
-        call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
-        reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
-        makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
-        along = dispatched_along(call, strategy)
-        mirrored = mirrored_queries(call, strategy)
-        further = {"mirrored": mirrored, "by_kernels": self.profile.has_row_kernels}
-        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along], **further)
-        return sum(times * compute_time(each, computes_in(reads), self.profile) for each, times in done)
-
-
-def mirrored_queries(call: Call, strategy: Strategy) -> bool:
-    """Whether attention reads queries that lie mirrored along some axis: then all ranks see equally many pairs of query and key."""
-    if call.target not in (ops.attention, ops.attention_backward):
-        return False
-    queries = strategy.inputs[1 if call.target is ops.attention_backward else 0]
-    return any(isinstance(placement, Mirrored) for placement in queries.placements)
+        return call_s(call_of(self.facts.nodes[key]), strategy, self.rates)
 
 
 def _listed(strategy: Strategy) -> str:

@@ -27,8 +27,10 @@ from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts, Reader, Tensor
 from autopar.certificate.kernel_norms import NormWalk
 from autopar.certificate.own import OwnWalk
+from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
+from autopar.certificate.savings import Product
+from autopar.cost.kernel_times import NAMES, terms_of
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -186,7 +188,8 @@ class KernelWalk:
                 return
             dim = terms[2].index(letter)
         self._share(step, kernel, info)
-        saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim, adds, normed), step.time_s, self.profile)
+        rates = Rates(self.mesh, self.profile)
+        saved_s, chunks = Product(call, chosen, rates, c.kind, sizes[c.axis], dim, adds).saved(step.time_s, normed)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
             yield f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in {kernel.num_chunks}"
         if saved_s <= self.profile.launch_overhead_s:

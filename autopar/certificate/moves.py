@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.certificate.facts import Claims, Facts, Tensor
+from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.collective import HOST_KINDS, Collective, collective_time, share_of_bucket
+from autopar.collective import HOST_KINDS
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -40,8 +41,10 @@ class Walk:
     again: frozenset[int]
     rests: frozenset[str] = frozenset()
     num_microbatches: int = 1
-    _times: dict[object, float] = field(default_factory=dict)
-    _shares: dict[Collective, float] = field(default_factory=dict)
+    rates: Rates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
         """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
@@ -158,32 +161,19 @@ class Walk:
         if c.halo_bytes != taken:
             yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
         num = self.num_microbatches if step.phase == "step" else 1
-        alone_s = self._alone_s(c) / num
+        alone_s = self.rates.alone_s(c) / num
         shares = (step.beside or step.phase == "step") and self._may_share(tensor, step)
-        counted_s = min(alone_s, self._share_s(c) / num) if shares else alone_s
+        counted_s = min(alone_s, self.rates.share_s(c) / num) if shares else alone_s
         if shares != (step.alone_s is not None):
             yield f"it {'counts as a share of a bucket' if shares else 'has no share of a bucket'}, and the plan says otherwise"
         for when, time_s, said_s in (("", counted_s, step.time_s), (" by itself", alone_s, step.by_itself_s)):
             if not near(said_s, time_s):
                 yield f"it takes {time_s:.6g} s{when}, not {said_s:.6g} s"
 
-    def _alone_s(self, c: Collective) -> float:
-        if c not in self._times:
-            self._times[c] = collective_time(c, c.size_in(self.mesh.shape), self._link(c), self.profile)
-        return self._times[c]
-
-    def _link(self, c: Collective) -> str:
-        return self.mesh.link(c.axis) if c.axis >= 0 else ""
-
     def _may_share(self, tensor: Tensor, step: Communication) -> bool:
         """Whether it may be in a bucket: of equal parts of a floating tensor, that are gathered or reduced."""
         even = all(is_even(layout, tensor.shape, self.mesh.shape) for layout in (step.source, step.target))
         return even and step.collective.kind in SHARING and step.collective.dtype in FLOATS
-
-    def _share_s(self, c: Collective) -> float:
-        if c not in self._shares:
-            self._shares[c] = share_of_bucket(c, c.size_in(self.mesh.shape), self._link(c), self.profile)
-        return self._shares[c]
 
 
 def _slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:

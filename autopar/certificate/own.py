@@ -22,9 +22,10 @@ from torch.distributed.tensor import Shard
 
 from autopar import ops
 from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
 from autopar.certificate.routes import routed, shared
-from autopar.collective import Collective, collective_time
+from autopar.collective import Collective
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
@@ -44,6 +45,11 @@ class OwnWalk:
     mesh: Mesh
     profile: HardwareProfile
     shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # axis and form → bytes, of the routes that were looked at
+
+    @property
+    def rates(self) -> Rates:
+        """What collectives take."""
+        return Rates(self.mesh, self.profile)
 
     def findings(self) -> Iterator[Finding]:
         """What does not hold."""
@@ -66,8 +72,7 @@ class OwnWalk:
                 yield Finding("moves", f"nothing runs beside what it moves by itself in {phase}, and the plan says otherwise", key)
             if (c.source, c.target) != (strategy.inputs[0], strategy.outputs[0]):
                 yield Finding("moves", f"what it moves by itself in {phase} is from {c.source} to {c.target}, it runs as {strategy}", key)
-            axis = c.collective.axis
-            time_s = collective_time(c.collective, self.mesh.shape[axis], self.mesh.link(axis), self.profile)
+            time_s = self.rates.alone_s(c.collective)
             if not near(c.time_s, time_s):
                 yield Finding("moves", f"an {c.collective.kind} of its own in {phase} takes {time_s:.6g} s, not {c.time_s:.6g} s", key)
         if any(c.kernel is not None for c in said):

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from autopar import ops
-from autopar.analysis.work import Work
+from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
@@ -44,7 +43,7 @@ def routed(node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh,
         if c.kernel is None or (c.kernel.name, c.kernel.again, c.kernel.num_chunks) != (name, again, 1) or not reached:
             yield Finding("kernels", f"what it moves by itself in {phase} is no {name}, all of it goes between peers or none", key)
             return
-        pass_s = compute_time(Work(0, num * c.collective.bytes, "indexing"), c.collective.dtype, profile) if num else 0.0
+        pass_s = Rates(mesh, profile).op_s("indexing", 0, num * c.collective.bytes, c.collective.dtype) if num else 0.0
         saved_s = pass_s - c.time_s * (1.0 / reached - 1.0)
         total_s += saved_s
         if c.kernel.node != pattern_of(key)[0] or not near(c.kernel.saved_s, saved_s):

@@ -27,11 +27,12 @@ from autopar.certificate.marks import captured, identity, notes, of_stages, pipe
 from autopar.certificate.over_cuts import Pipelines, Unfolded
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
+from autopar.certificate.rates import handed_on_s, wire_between
 from autopar.certificate.report import Certificate, Finding, near
 from autopar.constraints import Constraint, Pipelined, read_constraint
 from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, handing_s, wire
+from autopar.cost.priced import Crossing
 from autopar.emit import emit_staged, returned_of
 from autopar.emit.choices import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
@@ -75,7 +76,7 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
     found += _runs(plan, pipeline, part, returned)
     handed = returned.handed_bytes if pipeline.axis else 0
-    handed_s = handing_s(pipeline.axis, plan.mesh, hardware, handed)
+    handed_s = handed_on_s(pipeline.axis, plan.mesh, hardware, handed)
     if pipeline.handed_bytes != handed or not near(handed_s, pipeline.handed_s):
         what = f"outputs of {handed} bytes go to all stages in {handed_s:.9g} s"
         found.append(Finding("time", f"{what}, not {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s"))
@@ -112,7 +113,7 @@ def _bound_s(
         parts[profile], num = unfolded, num + stored.num_multipliers
         found += stored.findings
     taken = [parts[profile] for profile in profiles]
-    wires = [wire(pipeline.axis, plan.mesh, hardware, stage, stage + 1) for stage in range(len(stages) - 1)]
+    wires = [wire_between(pipeline.axis, plan.mesh, hardware, stage, stage + 1) for stage in range(len(stages) - 1)]
     units = [each.units for each in taken]
     borders = [before.borders_to(behind, link) for (before, behind), link in zip(itertools.pairwise(taken), wires, strict=True)]
     if pipeline.schedule != INTERLEAVED:
@@ -171,7 +172,9 @@ class _Stages:
             layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
             flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
             num = pipeline.num_microbatches
-            crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.hardware, number), layouts=layouts)
+            before = wire_between(pipeline.axis, plan.mesh, self.hardware, max(number - 1, 0), number)
+            behind = wire_between(pipeline.axis, plan.mesh, self.hardware, number, number + 1)
+            crossing = Crossing(before, behind, layouts)
             profile = profile_of(self.hardware, pipeline.axis, number)
             here = replace(shared_by(forced, profile, pipeline.num_chunks), storage=dict(storage), starts=staged.starts)
             actions = actions_of(pipeline, number)

@@ -10,6 +10,7 @@ from autopar.garbage import collected_seldom
 from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import cut
+from autopar.validation.in_order import check_order
 from autopar.validation.microbatches import validate_microbatches
 from autopar.validation.program import validate_program
 from autopar.validation.report import Validation
@@ -52,6 +53,10 @@ def _validate_staged(
     _check_sums(program)
     _check_crossings(program)
     _check_shared(stages, program)
+    if program.schedule != pipeline.schedule:
+        what = f"the program runs as {program.schedule!r}, the plan as {pipeline.schedule!r}"
+        raise ValidationError(what, remedy=REMEDY)
+    check_order(program, pipeline.schedule, pipeline.num_ranks)
     return found
 
 
@@ -67,15 +72,10 @@ def _check_sums(program: StagedProgram) -> None:
 
 
 def _check_crossings(program: StagedProgram) -> None:
-    """What leaves a stage arrives at the next as it left, and in that order: the runtime hands over
-    one tensor after another, without their names.
-    """
+    """What leaves a stage arrives at the next as it left."""
     for number, (before, after) in enumerate(zip(program.stages, program.stages[1:], strict=False)):
         leaving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in before.outputs if t.crosses}
         arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
-        if list(leaving) != list(arriving) and leaving.keys() == arriving.keys():
-            what = f"stage {number} hands over {', '.join(leaving)}, and the next takes {', '.join(arriving)} in this order"
-            raise ValidationError(what, remedy=REMEDY)
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
             what = f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as {arriving.get(name)}"

@@ -213,7 +213,32 @@ BUCKETS = {
     ),
 }
 
-FAULTS = {**MEMORY, **NUMBERS, **COLLECTIVES, **BUCKETS}
+KERNELS = {
+    "a kernel multiplies otherwise": Fault(
+        "kernels",
+        "it computes 'abc,cd->abd', where 'abc,dc->abd' is due",
+        changed("matmul_reduce_scatter", arg_3="abc,cd->abd"),
+    ),
+    "a kernel adds its bias on every rank": Fault(
+        "kernels", "its parts begin at", without("matmul_reduce_scatter", "starts")
+    ),
+    "a kernel scatters along another dim": Fault(
+        "kernels", "matmul_reduce_scatter|operand", changed("matmul_reduce_scatter", arg_4=2)
+    ),
+    "a kernel gathers its other factor": Fault(
+        "kernels", "all_gather", changed("all_gather_matmul", "backward", arg_3=1)
+    ),
+    "a kernel gathers another tensor": Fault(
+        "kernels",
+        "operand 0",
+        changed("all_gather_matmul", "backward", arg_0=lambda n: n.graph._root.next),
+    ),
+    "what a kernel gathers is taken for its product": Fault(
+        "kernels", "operand", exchanged("getitem", "backward", (0, 1), 1)
+    ),
+}
+
+FAULTS = {**MEMORY, **NUMBERS, **COLLECTIVES, **BUCKETS, **KERNELS}
 
 
 @pytest.mark.parametrize("name", FAULTS)

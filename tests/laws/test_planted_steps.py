@@ -127,7 +127,7 @@ TIME = {
 STAGES = {
     "two tensors cross in another order": Fault(
         "stages",
-        "stage 0 hands over .*, and the next takes .* in this order",
+        "stage 1 at microbatch 0 of 2: forward gets .* where .* is due",
         plant=crossed_otherwise,
     ),
     "a stage hands over another tensor": Fault(

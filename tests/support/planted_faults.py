@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from planted import forget
 from planted_edits import Edit
 from planted_subjects import SUBJECTS
 
@@ -20,12 +21,16 @@ Patch = pytest.MonkeyPatch
 class Fault:
     """A fault in what emits the plan of `subject` (`plant`), or in the program that it emits
     (`edit`), and what is said of it, a regular expression.
+
+    Attributes:
+        anew: whether validation has to try the ops again that it has tried before.
     """
 
     subject: str
     says: str
     edit: Edit = lambda program: program
     plant: Callable[[Patch], Any] = lambda patch: None
+    anew: bool = False
 
 
 @cache
@@ -44,5 +49,9 @@ def refused_by_validation(fault: Fault, patch: Patch) -> None:
     with patch.context() as planting:
         fault.plant(planting)
         program = fault.edit(subject.emit())
+        if fault.anew:
+            forget()
         with pytest.raises(ValidationError, match=fault.says):
             subject.validate(program)
+    if fault.anew:
+        forget()

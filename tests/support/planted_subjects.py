@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from overlapping import overlapping
 from planted import Call, Subject
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.norm = nn.Embedding(24, 8), nn.LayerNorm(8)
+        self.table, self.norm = nn.Embedding(24, 8), nn.RMSNorm(8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -124,10 +125,10 @@ class Attention(nn.Module):
 class Images(nn.Module):
     """Two convolutions, the first over a batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 4) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.second = nn.Conv2d(4, 4, 5, padding=2)
+        self.first, self.norm = nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 5, padding=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.relu(self.norm(self.first(x)))).pow(2).mean()
@@ -163,6 +164,7 @@ SUBJECTS: dict[str, Subject] = {
         _built(Blocks, _x, 8, 8, act=nn.GELU), _SQUARE, [megatron(tp=2, dp=2, zero=3)]
     ),
     "replicas": Subject(_built(Blocks, _x, 8, 8, dtype=torch.bfloat16), _LINE, [ddp()]),
+    "nodes": Subject(_built(Blocks, _x, 8, 8), Mesh({"node": 2, "gpu": 2}), [ddp()]),
     "twins": Subject(_built(Twins, _x, 8, 8), _LINE, [ddp()]),
     "row": Subject(_built(Row, _x, 8, 8), _LINE),
     "sums": Subject(
@@ -197,6 +199,13 @@ SUBJECTS: dict[str, Subject] = {
         _LINE,
         [layout("first", input="S(2)~1~1"), layout("second", input="S(2)~2~2")],
         "cpu-gloo",
+    ),
+    "channels": Subject(_built(Images, _x, 4, 3, 32, 32, channels=64), _LINE, [ddp()], "cpu-gloo"),
+    "kernels": Subject(
+        _built(Blocks, _x, 2, 16, 32, width=32, hidden=64, num=1),
+        Mesh({"gpu": 4}),
+        [megatron(tp=4, sequence=True)],
+        overlapping(),
     ),
     "uneven": Subject(_built(Blocks, _x, 6, 8, hidden=10), Mesh({"data": 3}), [fsdp()]),
 }

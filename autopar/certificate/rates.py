@@ -1,0 +1,259 @@
+"""What collectives, buckets and ops take on a profile, by formulas of the certificate's own.
+
+Nothing here is shared with what prices plans (`autopar.collective`, `autopar.cost`) but the figures
+of the profile. Of n ranks, with p bytes that one rank puts in and r = ⌈log₂ n⌉ rounds of latency α,
+a rank sends
+
+    all_gather      (n−1)·p           in r rounds     (its own part goes to n−1 others)
+    reduce_scatter  (n−1)·p/n         in r rounds     (each other rank gets its part)
+    all_reduce      2·(n−1)·p/n       in 2·r rounds   (a reduce_scatter, then an all_gather)
+    all_to_all      (n−1)·p/n         in r rounds, at the share of bandwidth that these reach
+    swap            p/2               in one round
+    halo            what a halo has   in one round
+
+and launches once. A collective over several axes is several collectives, one per axis, each over
+the slowest link that its ranks have between them. Measured points replace the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from autopar.collective import Collective, Kind
+from autopar.cost.priced import Wire
+from autopar.errors import HardwareError
+from autopar.hardware import Curve, Hardware, HardwareProfile, Link, profile_of, slowest
+from autopar.mesh import Mesh
+
+_MOST_IN_BUCKET = 32 * 2**20
+"""Bytes of a bucket on one rank, as it goes in or comes out"""
+_LEAST_MOVED = 2048
+"""Elements that a pass over a bucket moves of each tensor at least"""
+_PER_MEMBER = 1 / 8
+"""Of a launch, per tensor of a bucket"""
+_SIZES_TRIED = 16
+_FLOPS = ("matmul", "attention", "attention_backward")
+_REAL = {torch.complex32: "float16", torch.complex64: "float32", torch.complex128: "float64"}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds on one mesh and profile."""
+
+    mesh: Mesh
+    profile: HardwareProfile
+    _alone: dict[Collective, float] = field(default_factory=dict)
+    _per_byte: dict[tuple[Kind, int], float] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[Rates, ...]:
+        """Of unequal devices those of each: all wait for the slowest."""
+        return tuple(Rates(self.mesh, part) for part in self.profile.parts)
+
+    def link_of(self, axis: int) -> str:
+        """The slowest link between ranks of the axis: within a node, or between nodes."""
+        named = dict(self.mesh.links)
+        if self.mesh.names[axis] in named:
+            return named[self.mesh.names[axis]]
+        ranks = np.arange(self.mesh.num_devices).reshape(self.mesh.shape)
+        nodes = np.moveaxis(ranks // self.mesh.devices_per_node, axis, -1)
+        return "intra" if bool((nodes == nodes[..., :1]).all()) else "inter"
+
+    def alone_s(self, c: Collective) -> float:
+        """Of a collective by itself."""
+        if c not in self._alone:
+            many = self.parts
+            self._alone[c] = max(r.alone_s(c) for r in many) if many else self._collective_s(c)
+        return self._alone[c]
+
+    def _collective_s(self, c: Collective) -> float:
+        launch_s = self.profile.launch_overhead_s
+        if c.axis < 0:
+            host = self.profile.host
+            if host is None:
+                raise HardwareError(
+                    f"profile {self.profile.name!r} says nothing of the host's memory"
+                )
+            return launch_s + host.latency_s + c.bytes / host.bandwidth_bytes_per_s
+        n = self.mesh.shape[c.axis]
+        if n == 1:
+            return 0.0
+        moved_s = self._memory_s(2 * _copied(c, n))
+        if c.kind == "slice":
+            return launch_s + moved_s
+        link = self.profile.links[self.link_of(c.axis)]
+        if c.kind in ("swap", "halo"):
+            sent = c.bytes / 2 if c.kind == "swap" else c.halo_bytes
+            return launch_s + link.latency_s + sent / link.bandwidth_bytes_per_s + moved_s
+        return self._on_wire_s(c.kind, n, c.bytes, link) + moved_s
+
+    def _on_wire_s(self, kind: Kind, n: int, put_in: float, link: Link) -> float:
+        launch_s, curves = self.profile.launch_overhead_s, link.curves.get(kind) or {}
+        larger = put_in * n if kind == "all_gather" else put_in
+        if n in curves:
+            return _read_off(curves[n], larger)
+        if (
+            not curves
+            and kind in ("all_gather", "reduce_scatter")
+            and link.curves.get("all_reduce")
+        ):
+            return self._on_wire_s("all_reduce", n, larger, link) / 2 + launch_s
+        bandwidth = link.bandwidth_bytes_per_s
+        if kind == "all_to_all":
+            bandwidth *= link.all_to_all_efficiency
+        computed_s = (
+            launch_s + _rounds(kind, n) * link.latency_s + _sent(kind, n, put_in) / bandwidth
+        )
+        if not curves:
+            return computed_s
+        m = min(curves, key=lambda each: (max(each / n, n / each), each))
+        alike = larger * _share(kind, n) / _share(kind, m)
+        further = (_rounds(kind, n) - _rounds(kind, m)) * link.latency_s
+        return max(computed_s, _read_off(curves[m], alike) + further)
+
+    def _memory_s(self, num_bytes: float) -> float:
+        """Of a pass over memory that copies, without its launch."""
+        share = self.profile.memory_efficiency["elementwise"]
+        return num_bytes / (self.profile.memory_bandwidth_bytes_per_s * share)
+
+    # Buckets.
+
+    def bucket_s(self, c: Collective, members: Sequence[int]) -> float:
+        """Of one collective on a bucket, with what packs and unpacks it.
+
+        Args:
+            members: bytes that one rank puts in of each.
+        """
+        if self.profile.parts:
+            return max(r.bucket_s(c, members) for r in self.parts)
+        passes_s = sum(self._passes_s(replace(c, bytes=size)) for size in members)
+        return self.alone_s(c) + 2 * self.profile.launch_overhead_s + passes_s
+
+    def _passes_s(self, c: Collective) -> float:
+        n, least = self.mesh.shape[c.axis], _LEAST_MOVED * getattr(torch, c.dtype).itemsize
+        rows_in = n if c.kind == "reduce_scatter" else 1
+        rows_out = n if c.kind == "all_gather" else 1
+        packed = max(c.bytes, least * rows_in)
+        unpacked = max(c.bytes * rows_out // rows_in, least * rows_out)
+        launch_s = _PER_MEMBER * self.profile.launch_overhead_s
+        return launch_s + self._memory_s(2 * (packed + unpacked))
+
+    def share_s(self, c: Collective) -> float:
+        """Of a collective as a part of the bucket that is best for it."""
+        if self.profile.parts:
+            return max(r.share_s(c) for r in self.parts)
+        if (c.kind, c.axis) not in self._per_byte:
+            whole = replace(c, dim=0 if c.kind != "all_reduce" else -1, bytes=0)
+            self._per_byte[c.kind, c.axis] = min(self._per_byte_s(whole))
+        return c.bytes * self._per_byte[c.kind, c.axis] + self._passes_s(c)
+
+    def _per_byte_s(self, whole: Collective) -> Iterable[float]:
+        most = self.most_in_bucket(whole)
+        for total in {max(most // 2**n, 1) for n in range(_SIZES_TRIED)}:
+            launches_s = 2 * self.profile.launch_overhead_s
+            yield (self.alone_s(replace(whole, bytes=total)) + launches_s) / total
+
+    def most_in_bucket(self, c: Collective) -> int:
+        """Bytes that one rank may put in: what comes out of an all_gather is as many times more."""
+        return _MOST_IN_BUCKET // (self.mesh.shape[c.axis] if c.kind == "all_gather" else 1)
+
+    # Ops.
+
+    def op_s(self, kind: str, flops: int, num_bytes: int, dtype: torch.dtype | str) -> float:
+        """Of one op: what bounds it, arithmetic or memory, and its launch; a view takes none."""
+        if kind == "view":
+            return 0.0
+        if self.profile.parts:
+            return max(r.op_s(kind, flops, num_bytes, dtype) for r in self.parts)
+        p, over_memory = self.profile, kind if kind not in _FLOPS else "elementwise"
+        curve = p.curves.get((over_memory, ""))
+        bandwidth = p.memory_bandwidth_bytes_per_s * p.memory_efficiency[over_memory]
+        moved_s = (
+            _read_off(curve, num_bytes) if curve else p.launch_overhead_s + num_bytes / bandwidth
+        )
+        if kind not in _FLOPS:
+            return moved_s
+        is_complex = isinstance(dtype, torch.dtype) and dtype in _REAL
+        name = _REAL[dtype] if is_complex else str(dtype).removeprefix("torch.")  # type: ignore[index]
+        flops = 4 * flops if is_complex else flops
+        measured = p.curves.get((kind, name))
+        if measured:
+            return max(moved_s, _read_off(measured, flops))
+        if name not in p.peak_flops_per_s:
+            raise HardwareError(f"profile {p.name!r} has no peak_flops_per_s for {name}")
+        reached = p.peak_flops_per_s[name] * p.efficiency[kind][name]
+        return max(moved_s, p.launch_overhead_s + (flops + p.matmul_half_flops) / reached)
+
+
+def wire_between(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
+    """Of these stages along an axis: the longer latency and the smaller bandwidth of all their
+    devices. Free where there is no axis.
+    """
+    if not axis:
+        return Wire()
+    name = Rates(mesh, slowest(hardware)).link_of(mesh.names.index(axis))
+    links = [profile_of(hardware, axis, stage).links[name] for stage in stages]
+    bandwidths = [link.bandwidth_bytes_per_s for link in links]
+    return Wire(max(link.latency_s for link in links), min(bandwidths))
+
+
+def sent_s(wire: Wire, num_bytes: float, num_hops: int = 1) -> float:
+    """Seconds until so many bytes are there, over links that are all busy at once."""
+    return num_hops * wire.latency_s + num_bytes / wire.bandwidth_bytes_per_s
+
+
+def handed_on_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
+    """Seconds until every stage along an axis has what one of them makes."""
+    if not axis or not num_bytes:
+        return 0.0
+    ranks = mesh.shape[mesh.names.index(axis)]
+    return sent_s(wire_between(axis, mesh, hardware, *range(ranks)), num_bytes, ranks - 1)
+
+
+def _rounds(kind: Kind, n: int) -> int:
+    """Doublings until all n ranks are reached, there and, of an all_reduce, back."""
+    return (n - 1).bit_length() * (2 if kind == "all_reduce" else 1)
+
+
+def _sent(kind: Kind, n: int, put_in: float) -> float:
+    """Bytes that one rank sends."""
+    to_others = (n - 1) * put_in
+    return (
+        to_others
+        if kind == "all_gather"
+        else 2 * to_others / n
+        if kind == "all_reduce"
+        else to_others / n
+    )
+
+
+def _share(kind: Kind, n: int) -> float:
+    """Bytes that one rank sends per byte of the larger of what goes in and what comes out."""
+    return _sent(kind, n, 1.0 / n if kind == "all_gather" else 1.0)
+
+
+def _copied(c: Collective, n: int) -> int:
+    """Bytes that a rank copies, since parts of ranks lie one behind the other: what comes out of an
+    all_gather, and what goes into a reduce_scatter, unless it is along the leading dim.
+    """
+    leading: Mapping[str, int] = {
+        "all_gather": c.bytes * n * (c.dim > 0), "reduce_scatter": c.bytes * (c.dim > 0), "all_reduce": 0,
+        "all_to_all": c.bytes * (c.dim > 0) + c.bytes * (c.to_dim > 0), "slice": c.bytes // n,
+        "swap": c.bytes + (c.dim > 0) * (c.bytes // 2), "halo": c.bytes + c.halo_bytes,
+    }  # fmt: skip
+    return leading[c.kind]
+
+
+def _read_off(curve: Curve, size: float) -> float:
+    """A measured time: of the first point below it, in proportion to size above the last, on
+    logarithmic scales between points.
+    """
+    if size >= curve.sizes[-1]:
+        return curve.times[-1] / curve.sizes[-1] * size
+    at = math.log(max(size, curve.sizes[0]))
+    return float(np.exp(np.interp(at, np.log(curve.sizes), np.log(curve.times))))

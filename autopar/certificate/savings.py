@@ -1,0 +1,124 @@
+"""What a kernel that does a product and the collective at its border saves: both streams, run chunk
+by chunk.
+
+With n ranks and q chunks of each rank's part, (n−1)·q chunks move. Where they are gathered, a rank
+multiplies its own part while the first chunk comes, and each other chunk once it is there. Where
+they are scattered, it makes the others' chunks first, sends each once it is made and the one before
+is sent, makes its own part last, and adds up what came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.certificate.op_times import call_s, local_infos
+from autopar.certificate.own_work import counted, product_dtype
+from autopar.certificate.rates import Rates
+from autopar.layout import Strategy
+from autopar.rules import Call, TensorInfo
+
+_NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
+_CHUNKS = (1, 2, 4)
+Normed = Sequence[tuple[Call, Strategy]]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product at a border.
+
+    Attributes:
+        kind, num: of the collective, over so many ranks. dim: of the product's result, along which
+            chunks are cut. adds: whether something like the result is added to it.
+    """
+
+    call: Call
+    strategy: Strategy
+    rates: Rates
+    kind: str
+    num: int
+    dim: int
+    adds: bool
+
+    def saved(self, moved_s: float, normed: Normed) -> tuple[float, int]:
+        """Seconds, and in how many chunks a rank's part goes.
+
+        Args:
+            moved_s: of the collective alone. normed: calls that the kernel does after its product.
+        """
+        kernels = self.rates.profile.kernels
+        reached = kernels.get(_NAMES[self.kind], 0.0)
+        hidden = list(self._hidden(moved_s)) if reached else []
+        most, chunks = max(hidden, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 1))
+        most, chunks = (most, chunks) if most > 0.0 else (0.0, 1)
+        if not normed:
+            return reached * most, chunks
+        tail, further_s = kernels.get("reduce_add_rmsnorm", 0.0), 0.0
+        if tail and most:
+            apart_s = sum(call_s(call, strategy, self.rates) for call, strategy in normed)
+            further_s = self._pass_s(1) + apart_s - self._pass_s(3) / tail
+        return (min(reached * most + further_s, moved_s) if further_s > 0.0 else 0.0), chunks
+
+    def _hidden(self, moved_s: float) -> Iterator[tuple[float, int]]:
+        """Of each number of chunks that the parts are cut into evenly."""
+        length, product_s = self._made(1).shape[self.dim], self._product_s(1)
+        for chunks in _CHUNKS:
+            if length % (self.num * chunks) == 0:
+                both_s = product_s + moved_s - self._together_s(moved_s, chunks)
+                yield min(both_s, product_s, moved_s), chunks
+
+    def _together_s(self, moved_s: float, chunks: int) -> float:
+        others = (self.num - 1) * chunks
+        one_s, own_s = self._product_s(self.num * chunks), self._product_s(self.num)
+        sent_s = moved_s / others + self.rates.profile.launch_overhead_s
+        computed = moved = 0.0
+        if self.kind == "all_gather":
+            computed = own_s
+            for _ in range(others):
+                moved += sent_s
+                computed = max(computed, moved) + one_s
+            return computed
+        for _ in range(others):
+            computed += one_s
+            moved = max(moved, computed) + sent_s
+        return max(computed + own_s, moved) + self._pass_s(1)
+
+    def _product_s(self, num: int) -> float:
+        """Of one of `num` chunks of the product."""
+        sizes = self.rates.mesh.shape
+        factors, made = self._terms()
+        letter = made[self.dim]
+        reads = local_infos(self.call.inputs, self.strategy.inputs, sizes)
+        cut = [_cut(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
+        bias = reads[len(cut) :]  # along the last dims of the result, as far as it has any
+        cut += [_cut(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
+        result = self._made(num)
+        work = counted(self.call, cut, [result], mirrored=False)
+        seconds = self.rates.op_s("matmul", *work, product_dtype(cut))
+        if self.adds:
+            size = math.prod(result.shape) * result.dtype.itemsize
+            seconds += self.rates.op_s("elementwise", 0, 3 * size, result.dtype)
+        return seconds
+
+    def _made(self, num: int) -> TensorInfo:
+        """What one of `num` chunks makes."""
+        (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
+        _, made = self._terms()
+        return _cut(whole, made, made[self.dim], num)
+
+    def _terms(self) -> tuple[list[str], str]:
+        left, made = str(self.call.args[0]).replace(" ", "").split("->")
+        return left.split(","), made
+
+    def _pass_s(self, further: int) -> float:
+        """Over as many parts as there are ranks, and some further ones."""
+        made = self._made(1)
+        part = made.dtype.itemsize * math.prod(made.shape) // self.num
+        return self.rates.op_s("elementwise", 0, (self.num + further) * part, made.dtype)
+
+
+def _cut(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
+    """A tensor of which one letter's dim is cut into `num` chunks."""
+    pairs = zip(term, info.shape, strict=True)
+    return TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in pairs), info.dtype)

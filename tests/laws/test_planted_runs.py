@@ -1,0 +1,218 @@
+"""Faults planted in what runs: the order of a step, random numbers, what a rank calls, kernels.
+
+Validation runs a step's order on symbols, draws few numbers, and tries each op in parts on small
+ones; what is left, `verify` finds, which runs all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from planted_faults import Fault, Patch, refused_by_validation, sound
+from planted_subjects import SUBJECTS
+
+from autopar import random_ops
+from autopar.errors import VerificationError
+from autopar.kernels import bucketed, packing, sums
+from autopar.ops import vocabulary
+from autopar.rules import localization
+from autopar.run import orders, stage_work
+from autopar.run.program import Count, Microbatches
+from autopar.run.stage_work import StageWork
+
+_bits = random_ops._bits
+_begin, _arriving, _leaving = StageWork.begin, StageWork.arriving_back, StageWork.leaving
+
+
+def bits_of(change: Callable[..., tuple[Any, ...]]) -> Callable[[Patch], Any]:
+    """Random bits for other arguments: state, shape, draw, starts, sizes, stream."""
+
+    def bits(state: Any, shape: Any, draw: Any, starts: Any, sizes: Any, stream: int = 0) -> Any:
+        return _bits(*change(state, shape, draw, starts, sizes, stream))
+
+    return lambda patch: patch.setattr(random_ops, "_bits", bits)
+
+
+def first_part(
+    self: StageWork,
+    wanted: Any,
+    parameters: Any,
+    buffers: Any,
+    parts: Any,
+    weight: float,
+    *,
+    keep: bool,
+) -> None:
+    _begin(self, wanted, parameters, buffers, [parts[0]] * len(parts), weight, keep=keep)
+
+
+ORDER = {
+    "each microbatch's gradient is written over the sum": Fault(
+        "sums",
+        "stage 0 at microbatch 1 of 2: backward writes over sums",
+        plant=lambda p: p.setattr(
+            StageWork, "_added", property(lambda _: False, lambda *_: None), raising=False
+        ),
+    ),
+    "the first gradient is added to what was there": Fault(
+        "sums",
+        "backward adds to sums to which 0 microbatches were added",
+        plant=lambda p: p.setattr(
+            StageWork, "_added", property(lambda _: True, lambda *_: None), raising=False
+        ),
+    ),
+    "every microbatch is the first": Fault(
+        "stages",
+        "at microbatch 1 of 2: forward gets",
+        plant=lambda p: p.setattr(StageWork, "begin", first_part),
+    ),
+    "gradients are received in another order": Fault(
+        "stages",
+        "backward gets .* where .* is due",
+        plant=lambda p: p.setattr(
+            StageWork, "arriving_back", lambda self, number: _arriving(self, number)[::-1]
+        ),
+    ),
+    "a stage sends one tensor twice": Fault(
+        "stages",
+        "forward gets .* where .* is due",
+        plant=lambda p: p.setattr(
+            StageWork, "leaving", lambda self, number: _leaving(self, number)[:1] * 2
+        ),
+    ),
+    "a stage sends less": Fault(
+        "stages",
+        "1 tensors come, and it takes 2",
+        plant=lambda p: p.setattr(
+            StageWork, "leaving", lambda self, number: _leaving(self, number)[:1]
+        ),
+    ),
+    "a loss weighs nothing": Fault(
+        "stages",
+        "the loss weighs 0.0, where 0.5",
+        plant=lambda p: p.setattr(
+            stage_work.torch, "full", lambda shape, *_, **how: torch.zeros(shape, **how)
+        ),
+    ),
+    "backward comes before its forward": Fault(
+        "stages",
+        "ranks wait for each other",
+        plant=lambda p: p.setattr(orders, "_ahead", lambda *_: 0),
+    ),
+    "a microbatch is left out": Fault(
+        "stages",
+        "forward runs 0 times",
+        plant=lambda p: p.setattr(orders, "_one_stage", lambda *a: ()),
+    ),
+}
+
+DRAWS = {
+    "all draws of a step are one": Fault(
+        "dropout",
+        "draw 0 of step 0 and draw 1 of step 0 are correlated",
+        plant=bits_of(lambda s, n, d, a, z, t: (s, n, 0, a, z, t)),
+    ),
+    "all steps draw alike": Fault(
+        "dropout",
+        "step 0 and .* step 1 are correlated",
+        plant=bits_of(lambda s, n, d, a, z, t: (s * 0, n, d, a, z, t)),
+    ),
+    "a step's second draw is the next step's first": Fault(
+        "dropout", "correlated", plant=bits_of(lambda s, n, d, a, z, t: (s + d, n, 0, a, z, t))
+    ),
+    "all ranks draw alike": Fault(
+        "dropout", "is none of it", plant=bits_of(lambda s, n, d, a, z, t: (s, n, d, None, None, t))
+    ),
+    "rows draw alike": Fault(
+        "dropout",
+        "random numbers of keep_mask: draw 0 of step 0",
+        plant=lambda p: p.setattr(random_ops, "_bits", lambda *a: _bits(*a)[:1].repeat(a[1][0], 1)),
+    ),
+    "too much is kept": Fault(
+        "dropout",
+        "has mean",
+        plant=lambda p: p.setattr(random_ops, "_bits", lambda *a: _bits(*a).abs_()),
+    ),
+}
+
+CALLS = {
+    "a mean over what a rank has": Fault(
+        "split",
+        "mean/forward/0 .* is not justified",
+        plant=lambda p: p.setattr(
+            localization,
+            "mean_part",
+            lambda x, dims, keepdim, count, dtype: torch.mean(x, dims, keepdim, dtype=dtype),
+        ),
+        anew=True,
+    ),
+}
+
+JUDGED = {**ORDER, **DRAWS, **CALLS}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch) -> None:
+    refused_by_validation(JUDGED[name], monkeypatch)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A fault that only numbers show, in a subject's run."""
+
+    subject: str
+    plant: Callable[[Patch], Any]
+
+
+def only_first(self: Microbatches, inputs: Any) -> list[dict[str, Any]]:
+    return [_split(self, inputs)[0]] * self.num
+
+
+_split, _of, _join = Microbatches.split, Count.of, Microbatches.join
+RUNS = {
+    "sums are written over by the function that adds to them": Run(
+        "sums", lambda p: p.setattr(sums.add_to, "__code__", sums.write_to.__code__)
+    ),
+    "every microbatch is the first one": Run(
+        "sums", lambda p: p.setattr(Microbatches, "split", only_first)
+    ),
+    "what is counted is one microbatch's": Run(
+        "counts",
+        lambda p: p.setattr(
+            Count, "of", lambda self, parts, buffers: _of(self, parts[:1], buffers)
+        ),
+    ),
+    "losses are not averaged": Run(
+        "sums",
+        lambda p: p.setattr(
+            Microbatches, "join", lambda self, path, parts: _join(self, path, parts) * self.num
+        ),
+    ),
+    "rows of a table begin elsewhere": Run(
+        "vocabulary",
+        lambda p: p.setattr(
+            vocabulary, "_local_index", lambda index, start, size: (index % size, index >= 0)
+        ),
+    ),
+    "a bucket is packed in another order": Run(
+        "split",
+        lambda p: p.setattr(
+            bucketed, "unpack_op", lambda bucket, *a: packing.unpack_op(bucket.flip(-1), *a)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_planted_fault_is_found_by_verify(name: str, monkeypatch: Patch) -> None:
+    fault = RUNS[name]
+    subject = SUBJECTS[fault.subject]
+    sound(fault.subject)
+    with monkeypatch.context() as patch:
+        fault.plant(patch)
+        with pytest.raises(VerificationError):
+            subject.verify(subject.emit())
