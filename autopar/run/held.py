@@ -90,6 +90,8 @@ class HeldTensor(DTensor):
         leaves = tensors_in((args, kwargs))
         if name == "storage":  # asked for by safetensors; torch itself has untyped ones
             refuse_parts("a distributed tensor has no storage of its own", "safetensors")
+        if name == "data_ptr":  # by which scripts tell tied parameters from others; a wrapper has none
+            return args[0]._local_tensor.data_ptr()
         if name in ASIDE:
             return _shown(_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import RuntimeStateError
 
@@ -107,10 +108,10 @@ def _is_of_standing(error: Exception) -> bool:
 
 
 def _is_of_own_parameters(result: Any) -> bool:
-    """Whether what a method returned is right where a rank has the parameters of its own stage: optimizers are of these."""
-    if isinstance(result, list | tuple):
-        return all(map(_is_of_own_parameters, result))
-    return result is None or isinstance(result, Optimizer | torch.device | torch.dtype)
+    """Whether what a method returned is right where a rank has the parameters of its own stage: optimizers of these, and groups of them."""
+    leaves = tree_leaves(list(result) if isinstance(result, set | frozenset) else result)
+    has_some = any(isinstance(leaf, nn.Parameter | Optimizer) for leaf in leaves)
+    return has_some or all(leaf is None or isinstance(leaf, torch.device | torch.dtype) for leaf in leaves)
 
 
 def _refuse(name: str, why: str, error: Exception | None = None) -> NoReturn:

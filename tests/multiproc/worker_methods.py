@@ -42,6 +42,12 @@ class Net(nn.Module):
     def get_num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": [p for p in self.parameters() if p.dim() >= 2], "lr": 0.1}]
+
+    def get_num_untied(self) -> int:
+        return sum({p.data_ptr(): p.numel() for p in self.parameters()}.values())
+
     def estimate_mfu(self, seconds: float) -> float:
         return 6 * self.get_num_params() / seconds
 
@@ -99,6 +105,7 @@ def called(rank: int) -> dict[str, Any]:
     found = {
         "trained": apart(module, plain),
         "params": module.get_num_params() - plain.get_num_params(),
+        "untied": module.get_num_untied() - plain.get_num_untied(),
         "rate": module.estimate_mfu(2.0) - plain.estimate_mfu(2.0),
         "penalty": module.penalty().item() - plain.penalty().item(),
         "evaluated": module.evaluate(X).item() - plain.evaluate(X).item(),
@@ -141,7 +148,7 @@ def refused(rank: int, stages: bool) -> dict[str, Any]:
     average.module.load_state_dict(plain.state_dict())
     found["statistics"] = apart(average.module, plain)
     step(module, optimizer)
-    return {**said, **found}
+    return {**said, **found, "groups": len(module.groups()[0]["params"])}
 
 
 def _refusal(action: Callable[[], object]) -> str:
