@@ -87,7 +87,8 @@ class CapturedCall:
     def in_stages(self, here: Pipelined, num: int, limit_s: float) -> Planned:
         """The plan of this pipeline and number of microbatches; raises as `in_one_piece`."""
         if here.axis:
-            check_parts(len(cut_points(self.trace)) + 1, here.chunks * self.num_ranks(here))
+            num_stages = here.chunks * self.num_ranks(here)
+            check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
             check_order(self.trace, self.mesh, num, here)
         part, how = self.part(num, independent=here.independent)
         found = make_staged_plan(

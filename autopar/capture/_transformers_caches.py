@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError, Where
 
 _MOST_POSITIONS = 1 << 14  # longer sequences are not compared: a capture does not know their values
+_CACHES = ("past_key_values", "past_key_value", "cache_params")
 _FINDER = "find_packed_sequence_indices"  # of transformers.masking_utils
 
 
@@ -41,6 +42,21 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+def refuse_caches(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise CaptureError at an argument that is a cache of keys and values, by its class, or, in a transformers model, by its name."""
+    is_theirs = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    for name, value in arguments.items():
+        kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
+        if "transformers.cache_utils.Cache" in kinds or (is_theirs and name in _CACHES and value is not None):
+            raise CaptureError(
+                f"the argument {name!r} is a cache of keys and values ({type(value).__name__}), "
+                "which forward changes: it is for generating token by token, "
+                "and a program has nothing that stays from one call to the next",
+                remedy=f"leave {name} out, and pass the whole sequence in each call, with the "
+                "tokens for which the cache stands; to generate token by token, use the plain model",
+            )
 
 
 def asks_for_documents(refusal: CaptureError) -> bool:

@@ -32,6 +32,13 @@ def check_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapp
         raise CallError(what, remedy=remedy) from None
 
 
+def given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those of ``**kwargs`` among them."""
+    found = dict(signature.bind(*args, **kwargs).arguments)
+    more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    return found | found.pop(more, {})
+
+
 def _unbound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str) -> tuple[str, str]:
     parameters = signature.parameters
     takes = f"call it as {_shown(signature)}"

@@ -16,10 +16,10 @@ from autopar.capture._torch.logs import prints_left_out
 from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._torch.raising import raises_left_out
 from autopar.capture._transformers import branches_of_eager
-from autopar.capture._transformers_caches import asks_for_documents, empty_caches, without_caches
+from autopar.capture._transformers_caches import asks_for_documents, empty_caches, refuse_caches, without_caches
 from autopar.capture.attributes import tell_of_known, tell_of_prints, tell_of_raises, tell_of_unkept
 from autopar.capture.border import Border
-from autopar.capture.calls import argument_of, called, check_call
+from autopar.capture.calls import argument_of, called, check_call, given
 from autopar.capture.execute import propagate
 from autopar.capture.finite import all_finite, asks_for_finite
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered
@@ -65,7 +65,9 @@ def capture(
         CaptureError: the model draws random numbers that no op of autopar draws, or is not one graph; it names the user's line.
     """
     refuse_unseen(model)
-    check_call(inspect.signature(model.forward), args, kwargs or {})
+    signature = inspect.signature(model.forward)
+    check_call(signature, args, kwargs or {})
+    refuse_caches(model, given(signature, args, kwargs or {}))
     leaves, _ = flatten_call(args, dict(kwargs or {}))
     refuse_state_and_inputs(model, ((argument_of(path, model), leaf) for path, leaf in leaves))
     refuse_overlaps(model)

@@ -13,13 +13,16 @@ from autopar.capture.trace import Trace
 from autopar.certificate.report import Finding
 from autopar.emit.choices import output_key
 from autopar.plans import Crossed, Pipeline, Plan
-from autopar.stages import Cut, cut_points
+from autopar.stages import Cut
+from autopar.stages.points import levels
 from autopar.validation.shards import held_bytes
 
 
 def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
     """Whether later stages begin where it is said, and the said values cross, in these layouts and bytes."""
-    places = {point.position: point.module for point in cut_points(part)} if pipeline.positions else {}
+    places: dict[int, str] = {}
+    for points in levels(part) if pipeline.positions else ():
+        places = {point.position: point.module for point in points} | places
     for number, (position, module) in enumerate(zip(pipeline.positions, pipeline.modules, strict=True), 1):
         if position not in places:
             yield Finding("model", f"stage {number} begins at forward node {position}, where no layer or part of the model begins")

@@ -96,7 +96,7 @@ def _bound_s(
     if len(stages) == 1:
         return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
-    points = usable_points(part)[0]
+    points = usable_points(part, len(stages) - 1)[0]
     asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]
     allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
     profiles = [profile_of(hardware, pipeline.axis, stage) for stage in range(len(stages))]
@@ -126,7 +126,7 @@ def _unfolded(
 ) -> tuple[Unfolded, Stored]:
     """What the parts of a microbatch take at least on one kind of device, by the multipliers of the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
-    points, placing = usable_points(part)
+    points, placing = usable_points(part, len(pipeline.stages) - 1)
     sewn = seams(part, placing)
     forced = resolve(part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
     forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))

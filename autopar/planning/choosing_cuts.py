@@ -11,7 +11,7 @@ from autopar.errors import ConstraintError
 from autopar.planning.asked import Asked
 from autopar.planning.options import UNLIMITED
 from autopar.planning.units import Unit, balanced, fastest
-from autopar.stages import CutPoint, find_refusal
+from autopar.stages import NO_PIPELINE, CutPoint, find_refusal
 
 _LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit
 
@@ -98,7 +98,7 @@ def nearest_legal(part: Trace, points: Sequence[CutPoint], wanted: Sequence[int]
                 heapq.heappush(waiting, (distance, moved))
     assert refusal is not None, "the wanted cuts were tried"
     what = f"no way was found to cut the model into {len(first) + 1} stages: {refusal.what}"
-    remedy = "use a shorter pipeline axis, or use the axis for data or tensor parallelism"
+    remedy = f"use a shorter pipeline axis, or {NO_PIPELINE}"
     raise ConstraintError(what, where=refusal.where, remedy=remedy) from refusal
 
 

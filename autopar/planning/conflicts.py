@@ -63,15 +63,16 @@ def with_conflict_of_stages(
         return error
     others = [c for c in constraints if not isinstance(c, Pipelined)]
     left = mesh.without(wish.axis) if wish.axis else mesh
+    num_stages = wish.chunks * mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
 
     def hold(chosen: Sequence[Constraint]) -> None:
-        _enumerated(part, left, chosen, apart=bool(wish.axis))
+        _enumerated(part, left, chosen, num_stages=num_stages)
 
     if _holds(others, hold):  # then it is of the cuts, or of one stage
         return error
     found = conflicting(others, hold)
     cuts = next((c for c in constraints if pipeline_in([c], mesh) is not None), wish)
-    if cuts not in found and _holds(found, lambda chosen: _enumerated(whole, mesh, chosen, apart=False)):
+    if cuts not in found and _holds(found, lambda chosen: _enumerated(whole, mesh, chosen, num_stages=1)):
         found = (cuts, *found)
     return _naming(error, found)
 
@@ -84,11 +85,13 @@ def _holds(constraints: Sequence[Constraint], hold: Hold) -> bool:
     return True
 
 
-def _enumerated(trace: Trace, mesh: Mesh, constraints: Sequence[Constraint], *, apart: bool) -> None:
+def _enumerated(trace: Trace, mesh: Mesh, constraints: Sequence[Constraint], *, num_stages: int) -> None:
     """Raises:
-    ConstraintError: where the constraints leave some op no strategy; `apart` where no cluster may cross a place to cut.
+    ConstraintError: where the constraints leave some op no strategy; where there are stages, no cluster may cross a place to cut.
     """
     for constraint in constraints:
         check(constraint, mesh)
     forced = resolve(trace, constraints, mesh)
-    classes_of(trace, mesh.shape, parted(forced, seams(trace, usable_points(trace)[1])) if apart else forced)
+    if num_stages > 1:
+        forced = parted(forced, seams(trace, usable_points(trace, num_stages - 1)[1]))
+    classes_of(trace, mesh.shape, forced)

@@ -149,7 +149,7 @@ class StagedSearch:
         return self._proven()[0]
 
     def _proven(self) -> tuple[Need, tuple[int, ...] | None]:
-        points = usable_points(self.asked.part)[0] if self.asked.num_stages > 1 else ()
+        points = usable_points(self.asked.part, self.asked.num_stages - 1)[0] if self.asked.num_stages > 1 else ()
         cuts = None if self.asked.wish.cuts is None else self.asked.cuts(points)
         return StageSizes(self.asked, self.forced, points).proven(cuts)
 

@@ -20,6 +20,7 @@ from autopar.errors import ConstraintError
 from autopar.planning.over_cuts import fastest_path
 from autopar.solve import Evaluation
 from autopar.stages.placing import Placing
+from autopar.stages.seams import NO_PIPELINE
 from autopar.streams import ON_COMPUTE
 
 _SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
@@ -66,7 +67,8 @@ def check_parts(num_parts: int, num_stages: int) -> None:
     """
     if num_parts < num_stages:
         what = f"the model has {num_parts} parts between places to cut, and {num_stages} stages are asked for"
-        raise ConstraintError(what, remedy="use a shorter pipeline axis")
+        fewer = f"use a pipeline of at most {num_parts} stages, or " if num_parts > 1 else ""
+        raise ConstraintError(what, remedy=fewer + NO_PIPELINE)
 
 
 def balanced(units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ def unstaged(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: floa
         ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
     """
     with clock.phase("cut"):
-        points, placing = usable_points(asked.part) if asked.num_stages > 1 else ((), one_stage(asked.part))
+        points, placing = usable_points(asked.part, asked.num_stages - 1) if asked.num_stages > 1 else ((), one_stage(asked.part))
         sewn = seams(asked.part, placing)
         each = [parted(forced[asked.kinds.index(kind)], sewn) for kind in range(len(asked.profiles))]
     on = [_alone(asked, kind, alone, sewn, clock) for kind, alone in enumerate(each)]

@@ -7,6 +7,6 @@ emission, the lockstep interpreter, the prediction of memory) is done with a sta
 
 from autopar.stages.cutting import Cut, cut
 from autopar.stages.points import CutPoint, cut_points
-from autopar.stages.seams import Seams, find_refusal, seams, usable_points
+from autopar.stages.seams import NO_PIPELINE, Seams, find_refusal, seams, usable_points
 
-__all__ = ["Cut", "CutPoint", "Seams", "cut", "cut_points", "find_refusal", "seams", "usable_points"]
+__all__ = ["NO_PIPELINE", "Cut", "CutPoint", "Seams", "cut", "cut_points", "find_refusal", "seams", "usable_points"]

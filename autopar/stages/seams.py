@@ -11,29 +11,57 @@ from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
 from autopar.stages.crossing import boundaries
 from autopar.stages.placing import CutError, Placing, place
-from autopar.stages.points import CutPoint, cut_points
+from autopar.stages.points import CutPoint, levels
+
+NO_PIPELINE = "leave out constraints.pipeline(): without it the axis is used for data or tensor parallelism"
 
 
-def usable_points(trace: Trace) -> tuple[tuple[CutPoint, ...], Placing]:
+def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...], Placing]:
     """The places at which the model can be cut, and where everything is if it is cut at all of them.
 
     Each place is legal on its own. Several together need not be: `find_refusal` says.
 
+    Args:
+        at_least: of the coarsest parts that have so many such places; else of those that have most.
+
     Raises:
         ConstraintError: where there is none.
     """
-    points = list(cut_points(trace))
-    refusal = find_refusal(trace, [p.position for p in points]) if points else None
-    if refusal is not None:
-        points = [p for p in points if find_refusal(trace, [p.position]) is None]
-    while points:
-        try:
-            return tuple(points), place(trace, [p.position for p in points])
-        except CutError as error:  # each alone can be cut, but not all together
-            refusal, points = error, points[::2] if len(points) > 1 else []
+    found: tuple[CutPoint, ...] = ()
+    refusal: CutError | None = None
+    for points in levels(trace):
+        legal, refused = _legal(trace, points)
+        refusal = refusal or refused
+        if len(legal) > len(found):
+            found = legal
+        if len(found) >= at_least:
+            break
+    if found:
+        return found, place(trace, [p.position for p in found])
     why, where = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
-    what = f"the model has no place to cut it into stages{why}"
-    raise ConstraintError(what, where=where, remedy="use the axis for data or tensor parallelism")
+    raise ConstraintError(f"the model has no place to cut it into stages{why}", where=where, remedy=NO_PIPELINE)
+
+
+def _legal(trace: Trace, points: Sequence[CutPoint]) -> tuple[tuple[CutPoint, ...], CutError | None]:
+    """Those at which the model can be cut, each alone, and all placed together; why not at all."""
+    refusal = find_refusal(trace, [p.position for p in points]) if points else None
+    if refusal is None:
+        return tuple(points), None
+    alone, legal = [p for p in points if find_refusal(trace, [p.position]) is None], list[CutPoint]()
+    if alone and _placed(trace, alone):
+        return tuple(alone), refusal
+    for point in alone:  # each alone can be cut, but not all together
+        if _placed(trace, [*legal, point]):
+            legal.append(point)
+    return tuple(legal), refusal
+
+
+def _placed(trace: Trace, points: Sequence[CutPoint]) -> bool:
+    try:
+        place(trace, [p.position for p in points])
+    except CutError:
+        return False
+    return True
 
 
 def find_refusal(trace: Trace, positions: Sequence[int]) -> CutError | None:
