@@ -14,6 +14,7 @@ more.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -72,10 +73,10 @@ class Agreement:
         try:
             if not self._exchange(call):
                 raise self._failure(call)
+            if call.number == 1:  # all are there
+                self._ends.meet()
         except dist.DistError as error:
-            said = f"the process that holds the process group's store does not answer: {error}"
-            remedy = "see why that process, rank 0 or the launcher, has ended"
-            raise RankError(f"{said}; rank {self._rank} {call}", remedy=remedy) from error
+            raise self._without_store(error) from error
         if not is_aside:
             self._differences.follow(call)
 
@@ -85,15 +86,19 @@ class Agreement:
         Raises:
             RankError: if another rank has ended.
         """
-        deadline = time.monotonic() + _READ_WITHIN_S
-        while time.monotonic() < deadline:  # its connection closes before its process is gone
-            if found := self._ends.find():
+        self._failed_at = time.monotonic()
+        while time.monotonic() < self._failed_at + _READ_WITHIN_S:
+            try:
+                found = self._ends.find()
+            except dist.DistError as reason:
+                raise self._without_store(reason) from error
+            if found:
                 raise self._differences.of_ended(found, self._call) from error
-            time.sleep(_LOOK_EACH_S)
+            time.sleep(_LOOK_EACH_S)  # its connection closes before its process is gone
 
     def close(self) -> None:
         """Let the others know that this process ends, and give them time to read it."""
-        number = self._call.number + 1
+        number, self._failed_at = self._call.number + 1, math.inf
         try:
             self._ends.record(why_it_ends())
             self._stop(number)
@@ -113,13 +118,16 @@ class Agreement:
         """
         if time.monotonic() - self._failed_at < _READ_WITHIN_S:
             return False  # on its way out with an error of its own
-        found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
-        if found:
-            self._failed_at = time.monotonic()
-            raise self._differences.of_ended(found, self._call)
-        self._ends.record(End("it was ended by SIGTERM", "alone"))
-        self._stop(self._call.number + 1)
-        return True
+        try:
+            found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
+            if not found:
+                self._ends.record(End("it was ended by SIGTERM", "alone"))
+                self._stop(self._call.number + 1)
+                return True
+        except dist.DistError as error:
+            raise self._without_store(error) from error
+        self._failed_at = time.monotonic()
+        raise self._differences.of_ended(found, self._call)
 
     def leave(self) -> None:
         """Give up what runs here, where the process group is gone."""
@@ -155,7 +163,7 @@ class Agreement:
                 log.warning(
                     "%s", self._differences.waiting(self._calls(), call, waited, self._limit_s)
                 )
-            is_over = waited > self._limit_s or self._ends.are_missing()
+            is_over = waited > self._limit_s or bool(self._ends.gone())
             if is_over and not self._store.check([key]):
                 self._stop(call.number)
         return answer == _GO
@@ -168,6 +176,15 @@ class Agreement:
         self._store.set(f"failed {call.number} {self._rank}", "")
         self._ends.wait_until(lambda rank: self._has_failed(rank, call.number), _READ_WITHIN_S)
         return error
+
+    def _without_store(self, error: dist.DistError) -> RankError:
+        self._failed_at = time.monotonic()
+        if gone := self._ends.gone():
+            return self._differences.of_ended(gone, self._call)
+        reason = str(error).strip().split("\n")[0]
+        said = f"the process that holds the process group's store does not answer: {reason}"
+        remedy = "see why that process, rank 0 or the launcher, has ended"
+        return RankError(f"{said}; rank {self._rank} {self._call}", remedy=remedy)
 
     def _has_failed(self, rank: int, number: int) -> bool:
         return bool(self._store.check([f"failed {number} {rank}"]))

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import util
+from multiprocessing import parent_process, util
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -67,9 +67,16 @@ class Ends:
         first = {rank: end for rank, end in found.items() if end.kind != "after"}
         return first or found
 
-    def are_missing(self) -> bool:
-        """Whether the process of another rank on this machine is not there any more."""
-        return any(not _is_running(self._process(rank)) for rank in self._others)
+    def meet(self) -> None:
+        """Learn of all processes, after all ranks have made this object."""
+        found = self._store.multi_get([f"process {rank}" for rank in self._others])
+        for rank, text in zip(self._others, found, strict=True):
+            self._processes[rank] = tuple(json.loads(text))
+
+    def gone(self) -> dict[int, End]:
+        """Find the processes on this machine that are not there any more, without the store."""
+        known = self._processes.items()
+        return {rank: End(_KILLED, "alone") for rank, each in known if not _is_running(each)}
 
     def wait_until(self, has_read: Callable[[int], bool], limit_s: float) -> None:
         """Wait until each other rank has read something or ended.
@@ -105,6 +112,8 @@ def why_it_ends() -> End:
     error = getattr(
         sys, "last_value", None
     )  # of an exception that nobody caught; sys.exit leaves none
+    if error is None and parent_process() is not None:  # where an error is not left either
+        return End("its process came to its end, and its own messages say why", "quiet")
     if error is None:
         return End("it came to the end of its script, or called sys.exit", "quiet")
     said = str(error).strip().split("\n")[0]
