@@ -6,7 +6,31 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
+
+
+def imported_apart(name: str) -> ModuleType:
+    """The module of that name, imported in a thread of its own where it is not imported yet.
+
+    Libraries keep exceptions that they catch while they are imported (pulp one per solver that is
+    not installed). An exception holds the frames below which it was raised, and each frame those
+    that called it: in the caller's thread the user's model among their variables, for ever.
+
+    Args:
+        name: full name of the module.
+
+    Returns:
+        The module.
+
+    Raises:
+        Exception: as the import does.
+    """
+    if name in sys.modules:
+        return importlib.import_module(name)  # waits where another thread imports it
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(importlib.import_module, name).result()
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -19,9 +43,9 @@ def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
 
     def get(name: str) -> Any:
         if name in modules:
-            return getattr(importlib.import_module(modules[name]), name)
+            return getattr(imported_apart(modules[name]), name)
         if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
-            return importlib.import_module(f"{package}.{name}")
+            return imported_apart(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
 from autopar.collective import HOST_KINDS
 from autopar.plans.asked import misfit_of_options
 from autopar.plans.overlap import Overlap
@@ -48,6 +50,9 @@ def _of_mesh(plan: Plan) -> str:
     for move in plan.communications:
         if not 0 <= move.collective.axis < num_axes and move.collective.kind not in HOST_KINDS:
             return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
+    for collective in (*(move.collective for move in plan.communications), *(bucket.collective for bucket in plan.buckets)):
+        if not isinstance(getattr(torch, collective.dtype, None), torch.dtype):
+            return f"a collective moves {collective.dtype!r}, which is no dtype"
     for bucket in plan.buckets:
         if not 0 <= bucket.collective.axis < num_axes:
             return f"a bucket moves along axis {bucket.collective.axis}, mesh {plan.mesh} has {num_axes} axes"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import inspect
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,7 @@ import pytest
 
 import autopar
 from autopar import hf
+from autopar.lazy import imported_apart
 
 HEAVY = ("torch", "transformers", "numpy", "sympy", "pulp", "highspy", "networkx", "matplotlib")
 RUN = """
@@ -100,3 +103,48 @@ def test_type_checkers_see_the_names_that_there_are(package: ModuleType) -> None
         assert getattr(package, name) is there
     at_once = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert set(package.__all__) <= told.keys() | at_once
+
+
+FREED = """
+import gc, weakref
+import torch
+from torch import nn
+import autopar
+
+def compiled():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    made = autopar.compile(net, autopar.Mesh({"gpu": 1}), example_inputs=(torch.randn(4, 8),))
+    return made, weakref.ref(net), weakref.ref(net[0].weight)
+
+for number in range(2):
+    made, net, weight = compiled()
+    gc.collect()
+    print(number, net() is None, weight() is None)
+"""
+
+
+def test_the_plain_model_and_its_weights_are_freed_after_compile_the_first_of_a_process_too() -> None:
+    done = fresh(FREED)
+    assert done.stdout.split("\n")[:2] == ["0 True True", "1 True True"], done.stdout + done.stderr
+
+
+def test_a_module_that_keeps_an_exception_of_its_import_keeps_nothing_of_its_importer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    kept = error\n"
+    (tmp_path / "keeps_an_exception.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Large:
+        pass
+
+    def importing() -> tuple[ModuleType, weakref.ref[Large]]:
+        large = Large()
+        return imported_apart("keeps_an_exception"), weakref.ref(large)
+
+    module, large = importing()
+    gc.collect()
+    assert isinstance(module.kept, ZeroDivisionError) and large() is None
+    assert imported_apart("keeps_an_exception") is module
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        imported_apart("no_such_module")

@@ -34,6 +34,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]), r"does not take the indices \(\)",
     ),
     "an instance has an index too many": (lambda d: d["kept"][0]["instances"][0].append(7), r"does not take the indices \(.*7\)"),
+    "a dtype that there is not": (
+        lambda d: d["communications"][0]["collective"].update(dtype="float32x"), "a collective moves 'float32x', which is no dtype",
+    ),
     "a balance beyond its range": (lambda d: d["proof"].update(balance=[1.0, 1.5]), r"its proof's balance is \(1.0, 1.5\)"),
     "a phase is a list": (lambda d: d["communications"][0].update(phase=["forward"]), r"communications\[0\]\.phase is \['forward'\]"),
     "a result is a table": (lambda d: d["kept"][0].update(result={}), r"kept\[0\]\.result is \{\}, not int"),
