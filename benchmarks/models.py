@@ -6,6 +6,7 @@ suit every mesh.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
@@ -88,4 +89,30 @@ class ModelSpec:
         if not self.module:
             return hf.build(self.text, seq=seq, **how)
         model, made = hf.load_function(self.module)
-        return model.to(dtype), {name: zoo.cast(x, dtype) for name, x in made.items()}
+        return model.to(dtype), {name: zoo.cast(x, dtype) for name, x in by_name(model, made).items()}
+
+
+def by_name(model: nn.Module, batch: Any) -> Batch:
+    """A batch as keyword arguments: a mapping stays, a tuple or list has the arguments in order, a tensor is the only one.
+
+    Raises:
+        AutoparError: forward does not take the arguments, or not by name.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    signature = inspect.signature(model.forward)
+    try:
+        given = signature.bind(*(batch if isinstance(batch, (tuple, list)) else (batch,))).arguments
+    except TypeError as error:
+        raise AutoparError(
+            f"forward{signature} does not take the module's batch: {error}",
+            remedy="let the function return (model, batch), with a dict of forward's arguments as the batch",
+        ) from error
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    unnamed = [name for name in given if signature.parameters[name].kind in kinds]
+    if unnamed:
+        raise AutoparError(
+            f"forward{signature} does not take {unnamed[0]!r} by name, as benchmarks pass it",
+            remedy="wrap the model in a module whose forward names its arguments",
+        )
+    return given
