@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from autopar.analysis.norms import PIECES, passes
+from autopar.analysis.seen import share_seen
 from autopar.ops import experts, experts_backward, linear_cross_entropy
 from autopar.random_ops import NUM_PASSES
 
@@ -77,6 +78,11 @@ def work(
         query, key = (input_infos if attention_kind == "attention" else input_infos[1:])[:2]
         unseen = _unseen(flops, query, key, mirrored) if _is_causal(target, args, kwargs) else 0
         return Work(flops - unseen, moved, attention_kind)
+    if name in _FLEX:
+        flex_kind, mask, factor = _FLEX[name]
+        query, key, value = input_infos[:3]
+        share = share_seen(args[mask], query.shape[2], key.shape[2])
+        return Work(int(factor * _attention_flops(query, key, value) * share), moved, flex_kind)
     if name in _FLOPS:
         return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
     kind = _KINDS.get(name, "elementwise")
@@ -269,6 +275,11 @@ _FLOPS: Mapping[str, Flops] = {
 _ATTENTION: Mapping[str, tuple[WorkKind, Flops]] = {
     "autopar.ops.attention": ("attention", lambda args, i, o: _attention_flops(*i[:3])),
     "autopar.ops.attention_backward": ("attention_backward", lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2),
+}
+# Which argument the mask is, and how often forward's flops: in backward torch's kernels run forward again before these five matmuls.
+_FLEX: Mapping[str, tuple[WorkKind, int, float]] = {
+    "autopar.flex_attention": ("attention", 5, 1.0),
+    "autopar.flex_attention_backward": ("attention_backward", 10, 3.5),
 }
 _NAMES: Mapping[WorkKind, str] = {
     "transcendental": "exp exp2 expm1 log log2 log1p tanh tanh_backward sigmoid sigmoid_backward silu silu_backward gelu gelu_backward "

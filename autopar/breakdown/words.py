@@ -33,7 +33,7 @@ from autopar.layout import Layout, Strategy
 PARALLELISMS = ("data", "sequence", "space", "heads", "experts", "tensor", "replicated")
 
 # Main ops by rank: op → (operand that is the activation, operand that is the weight).
-ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "embedding": (1, 0), "experts": (0, 3)}
+ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "flex_attention": (0, None), "embedding": (1, 0), "experts": (0, 3)}
 
 
 class Parallel(Protocol):
@@ -56,7 +56,7 @@ def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
         return "experts" if op == "experts" and of_weight == 0 else "tensor"
     if activation is not None:
         dim = _dim(strategy.inputs[activation], axis)
-        if op == "attention":
+        if op in ("attention", "flex_attention"):
             return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
         if op == "convolution" and dim is not None and dim >= 2:
             return "space"

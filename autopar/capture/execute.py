@@ -15,6 +15,7 @@ from autopar.capture.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
 from autopar.errors import CaptureError, Where
 from autopar.ops.blocks import looks_alone
+from autopar.ops.elementwise import promoted_text
 
 
 def propagate(graph: fx.Graph) -> None:
@@ -163,7 +164,10 @@ def promoted(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def promoted_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
-    """`dtype` in place of a floating one, its complex counterpart in place of a complex one; anything else as it is."""
+    """`dtype` in place of a floating one, its complex counterpart in place of a complex one, in functions of scores, too; anything else
+    as it is."""
+    if dtype is not None and isinstance(argument, str):
+        return promoted_text(argument, dtype)
     if dtype is not None and isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
         return dtype.to_complex() if argument.is_complex else dtype
     return argument

@@ -81,7 +81,7 @@ def as_capture_error(error: BaseException) -> CaptureError:
     source = user_line("".join(_frames(error))) or user_line(text)
     kind = type(error).__name__  # torch's classes for these are private
     if flex := _FLEX.search(frames := "".join(_frames(error))):
-        return of_flex_attention(flex[1], user_line(frames[: flex.start()]))
+        return of_flex_attention(f"cannot be captured by torch: {what}", user_line(frames[: flex.start()]), op=flex[1])
     if refused := refusal_in_words(text, source):
         return refused
     if "_ctc_loss" in text:
@@ -139,10 +139,10 @@ class ReadsInputs(CaptureError):
         self.keys = keys
 
 
-def of_flex_attention(name: str, source: str) -> CaptureError:
-    """The refusal of a call of `name` from torch.nn.attention.flex_attention."""
-    what = f"forward calls {name} of torch.nn.attention.flex_attention, which has no rules for layouts"
-    return CaptureError(what, where=Where(op=name, source=source), remedy=_DENSE)
+def of_flex_attention(why: str, source: str, remedy: str = "", *, op: str = "flex_attention") -> CaptureError:
+    """The refusal of a call of `op` from torch.nn.attention.flex_attention, which `why` says more of."""
+    what = f"a call of torch.nn.attention.flex_attention {why}"
+    return CaptureError(what, where=Where(op=op, source=source), remedy=f"{remedy}; or {_DENSE}" if remedy else _DENSE)
 
 
 def of_changing_shapes(where: Where) -> CaptureError:

@@ -4,7 +4,8 @@ They exist because their ATen spelling cannot be sharded: `dot` keeps batch and 
 `embedding` and the pieces of the cross entropy work on a part of the vocabulary, told by `start`, its first index;
 `attention` is one op on every device; the pieces of a root-mean-square norm work on a part of what is normed; `constant` is a tensor
 in the graph's own code. None is differentiable: backward is written out in the graph. `experts` and `ctc`, whose shapes depend on values,
-and `normed`, which the pieces replace, are operators of torch's instead, opaque and differentiable, as are their gradients.
+`flex_attention`, which runs the user's functions, and `normed`, which the pieces replace, are operators of torch's instead, opaque and
+differentiable, as are their gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from autopar.ops.attending import attention, attention_backward
 from autopar.ops.constants import constant
 from autopar.ops.ctc import ctc, ctc_joined, ctc_loss
 from autopar.ops.experts import experts, experts_backward
+from autopar.ops.flex import flex_attention, flex_attention_backward
 from autopar.ops.products import dot
 from autopar.ops.rms import normed, normed_backward, rms_norm, rms_norm_backward, rms_product, rms_weight_gradient, square_sum
 from autopar.ops.vocabulary import (
@@ -41,6 +43,8 @@ __all__ = [
     "embedding_backward",
     "experts",
     "experts_backward",
+    "flex_attention",
+    "flex_attention_backward",
     "linear_cross_entropy",
     "normed",
     "normed_backward",

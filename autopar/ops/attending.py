@@ -36,7 +36,7 @@ def attention(
     Returns:
         out [b, h, s, d] and lse [b, h, s] (float32 for half types).
     """
-    k, v = _read_heads(k, q, heads), _read_heads(v, q, heads)
+    k, v = read_heads(k, q, heads), read_heads(v, q, heads)
     if q_start is None or not is_causal:
         return attend(q, k, v, mask, is_causal, scale)
     return placed.attend(q, k, v, scale, q_start, mirrored_in)
@@ -58,9 +58,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given that of `attention`'s result and what it returned; shapes and parts as there."""
     if heads is not None:
-        own = _read_heads(k, q, heads), _read_heads(v, q, heads)
+        own = read_heads(k, q, heads), read_heads(v, q, heads)
         dq, dk, dv = attention_backward(grad, q, *own, out, lse, mask, is_causal, scale, q_start, None, mirrored_in)
-        return dq, _to_heads(dk, k, q, heads), _to_heads(dv, v, q, heads)
+        return dq, to_heads(dk, k, q, heads), to_heads(dv, v, q, heads)
     if q_start is None or not is_causal:
         return attend_backward(grad, q, k, v, out, lse, mask, is_causal, scale)
     return placed.attend_backward(grad, q, k, v, out, lse, scale, q_start, mirrored_in)
@@ -79,7 +79,7 @@ def _head_index(q: Tensor, heads: Heads) -> Tensor:
     return torch.arange(first, first + q.shape[1], device=q.device).div_(group, rounding_mode="floor").sub_(k_first)
 
 
-def _read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
+def read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
     """The heads of `k` that q's heads read: few, or where they are shared unequally, one for each."""
     if heads is None:
         return k
@@ -87,7 +87,7 @@ def _read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
     return k.narrow(1, low, count) if aligned else k.index_select(1, _head_index(q, heads))
 
 
-def _to_heads(grad: Tensor, k: Tensor, q: Tensor, heads: Heads) -> Tensor:
+def to_heads(grad: Tensor, k: Tensor, q: Tensor, heads: Heads) -> Tensor:
     """The gradient of all of `k`, given that of the heads that were read."""
     whole = torch.zeros_like(k)
     low, count, aligned = _heads_read(q, heads)

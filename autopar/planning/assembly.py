@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from autopar import ops
+from autopar.analysis.seen import is_known
 from autopar.capture.trace import Trace
 from autopar.collective import BUCKET_BYTES
 from autopar.cost.held import held_of, offered_as, own_time_s
@@ -34,6 +36,10 @@ _HOSTS = (
 )
 _ALIKE = "equal nodes of repeated layers take one decision"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
+_SEEN = (
+    "flex attention: of {} of {} calls the mask reads tensors, samples or heads, and all pairs count; of the others those in blocks of "
+    "which a pair is seen"
+)
 SHARES = (
     f"what is gathered of what rests or is kept, and reductions of gradients, as parts of full buckets of {BUCKET_BYTES >> 20} MiB; every "
     "other collective by itself"
@@ -80,7 +86,9 @@ def covers_of(draft: Draft) -> tuple[str, ...]:
     strategies = (s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies)
     hosts = (_HOSTS,) if draft.priced.problem.host_budget_bytes else ()
     balanced = (_BALANCED,) if any(s.communication_s for s in strategies) else ()
-    last = (*hosts, *balanced, of_kernels(draft.priced), *draft.priced.notes)
+    masks = [node.args[5] for node in draft.trace.graph.nodes if node.target is ops.flex_attention]
+    seen = (_SEEN.format(sum(not is_known(mask) for mask in masks), len(masks)),) if masks else ()
+    last = (*hosts, *balanced, *seen, of_kernels(draft.priced), *draft.priced.notes)
     if not starts:
         return *COVERS, *last
     apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"

@@ -24,6 +24,7 @@ from autopar.rules.networks import heads_nest
 from autopar.rules.notation import AxisOption
 
 _layout = lru_cache(maxsize=65536)(Layout)
+_OF_HEADS = frozenset((ops.attention, ops.attention_backward, ops.flex_attention, ops.flex_attention_backward))
 
 
 def expand(call: Call, every: Sequence[AxisOption], mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
@@ -55,7 +56,7 @@ def _fits(combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_s
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
     """Whether parts of different dims belong together: on each axis that splits some dim unevenly, all dims that it splits
     have one size, and attention finds its heads. Where tokens are dispatched to experts, these are split evenly, whatever tokens are."""
-    if call.target in (ops.attention, ops.attention_backward) and not heads_nest(call, strategy):
+    if call.target in _OF_HEADS and not heads_nest(call, strategy):
         return False
     tensors = list(zip((*strategy.inputs, *strategy.outputs), (*call.inputs, *call.outputs), strict=True))
     dispatched = dispatch.dispatch_axes(call, strategy.inputs)

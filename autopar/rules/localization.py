@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from autopar import ops, random_ops
 from autopar.layout import Strategy
-from autopar.rules import dispatch, space
+from autopar.rules import dispatch, flex, space
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
 from autopar.rules.further import RESIZE_GRADIENTS
@@ -160,6 +160,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     aten.native_group_norm.default: _group_norm(0),
     aten.native_group_norm_backward.default: _group_norm(1),
     **space.LOCALIZERS,
+    **flex.LOCALIZERS,
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar import ops
 from autopar.layout import PARTIAL, REPLICATE, Strategy
 from autopar.mirrored import Mirrored
 from autopar.rules.call import Call, TensorInfo, argument
@@ -102,5 +103,6 @@ def _mirrored(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
 
 def heads_nest(call: Call, strategy: Strategy) -> bool:
     """Whether the query's heads of every rank read heads of key and value that it has: axes which split both are the outer ones."""
-    query, key = (strategy.inputs[i].splitters(1) for i in ((0, 1) if len(call.outputs) == 2 else (1, 2)))
+    first = 1 if call.target is ops.attention_backward else 0
+    query, key = (strategy.inputs[i].splitters(1) for i in (first, first + 1))
     return query[: len(key)] == key

@@ -14,7 +14,7 @@ import torch
 
 from autopar import norm_ops, ops, random_ops
 from autopar.rules import families as f
-from autopar.rules import losses, networks, windows
+from autopar.rules import flex, losses, networks, windows
 from autopar.rules.call import argument
 from autopar.rules.dispatch import dispatching
 from autopar.rules.further import FURTHER
@@ -36,6 +36,7 @@ MATMUL: Mapping[Any, f.Family] = {
     aten.convolution_backward.default: windows.convolution_backward,
     ops.attention: networks.attention,
     ops.attention_backward: networks.attention_backward,
+    **flex.ROWS,
 }
 
 EMBEDDING: Mapping[Any, f.Family] = {

@@ -41,7 +41,7 @@ from autopar.strategies.storages import Ref, Storages, size_of
 HEADS = frozenset(
     (
         ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward,
-        ops.experts, ops.experts_backward,
+        ops.experts, ops.experts_backward, ops.flex_attention, ops.flex_attention_backward,
         torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default,
         torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
     )

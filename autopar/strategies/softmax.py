@@ -27,7 +27,7 @@ def around_softmax(trace: Trace) -> frozenset[str]:
     for node in trace.graph.nodes:
         if node.op != "call_function" or node.meta["phase"] != "forward":
             continue
-        if node.target is ops.attention:
+        if node.target in (ops.attention, ops.flex_attention):
             found |= {node.name, *(user.name for user in node.users if user.target is operator.getitem)}
         elif node.target in _SOFTMAX:
             before, after = _reach(node, backwards=True), _reach(node, backwards=False)

@@ -13,6 +13,7 @@ import torch
 from autopar import ops
 from autopar.rules.call import Call, TensorInfo
 from autopar.rules.scaling import Trial
+from autopar.validation.flex_samples import FLEX_SAMPLES
 from autopar.validation.scatter_samples import SCATTER_SAMPLES
 from autopar.validation.window_samples import WINDOW_SAMPLES
 
@@ -81,6 +82,7 @@ def _infos(tensors: Sequence[Any]) -> tuple[TensorInfo, ...]:
 SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
     ops.attention: lambda call: _attention(call, 0),
     ops.attention_backward: lambda call: _attention(call, 1),
+    **FLEX_SAMPLES,
     **SCATTER_SAMPLES,
     **WINDOW_SAMPLES,
 }

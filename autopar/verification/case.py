@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar import random_ops
+from autopar import ops, random_ops
 from autopar.capture import Trace
+from autopar.capture._torch.flex import flex_attention_eager
 from autopar.capture.execute import device_of, execute, promoted, promoted_dtype
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
@@ -182,7 +183,7 @@ class Case:
         with torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
             with self._autocast() as outside, Widened(self.computed) if self.widened else nullcontext():
-                with drawn, watch, own_eps:  # the draws themselves are not watched
+                with drawn, watch, own_eps, self._as_written():  # the draws themselves are not watched
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])
                 with outside():  # as users are to run it
@@ -201,6 +202,11 @@ class Case:
                 remedy="remove random numbers that nothing reads, or report the model",
             )
         return results, watch.found
+
+    def _as_written(self) -> AbstractContextManager[None]:
+        """Where the model calls flex attention, what it compiles runs as it is written, with gradients on a CPU as well."""
+        calls = any(node.target is ops.flex_attention for node in self.trace.graph.nodes)
+        return flex_attention_eager() if calls else nullcontext()
 
     @contextmanager
     def _refused_by_kernels(self) -> Iterator[None]:

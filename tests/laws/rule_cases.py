@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from flex import FLEX_KINDS, flex_functions
 
 from autopar import norm_ops, ops, random_ops
 
@@ -85,6 +86,21 @@ def attended_backward(s: Any, causal: bool = False, mask: tuple[int, ...] | None
     (q, k, v, given_mask, _, scale), _ = attended(s, causal, mask, groups)
     out, lse = ops.attention(q, k, v, given_mask, causal, scale)
     return on(real(*q.shape), q, k, v, out, lse, given_mask, causal, scale)
+
+
+def flex(s: Any, kind: str, groups: int = 1, shared: bool = False) -> Built:
+    """Flex attention of s.a samples, s.b heads of keys, s.c queries and s.d keys."""
+    heads, keys = s.b * groups, 1 if shared else s.a
+    q, k, v = real(s.a, heads, s.c, 2), real(keys, s.b, s.d, 2), real(keys, s.b, s.d, 3)
+    score, mask, captured = flex_functions(kind, s.a, heads, s.c, s.d)
+    return on(q, k, v, captured, score, mask, 0.5, [0, 0, 0], [], [])
+
+
+def flex_backward(s: Any, kind: str, groups: int = 1, shared: bool = False, sums: bool = False) -> Built:
+    (q, k, v, captured, *settings), _ = flex(s, kind, groups, shared)
+    out, lse = ops.flex_attention(q, k, v, captured, *settings)
+    wanted = [number for number, x in enumerate(captured) if x.is_floating_point()]
+    return on(q, k, v, out, lse, real(*out.shape), real(*lse.shape) if sums else None, captured, wanted, *settings)
 
 
 def convolved(s: Any, groups: int = 1, transposed: bool = False, bias: bool = False, depthwise: bool = False) -> Built:
@@ -237,6 +253,18 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: attended_backward(s, groups=2),
         lambda s: attended_backward(s, causal=True, groups=6),
         lambda s: attended_backward(s, mask=(s.a, s.b * 3, s.c, s.c), groups=3),
+    ],
+    ops.flex_attention: [
+        *(lambda s, kind=kind: flex(s, kind) for kind in FLEX_KINDS),
+        lambda s: flex(s, "documents", groups=2),
+        lambda s: flex(s, "bias of heads and places", groups=6),
+        lambda s: flex(s, "samples that differ", groups=2, shared=True),
+    ],
+    ops.flex_attention_backward: [
+        *(lambda s, kind=kind: flex_backward(s, kind) for kind in FLEX_KINDS),
+        lambda s: flex_backward(s, "documents", groups=2, sums=True),
+        lambda s: flex_backward(s, "bias of heads and places", groups=6),
+        lambda s: flex_backward(s, "samples that differ", groups=2, shared=True),
     ],
     ops.embedding: lambda s: on(real(s.a, s.b), ids(s.a, s.c, s.d)),
     ops.embedding_backward: [

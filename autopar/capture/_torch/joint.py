@@ -27,6 +27,7 @@ from autopar.capture._torch.checks import checks_in_no_order
 from autopar.capture._torch.constants import known_values
 from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
+from autopar.capture._torch.flex import join_flex_attention, refuse_flex_attention
 from autopar.capture._torch.inputs import refuse_changed_inputs
 from autopar.capture._torch.logs import logging_functions
 from autopar.capture._torch.origins import Origins
@@ -129,16 +130,16 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             out_leaves, out_spec, found = others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
             refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
+            refuse_flex_attention(joint.graph_module.graph)
             drop_checks(joint.graph_module.graph)
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
             raise _refusal(error, model, call, origins) from error
         _let_go(captured)
         written = {(write.place.path, write.place.name) for write in notes.writes}  # a setting that is guessed is no constant
         module = joint.graph_module
-        names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
         return RawJoint(
             graph=plain_copy(module.graph),
-            constants={name: getattr(module, name) for name in names},
+            constants={str(node.target): getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")},
             placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
             results=_results(next(iter(reversed(module.graph.nodes)))),
             loss=found.loss,
@@ -159,6 +160,7 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     notes: list[Notes] = []
     with computed_attributes(), mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
         captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
+    join_flex_attention(captured.graph)
     if notes[-1].draws:
         raise draws_of_python("random", notes[-1].draws[0])
     return captured, notes[-1]

@@ -108,9 +108,10 @@ class Origins:
         for made in tree_leaves(result):
             if isinstance(made, FakeTensor):
                 self._of[made] = positions
-        if _READING in func.tags:
+        tags = getattr(func, "tags", ())  # a higher-order op has none
+        if _READING in tags:
             self.note_read(operands)
-        if _PICKING in func.tags and any(operand.constant is None for operand in operands):
+        if _PICKING in tags and any(operand.constant is None for operand in operands):
             self.picked.append(positions)
 
     def note_read(self, operands: Sequence[FakeTensor]) -> None:

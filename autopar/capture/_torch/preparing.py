@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, faked, give_value, new_fake_mode, no_modes
-from autopar.capture._torch.flex import flex_attention_refused
+from autopar.capture._torch.flex import flex_attention_on_cpu, uncompiled
 from autopar.capture._torch.origins import Key, Origins, buffer_may_be_known, may_be_known
 from autopar.capture._torch.replaced import functions_replaced
 from autopar.capture._transformers import transformers_under_capture
@@ -92,7 +92,7 @@ class Prepared:
 
     def run(self, model: nn.Module) -> Any:
         """What `model`, this one or a copy, returns of the call."""
-        with self.mode:
+        with self.mode, uncompiled():
             args, kwargs = self.arguments_anew()
             return model(*args, **kwargs)
 
@@ -128,7 +128,7 @@ def prepared(
         stack.enter_context(torch.set_grad_enabled(not inference))
         stack.enter_context(_ops_of_training())
         stack.enter_context(functions_replaced())
-        stack.enter_context(flex_attention_refused())
+        stack.enter_context(flex_attention_on_cpu())
         stack.enter_context(_unchecked_distributions())
         aliases = aliases_of(model)  # captured, a tensor is another object
         yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference, buffers)

@@ -1,0 +1,130 @@
+"""Rules of attention whose scores go through functions (`autopar.ops.flex`).
+
+Scores are split by batch entries, by heads and by queries. A function is given places in the whole,
+so a captured tensor that is whole serves every part. A dim that is indexed by the coordinate which
+is split (`autopar.ops.reading`) is split as well, where it has as many elements; the function then
+indexes a part. Keys are never split: a row's sum is over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import ops
+from autopar.layout import PARTIAL, REPLICATE
+from autopar.ops.reading import Reading, reading
+from autopar.rules.call import Call, Operand, argument
+from autopar.rules.notation import WHOLE, AxisOption, Factors, Term
+from autopar.rules.site import Local, Site
+
+_SPLIT = ("b", "h", "q")  # coordinates, by the dim of the queries that they count
+_ROWS: Term = ("b", "h", "q", WHOLE)
+_KEYS: Term = ("b", "h", WHOLE, WHOLE)
+_SUMS: Term = ("b", "h", "q")
+
+
+def flex_attention(call: Call) -> Factors:
+    """Parallel over batch entries, heads and queries; over query heads alone, too, where several
+    read one head of keys.
+    """
+    captured = _terms(call)
+    inputs = (_ROWS, _KEYS, _KEYS, *captured.values())
+    return Factors(inputs, (_ROWS, _SUMS), further=_query_heads(call, inputs, (_ROWS, _SUMS)))
+
+
+def flex_attention_backward(call: Call) -> Factors:
+    """As `flex_attention`. Gradients of what several parts read are partial sums."""
+    captured = _terms(call)
+    rest = (_SUMS,) if isinstance(argument(call, "grad_lse"), Operand) else ()
+    inputs = (_ROWS, _KEYS, _KEYS, _ROWS, _SUMS, _ROWS, *rest, *captured.values())
+    outputs = (_ROWS, _KEYS, _KEYS, *(captured[number] for number in argument(call, "wanted")))
+    return Factors(inputs, outputs, further=_query_heads(call, inputs, outputs))
+
+
+def _read(call: Call) -> tuple[dict[int, int], Reading]:
+    """The operand that each captured tensor is, and what the functions read."""
+    operands = {number: operand.index for number, operand in enumerate(argument(call, "captured"))}
+    ranks = tuple(len(call.inputs[index].shape) for index in operands.values())
+    return operands, reading((argument(call, "score"), argument(call, "mask")), ranks)
+
+
+def _terms(call: Call) -> dict[int, Term]:
+    """A term for each captured tensor."""
+    operands, read = _read(call)
+    sizes = dict(zip(_SPLIT, call.inputs[0].shape, strict=False))
+    found: dict[int, Term] = {}
+    for number, index in operands.items():
+        shape = call.inputs[index].shape
+        names = read.indexed.get(number, (None,) * len(shape))
+        letters = [
+            name if name in sizes and sizes[name] == size else WHOLE
+            for name, size in zip(names, shape, strict=True)
+        ]
+        found[number] = tuple(x if letters.count(x) == 1 else WHOLE for x in letters)  # type: ignore[misc]
+    return found
+
+
+def _query_heads(
+    call: Call, inputs: tuple[Term, ...], outputs: tuple[Term, ...]
+) -> tuple[AxisOption, ...]:
+    """Split what has a dim for the query's heads; keys and values are whole, and a rank reads the
+    heads that it needs.
+    """
+    heads, shared = (call.inputs[i].shape[1] for i in (0, 1))
+    if heads == shared:
+        return ()
+
+    def placed(term: Term, missing: Placement) -> Placement:
+        return Shard(term.index("h")) if "h" in term and term is not _KEYS else missing
+
+    return (
+        AxisOption(
+            tuple(placed(term, REPLICATE) for term in inputs),
+            tuple(placed(term, PARTIAL) for term in outputs),
+        ),
+    )
+
+
+def _local(site: Site) -> Local:
+    """Parts know where they begin, where a function asks for more than the elements of parts; heads
+    that are split without key and value's know which of these they read.
+    """
+    call, (q, k) = site.call, site.strategy.inputs[:2]
+    shape, shared = call.inputs[0].shape, call.inputs[1].shape
+    operands, read = _read(call)
+    indexed = [(n, dim, name) for n in operands for dim, name in _indexing(read, n)]
+    parts = [each for each in indexed if site.strategy.inputs[operands[each[0]]].splitters(each[1])]
+    of_wholes = {name for number, dim, name in indexed if (number, dim, name) not in parts}
+    split = {name for dim, name in enumerate(_SPLIT) if q.splitters(dim)}
+    asked = (read.free | of_wholes) & split
+    changes: dict[str, Any] = {}
+    if asked:  # else parts are read from their beginning by coordinates that begin at 0
+        changes["starts"] = tuple(
+            site.start(q, shape[dim], dim) if name in asked else 0
+            for dim, name in enumerate(_SPLIT)
+        )
+        changes["own"] = tuple(x for n, dim, name in parts if name in asked for x in (n, dim))
+    if q.splitters(1) != k.splitters(1):
+        changes["heads"] = (
+            site.start(q, shape[1], 1),
+            site.start(k, shared[1], 1),
+            shape[1] // shared[1],
+        )
+    return site.change(**changes)
+
+
+def _indexing(read: Reading, number: int) -> list[tuple[int, str]]:
+    return [
+        (dim, name) for dim, name in enumerate(read.indexed.get(number, ())) if name is not None
+    ]
+
+
+ROWS: Mapping[Callable[..., Any], Callable[[Call], Factors]] = {
+    ops.flex_attention: flex_attention,
+    ops.flex_attention_backward: flex_attention_backward,
+}
+LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = dict.fromkeys(ROWS, _local)
