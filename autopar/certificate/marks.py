@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.trace import Trace
 from autopar.certificate.report import Certificate, Finding
-from autopar.constraints import check, pipeline_in, read_constraint
+from autopar.constraints import Pipelined, check, pipeline_in, read_constraint
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.hardware import Hardware, Mixed
@@ -112,9 +112,10 @@ def pipeline_as_asked(plan: Plan) -> Iterator[Finding]:
         yield Finding("model", f"there are {num} microbatches, where {asked_num} are asked for")
     try:
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
-        for constraint in constraints:
-            check(constraint, plan.mesh)
         asked = pipeline_in(constraints, plan.mesh)
+        of_stage = plan.mesh.without(pipeline.axis) if pipeline and pipeline.axis else plan.mesh
+        for constraint in constraints:  # all but the pipeline speak of what a stage runs on
+            check(constraint, plan.mesh if isinstance(constraint, Pipelined) else of_stage)
     except AutoparError as error:
         yield Finding("model", error.what)
         return
