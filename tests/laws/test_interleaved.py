@@ -227,8 +227,8 @@ def test_what_interleaving_refuses() -> None:
         planned("llama", {"stage": 3}, force)
     with pytest.raises(ConstraintError, match="nothing to interleave with"):
         planned("llama", {"stage": 1, "data": 2}, force)
-    with pytest.raises(ConstraintError, match="8 stages are asked for"):
-        planned("llama", {"stage": 4}, pipeline("stage", **INTER))
+    with pytest.raises(ConstraintError, match="4096 stages are asked for"):
+        planned("llama", {"stage": 2048}, pipeline("stage", **INTER))
 
 
 @pytest.mark.parametrize(
