@@ -18,7 +18,7 @@ DERIVED: tuple[str, ...] = (
     "entries.instances", "entries.nodes.node", "entries.nodes.strategy.inputs",
     "entries.nodes.strategy.outputs", "entries.recompute.node", "entries.recompute.strategy.inputs",
     "entries.recompute.strategy.outputs", "entries.time_s", "entries.replicated",
-    "entries.discovered", "entries.again_s", "entries.runner_up.strategy",
+    "entries.discovered", "entries.again_s",
     "kept.node", "kept.result", "kept.instances", "kept.layouts", "kept.bytes",
     "communications.node", "communications.result", "communications.instances",
     "communications.module", "communications.phase", "communications.source",
@@ -37,7 +37,6 @@ DERIVED: tuple[str, ...] = (
     "pipeline.crossings.node", "pipeline.crossings.layout", "pipeline.crossings.bytes",
     "pipeline.crossings.returns", "pipeline.rank_bytes", "pipeline.handed_bytes",
     "pipeline.handed_s", "overlap.forward_bytes", "overlap.backward_bytes",
-    "overlap.forward_room", "overlap.backward_room",
     "buckets.phase", "buckets.members.node", "buckets.members.result", "buckets.members.target",
     *(f"buckets.collective.{name}" for name in (
         "kind", "axis", "dim", "to_dim", "reduce_op", "dtype", "bytes", "halo_bytes")),
@@ -56,6 +55,7 @@ COMPARED: tuple[str, ...] = (
 
 _ASKED = "as asked for: the claims hold for it"
 _SEARCH = "the search's word"
+_ROOM = "room that early steps are given, of which what they hold is derived"
 _WITNESS = "multipliers, of which only what they prove is checked"
 
 UNVERIFIED: Mapping[str, str] = {
@@ -65,7 +65,9 @@ UNVERIFIED: Mapping[str, str] = {
         "outputs")},
     "pipeline.budgets": _ASKED, "pipeline.rank_budgets": _ASKED,
     "starts": "groups of layers, under which every decision is checked",
-    "entries.runner_up.delta_s": _SEARCH, "proof.num_variables": _SEARCH,
+    "overlap.forward_room": _ROOM, "overlap.backward_room": _ROOM,
+    "entries.runner_up": "the search's word, but that the problem offers it",
+    "proof.num_variables": _SEARCH,
     "proof.num_constraints": _SEARCH, "proof.solver": _SEARCH, "proof.covers": _SEARCH,
     "proof.memory_price_s_per_gib": _SEARCH, "proof.searched_bound_s": _SEARCH,
     "communications.why": _SEARCH,

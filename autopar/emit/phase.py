@@ -49,6 +49,7 @@ class Phase:
     earlier: Phase | None = None
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
     done: set[tuple[str, bool]] = field(default_factory=set)  # names of nodes that were emitted, and whether to run again
+    in_progress: set[tuple[Ref, Layout]] = field(default_factory=set)  # what steps are being emitted for
     sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
     wide: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)  # sums of a narrower tensor, as they were reduced
     copied: set[str] = field(default_factory=set)  # placeholders of parameters that are cast here to what they are read in
@@ -132,8 +133,10 @@ class Phase:
             self.compute(kernels.product_of(made, step) if step.collective.kind == "all_gather" else made, again=step.kernel.again)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
-        elif step is not None:
+        elif step is not None and (ref, layout) not in self.in_progress:  # else steps lead in a circle
+            self.in_progress.add((ref, layout))
             source = self.get(ref, step.source, wanted_by)
+            self.in_progress.remove((ref, layout))
             at_hand = self.have.get(ref, {})
             return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
         node = self.job.nodes[ref[0]]
