@@ -29,6 +29,7 @@ from autopar.verification.case import Case, PlainModelError
 from autopar.verification.comparison import Results, compare, floor_share_of, floor_share_with, tolerance_of, tolerance_with
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
+from autopar.verification.summed import scales_of_sums
 from autopar.verification.zeros import scale_of_zeros
 
 _MAGNIFIED = 3.0  # how many times closer the model has to be in its own dtype, where what was captured wrongly is as far away
@@ -188,11 +189,12 @@ def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
     wide = max(share, floor_share_with(lower.values()))
-    errors, scale = compare(ours, plain, wide), 0.0
-    if max(errors.gradients.values(), default=0.0) > limit:
-        scale = scale_of_zeros(case, plain, limit * wide)
-        errors = compare(ours, plain, wide, scale)
-    traced = compare(ours, case.run_traced(), share, scale).worst if lower and case.num_draws_apart == 1 else None
+    errors, scale, summed = compare(ours, plain, wide), 0.0, dict[str, float]()
+    if errors.worst > limit:
+        scale = scale_of_zeros(case, plain, limit * wide) if max(errors.gradients.values(), default=0.0) > limit else 0.0
+        summed = scales_of_sums(case) if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) > limit else {}
+        errors = compare(ours, plain, wide, scale, summed)
+    traced = compare(ours, case.run_traced(), share, scale, summed).worst if lower and case.num_draws_apart == 1 else None
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

@@ -3,13 +3,15 @@
 The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients are truly zero (of a key
 projection's bias: softmax does not see it) and hold only rounding noise; so the floor of a gradient is a share of the largest
 magnitude among all gradients. With tolerance t and share f an error below t · f of that magnitude passes: in float64
-1e-13 of the largest gradient. Where all are truly zero see `autopar.verification.zeros`.
+1e-13 of the largest gradient. Where all are truly zero see `autopar.verification.zeros`; of outputs and buffers see
+`autopar.verification.summed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -65,22 +67,26 @@ class Errors:
         return max((*self.outputs.values(), *self.buffers.values(), *self.gradients.values()))
 
 
-def compare(ours: Results, reference: Results, share: float, scale: float = 0.0) -> Errors:
+def compare(
+    ours: Results, reference: Results, share: float, scale: float = 0.0, summed: Mapping[str, float] = MappingProxyType({})
+) -> Errors:
     """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros.
 
     Args:
         share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if that is larger.
+        summed: of outputs and buffers, by name, the scale of what was summed for them; their floor is the same share of it.
     """
+    floor = share * max((scale, *(magnitude(x) for x in reference.gradients.values())))
+    floors = {name: share * size for name, size in summed.items()}
     return Errors(
-        _relative(ours.outputs, reference.outputs, 0.0, 0.0),
-        _relative(ours.buffers, reference.buffers, 0.0, 0.0),
-        _relative(ours.gradients, reference.gradients, share, scale),
+        _relative(ours.outputs, reference.outputs, floors),
+        _relative(ours.buffers, reference.buffers, floors),
+        _relative(ours.gradients, reference.gradients, dict.fromkeys(reference.gradients, floor)),
     )
 
 
-def _relative(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], share: float, scale: float) -> dict[str, float]:
-    floor = share * max((scale, *(magnitude(x) for x in reference.values())))
-    return {name: relative_error(ours.get(name), wanted, floor) for name, wanted in reference.items()}
+def _relative(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], floors: Mapping[str, float]) -> dict[str, float]:
+    return {name: relative_error(ours.get(name), wanted, floors.get(name, 0.0)) for name, wanted in reference.items()}
 
 
 def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -> float:

@@ -24,6 +24,7 @@ import autopar
 from autopar import collective, constraints
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
+from autopar.certificate import rates
 from autopar.certificate.check import certify
 from autopar.collective import Collective
 from autopar.emit import WaitingError, bucketed, emit, on_bucket
@@ -446,6 +447,7 @@ def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) ->
     _, _, trace, made = planned("gpt2", "ddp")
     most = made.plan.buckets[0].collective.bytes // 2
     monkeypatch.setattr(collective, "BUCKET_BYTES", most)
+    monkeypatch.setattr(rates, "_MOST_IN_BUCKET", most)
     assert "it is larger than a bucket may be" in str(certify(trace, made.plan, GLOO))
     again = make_plan(trace, made.plan.mesh, GLOO, PlanOptions(constraints=(constraints.ddp(),))).plan
     assert again.buckets and certify(trace, again, GLOO).ok

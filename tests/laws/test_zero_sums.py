@@ -1,0 +1,68 @@
+"""Outputs and buffers that are zero up to rounding are equal, and those that differ by more than that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.verification import check
+from autopar.verification.comparison import Results
+
+
+class Centred(nn.Module):
+    """A batch norm of channels that sum to zero: its running mean is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(self.norm(hidden - hidden.mean(0)).relu()).square().mean()
+
+
+class Sums(nn.Module):
+    """Returns values that are zero beside its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        share = self.layer(x).softmax(-1)
+        rest, centred = share.sum(-1) - 1, (x - x.mean(0)).mean(0)
+        return {"loss": (share * x).sum(), "rest": rest, "centred": 10 * centred + 0.1 * centred}
+
+
+@pytest.mark.parametrize("model", [Centred(), Sums()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("plan", [autopar.constraints.ddp(), autopar.constraints.fsdp()], ids=str)
+def test_what_is_zero_up_to_rounding_is_equal(model: nn.Module, plan: Any) -> None:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "full"}
+    found = autopar.plan(model, 2, example_inputs=(x,), constraints=[plan], **options)
+    assert autopar.verify(found, model, (x,)).ok
+
+
+@pytest.mark.parametrize(("model", "name"), [(Centred(), "norm.running_mean"), (Sums(), "rest")])
+def test_what_differs_by_more_is_not(
+    model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "full"}
+    found = autopar.plan(model, 2, example_inputs=(x,), **options)
+    judge = check.compare
+
+    def off(ours: Results, reference: Results, *rest: Any) -> Any:
+        moved = {
+            kind: {n: y + 1e-9 if n == name else y for n, y in getattr(ours, kind).items()}
+            for kind in ("outputs", "buffers")
+        }
+        return judge(Results(moved["outputs"], moved["buffers"], ours.gradients), reference, *rest)
+
+    monkeypatch.setattr(check, "compare", off)
+    with pytest.raises(autopar.errors.VerificationError):
+        autopar.verify(found, model, (x,))
