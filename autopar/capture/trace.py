@@ -67,7 +67,7 @@ class Input:
         node: its placeholder.
         crosses: whether it comes from the stage before. gradient: index of its gradient in the graph's output tuple, or None.
         requires_grad: whether the call's asks for one, which it may not have: where no output that has a tangent depends on it.
-        given: whether it is made of the whole batch before the first microbatch (`autopar.analysis.given`); none of the call's.
+        given: whether it is made of the whole batch before the first microbatch (`autopar.analysis.counting`); none of the call's.
     """
 
     path: str

@@ -40,7 +40,7 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan, *, named:
 
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     """How a program works through microbatches; arguments as of `emit_staged`."""
-    outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
+    outputs = {path: (label.joined, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     counts = (Count({g.path: g.kind for g in c.given}, LazyGraphModule({}, c.graph), c.buffers, c.inputs) for c in how.counting)
     return Microbatches(how.num, how.inputs, outputs, loss, tuple(counts))

@@ -112,7 +112,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What every microbatch is given of the batch (`autopar.analysis.given`).
+    """What every microbatch is given of the batch (`autopar.analysis.counting`).
 
     Attributes:
         given: path of each input → what a microbatch's own is of it: ``sum`` | ``mean``.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import random_ops
-from autopar.analysis.microbatch_labels import part_label
+from autopar.analysis.time_labels import cut_dim
 from autopar.capture import Trace
 from autopar.errors import VerificationError
 
@@ -78,9 +78,9 @@ def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> Draws
         part: the trace of one microbatch.
     """
     shapes = [{n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs} for t in (whole, part)]
-    labels = {number: part_label(shape, shapes[1][number], num) for number, shape in shapes[0].items() if number in shapes[1]}
-    dims = {number: label.dim for number, label in labels.items() if label is not None and label.kind == "split"}
-    return DrawsBySample(state, dims, num) if len(dims) == len(labels) else None
+    found = {number: cut_dim(shape, shapes[1][number], num) for number, shape in shapes[0].items() if number in shapes[1]}
+    dims = {number: dim for number, dim in found.items() if dim is not None and dim >= 0}
+    return DrawsBySample(state, dims, num) if len(dims) == len(found) else None
 
 
 Drawn = Callable[[PositionalDraws, Any, tuple[Any, ...], Mapping[str, Any]], Any]

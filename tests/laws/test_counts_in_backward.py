@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.analysis import microbatches
+from autopar.analysis.counting import Given
+from autopar.analysis.time_sites import Edge
+from autopar.analysis.weighed_parts import raise_operands, take_given
 from autopar.api import tracing
+from autopar.capture import Trace
 from autopar.constraints import pipeline
-from autopar.errors import CoupledError, ValidationError, VerificationError
+from autopar.errors import CoupledError, VerificationError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
@@ -102,17 +106,43 @@ def test_gradients_are_those_of_the_batch(name: str, options: dict[str, Any]) ->
     assert found.ok and found.max_error < 1e-12, str(found)
 
 
-def test_gradients_are_wrong_where_backward_keeps_its_own_count(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_gradients_are_wrong_where_a_microbatch_keeps_a_count_of_its_own(
+    left_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(microbatches, "add_equal_values", lambda part, given: given)
-    planned = make_plan(LOSSES["label smoothing"], num_microbatches=2)
-    with pytest.raises(ValidationError, match=r"gradient of 'layers\.0\.weight' does not add up") as found:
-        autopar.verify(*planned)
+    def leave_out(part: Trace, given: Sequence[Given]) -> Trace:
+        assert len(given) == 3
+        return take_given(part, [g for number, g in enumerate(given) if number != left_out])
+
+    monkeypatch.setattr(microbatches, "take_given", leave_out)
+    with pytest.raises(CoupledError, match=r"does not add up|departs|does not follow") as found:
+        make_plan(LOSSES["label smoothing"], num_microbatches=2)
     assert "label smoothing" in str(found.value)  # the line of the loss
+    assert_wrong("label smoothing", monkeypatch)
+
+
+@pytest.mark.parametrize("raised", ["all", "forward", "backward"])
+def test_gradients_are_wrong_where_terms_keep_their_weights(
+    raised: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_out(part: Trace, edges: Mapping[Edge, int], num: int) -> Trace:
+        phases = {edge: part.node(edge[0]).meta["phase"] for edge in edges}
+        assert set(phases.values()) == {"forward", "backward"}
+        kept = {e: power for e, power in edges.items() if raised not in ("all", phases[e])}
+        return raise_operands(part, kept, num)
+
+    monkeypatch.setattr(microbatches, "raise_operands", leave_out)
+    with pytest.raises(CoupledError, match="does not add up"):
+        make_plan(LOSSES["weighted and mean"], num_microbatches=2)
+    assert_wrong("weighted and mean", monkeypatch)
+
+
+def assert_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without validation the numbers differ from those of the plain model."""
     monkeypatch.setattr(tracing, "validate_before_run", lambda *_: None)
-    with pytest.raises(VerificationError, match="gradient"):
-        autopar.verify(*planned)
+    monkeypatch.setattr(tracing, "refuse_unproven", lambda *_, **__: None)
+    with pytest.raises(VerificationError):
+        autopar.verify(*make_plan(LOSSES[name], num_microbatches=2))
 
 
 class CountedOtherwise(torch.autograd.Function):
@@ -131,9 +161,29 @@ class CountedOtherwise(torch.autograd.Function):
         return gradient * 2 * z * (y != 2)[:, None] / count, None
 
 
-def test_a_count_that_forward_does_not_account_for_is_refused() -> None:
-    with pytest.raises(CoupledError, match="backward reads a sum over the samples") as refusal:
-        make_plan(CountedOtherwise.apply, num_microbatches=2)
+def test_a_count_in_another_form_is_that_of_the_batch_too() -> None:
+    found = autopar.verify(*make_plan(CountedOtherwise.apply, num_microbatches=2))
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+class Normalised(torch.autograd.Function):
+    """A sum over samples whose backward divides by the norm of all scores."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (z,) = ctx.saved_tensors
+        return gradient * 2 * z / (1 + z.square().sum()), None
+
+
+def test_samples_that_meet_in_backward_alone_are_refused() -> None:
+    with pytest.raises(CoupledError, match=r"at head/div.Tensor/backward/0 it reads") as refusal:
+        make_plan(Normalised.apply, num_microbatches=2)
+    assert "a microbatch's are not enough to make the batch's" in refusal.value.what
     assert refusal.value.where is not None
     assert "test_counts_in_backward.py" in refusal.value.where.source
 

@@ -1,0 +1,150 @@
+"""Which nodes of the graph of one sample stand for nodes of the graph of two.
+
+The graph of one sample lacks ops that do nothing for it: an ``expand`` to all samples, a sum over
+them, a division by their number, a copy of what is contiguous already. Keys of the nodes behind
+them count on without them. So nodes correspond if they have one op, module and phase, and what they
+read corresponds, up to ops that are missing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autopar import ops
+from autopar.analysis.time_sites import Edge
+from autopar.capture.trace import Trace
+from autopar.errors import ConstraintError
+from autopar.rules import operands_of
+
+aten = torch.ops.aten
+_MISSING = frozenset(
+    (
+        aten.clone.default, aten.alias.default, aten.detach.default, aten.view.default,
+        aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
+        aten.squeeze.dims, aten.unsqueeze.default, aten.mul.Tensor, aten.mul.Scalar,
+        aten.div.Tensor, aten.div.Scalar, aten.sum.dim_IntList, aten.expand.default,
+        aten.slice.Tensor,
+    )
+)  # fmt: skip
+_MOST_MISSING = 8  # in a row
+Path = tuple[Edge, ...]
+"""Edges of the graph of two samples, from a node that reads to what the graph of one has."""
+
+
+class Counterparts:
+    """Nodes and edges of a graph of two samples in that of one sample.
+
+    Args:
+        two, one: the traces.
+    """
+
+    def __init__(self, two: Trace, one: Trace) -> None:
+        self._node, self._edges = dict[str, str](), dict[Edge, list[Edge]]()
+        self._stands_for = dict(zip(_placeholders(one), _placeholders(two), strict=True))
+        self._alike: dict[str, list[fx.Node]] = defaultdict(list)
+        calls = [node for node in two.graph.nodes if node.op == "call_function"]
+        for node in calls:
+            self._alike[_kind(node)].append(node)
+        self._by_key = {node.meta["key"]: node for node in calls}
+        for node in one.graph.nodes:
+            if node.op == "call_function":
+                self._match(node)
+            elif node.op == "output":
+                self._add(node, next(iter(reversed(two.graph.nodes))))
+
+    def node(self, name: str) -> str:
+        """The node of the graph of one sample that stands for a node.
+
+        Raises:
+            ConstraintError: where there is none.
+        """
+        if name not in self._node:
+            raise _otherwise()
+        return self._node[name]
+
+    def edges(self, raised: Mapping[Edge, int]) -> dict[Edge, int]:
+        """What is raised, on the edges of the graph of one sample; raises as `node`."""
+        found: dict[Edge, int] = {}
+        for edge, power in raised.items():
+            if edge not in self._edges:
+                raise _otherwise()
+            for own in self._edges[edge]:
+                found[own] = found.get(own, 0) + power
+        return found
+
+    def _match(self, node: fx.Node) -> None:
+        """Find the node that a node of the graph of one sample stands for, if there is one."""
+        for other in self._candidates(node):
+            if self._add(node, other):
+                self._stands_for[node.name] = other.name
+                self._node.setdefault(other.name, node.name)
+                return
+
+    def _candidates(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes of the same op, module and phase, that of the same key first; and the addition of a
+        bias that torch adds within the product if the operand is contiguous.
+        """
+        own = self._by_key.get(node.meta["key"])
+        alike = [n for n in self._alike[_kind(node)] if n is not own and n.target is node.target]
+        yield from ([own] if own is not None and own.target is node.target else [])
+        yield from alike
+        if node.target is ops.dot and len(operands_of(node)) == 3:
+            yield from self._alike[_kind(node).replace("/dot/", "/add.Tensor/")]
+
+    def _add(self, node: fx.Node, other: fx.Node) -> bool:
+        """Note the edges of a node that stands for another one, if it does."""
+        reads = list(self._reads(other))
+        if node.target is ops.dot and other.target is aten.add.Tensor:
+            product = operands_of(other)[0]
+            if product.target is not ops.dot or len(operands_of(product)) != 2 or len(reads) != 2:
+                return False
+            reads = [*self._reads(product), reads[1]]
+        operands = operands_of(node)
+        if len(operands) != len(reads):
+            return False
+        pairs = zip(operands, reads, strict=True)
+        paths = [
+            self._path(edge, found, self._stands_for.get(o.name)) for o, (edge, found) in pairs
+        ]
+        if any(path is None for path in paths):
+            return False
+        for index, path in enumerate(paths):
+            for edge in path or ():
+                self._edges.setdefault(edge, []).append((node.name, index))
+        return True
+
+    @staticmethod
+    def _reads(node: fx.Node) -> Iterator[tuple[Edge, fx.Node]]:
+        for index, operand in enumerate(operands_of(node)):
+            yield (node.name, index), operand
+
+    def _path(self, edge: Edge, found: fx.Node, due: str | None) -> Path | None:
+        """The edges from a node back to the node `due`; None if another path leads there."""
+        path = [edge]
+        while found.name != due:
+            operands: Sequence[fx.Node] = operands_of(found) if found.op == "call_function" else ()
+            if found.target not in _MISSING or len(operands) != 1 or len(path) > _MOST_MISSING:
+                return None
+            path.append((found.name, 0))
+            (found,) = operands
+        return tuple(path)
+
+
+def _kind(node: fx.Node) -> str:
+    """A key without the number that tells nodes of one module, op and phase apart."""
+    return str(node.meta["key"]).rpartition("/")[0]
+
+
+def _placeholders(trace: Trace) -> list[str]:
+    return [node.name for node in trace.graph.nodes if node.op == "placeholder"]
+
+
+def _otherwise() -> ConstraintError:
+    return ConstraintError(
+        "the loss of one sample is computed otherwise than that of two",
+        remedy="use microbatches of two samples or more",
+    )
