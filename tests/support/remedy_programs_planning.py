@@ -98,7 +98,7 @@ PROGRAMS: dict[str, Program] = {
         "let forward take any number of samples",
         _of(_any, num_microbatches=2),
     ),
-    "analysis/microbatch_labels.py refusal 0": Program(
+    "analysis/time_refusals.py refusal 0": Program(
         _of(_normed, num_microbatches=2), "num_microbatches=1", _of(_normed, num_microbatches=1)
     ),
     "rules/registration.py register 0": Program(
