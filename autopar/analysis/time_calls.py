@@ -297,12 +297,12 @@ def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
 def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
     """Further options of casts, quotients and products whose result is of floats.
 
-    Rules leave out partial sums that are rounded on the way, or are of integers, since ranks would
+    Rules leave out partial sums that are rounded on the way, since ranks would
     add up rounded values. Microbatches round theirs in any case.
     """
     if call.outputs[0].dtype.is_floating_point:
         for slot in _ROUNDED.get(call.target, ()):
-            if slot < len(call.inputs) and call.inputs[slot].dtype != torch.bool:
+            if slot < len(call.inputs) and call.inputs[slot].dtype.is_floating_point:
                 reads = (PARTIAL if n == slot else REPLICATE for n in range(len(call.inputs)))
                 yield AxisOption(tuple(reads), (PARTIAL,))
 
