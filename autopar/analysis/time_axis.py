@@ -118,6 +118,7 @@ class _Pass:
             if self.raises.conflict:
                 node = sites[min(place, len(sites) - 1)].node
                 raise refusal(node, self.num, "terms that are joined cannot be made to weigh alike")
+        self._refuse_updates()
         inputs = {i.path: self.labels[i.node, 0] for i in self.whole.inputs}
         cut = {path: label for path, label in inputs.items() if label.kind == "split"}
         return Labelled(cut, self.outputs, self.given, self.raises.edges, tuple(self.promised))
@@ -131,7 +132,9 @@ class _Pass:
                 what = f"input {x.path!r} of shape {x.shape} is not {self.num} times {y.shape}"
                 raise ConstraintError(what, remedy="pass a batch that microbatches divide")
             self.labels[x.node, 0] = label
-        for name, position in whole.mutated.items():
+
+    def _refuse_updates(self) -> None:
+        for name, position in self.whole.mutated.items():
             if name != random_ops.STATE:
                 why = f"buffer {name!r} would be updated {self.num} times a step"
                 raise refusal(self._results[position], self.num, why)

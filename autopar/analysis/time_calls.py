@@ -26,7 +26,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import random_ops
-from autopar.analysis.time_labels import WHOLE, Label, label_by_shape
+from autopar.analysis.time_labels import WHOLE, Label, cut_dim, label_by_shape
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
 from autopar.rules import AxisOption, Call, axis_options, localize
 from autopar.rules.call import NO_TENSOR, KeyedCall
@@ -109,6 +109,9 @@ def find_way(whole: Call, part: Call, reads: Sequence[Label], num: int) -> Way |
 @lru_cache(maxsize=16384)  # equal layers have equal calls
 def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way | None:
     whole, part = keyed.call, of_part.call
+    zeros = _zeros(whole, part, reads, num)
+    if zeros is not None:
+        return zeros
     alike = is_alike(whole, part)
     if alike and all(read == WHOLE for read in reads) and whole.outputs == part.outputs:
         return Way(tuple(WHOLE for _ in whole.outputs))
@@ -158,10 +161,24 @@ def _made(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     value = _value(whole)
     if value is None or value != _value(part):  # it follows from the number of samples
         return None
-    shaped = _shaped(whole, part, num)
-    if shaped is None or value != 0:
-        return shaped
-    return replace(shaped, results=(Label("zero", shaped.results[0].dim),))
+    return _shaped(whole, part, num)
+
+
+def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Zeros, and what is linear in zeros."""
+    made = _value(whole) == 0 and _value(part) == 0
+    zero = {n for n, read in enumerate(reads) if read.kind == "zero"}
+    if not made and (not zero or whole.target is not part.target):
+        return None
+    linear = () if made else _linear_sets(whole, axis_options(whole))
+    if not made and not any(zero.issuperset(group) for group in linear):
+        return None
+    pairs = zip(whole.outputs, part.outputs, strict=True)
+    dims = [cut_dim(x.shape, y.shape, num) for x, y in pairs]
+    if any(dim is None for dim in dims):
+        return None
+    results = tuple(Label("zero", dim) for dim in dims if dim is not None)
+    return Way(results, (0,) * len(reads), linear)
 
 
 def _value(call: Call) -> Any:
@@ -280,12 +297,12 @@ def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
 def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
     """Further options of casts, quotients and products whose result is of floats.
 
-    Rules leave out partial sums that are rounded on the way, or are of integers, since ranks would
+    Rules leave out partial sums that are rounded on the way, since ranks would
     add up rounded values. Microbatches round theirs in any case.
     """
     if call.outputs[0].dtype.is_floating_point:
         for slot in _ROUNDED.get(call.target, ()):
-            if slot < len(call.inputs) and call.inputs[slot].dtype != torch.bool:
+            if slot < len(call.inputs) and call.inputs[slot].dtype.is_floating_point:
                 reads = (PARTIAL if n == slot else REPLICATE for n in range(len(call.inputs)))
                 yield AxisOption(tuple(reads), (PARTIAL,))
 

@@ -65,12 +65,14 @@ class Label:
         if self.kind == "split":
             return f"a part of the samples, along dim {self.dim}"
         if self.kind == "term":
-            return {0: "a sum over samples", 1: "an average over samples"}.get(
-                self.power, f"a sum over samples times M^{self.power}"
-            )
+            return "a sum over samples" if self.power == 0 else f"{_of(self.power)} over samples"
         if self.kind == "whole" and self.power:
-            return f"what no sample is part of, times M^{self.power}"
+            return "what no sample is part of, but of which each microbatch has another share"
         return _WORDS[self.kind]
+
+
+def _of(power: int) -> str:
+    return "an average" if power > 0 else "a share of a sum"
 
 
 _WORDS = {

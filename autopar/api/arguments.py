@@ -34,10 +34,11 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         return mesh_of(mesh)
     if is_unshaped(mesh):
         return Mesh(mesh) if isinstance(mesh, int) else Mesh({"node": mesh[0], "gpu": mesh[1]})
-    if isinstance(mesh, Mapping):
+    is_batch = any(isinstance(leaf, Tensor) for leaf in tree_leaves(mesh))
+    if isinstance(mesh, Mapping) and not is_batch:
         return Mesh(mesh)
     remedy = 'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, nodes and devices per node as (4, 8), or a device count'
-    remedy += "; the batch is example_inputs=" if any(isinstance(leaf, Tensor) for leaf in tree_leaves(mesh)) else ""
+    remedy += "; the batch is example_inputs=" if is_batch else ""
     raise MeshError(f"{tree_map_only(Tensor, _in_short, mesh)!r} is no mesh", remedy=remedy)
 
 

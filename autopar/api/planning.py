@@ -16,6 +16,7 @@ from torch import nn
 from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.fitting import check_fits
+from autopar.api.gaps import told_of_gap
 from autopar.api.hardware import as_hardware, of_plan
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
@@ -111,7 +112,8 @@ def plan_call(
         if len(meshes) > 1:
             raise
         found = instead(error, chooser(meshes[0]))
-    return trace, with_waits(found.closer_proven(in_time=not chosen.is_late), devices, part_of)
+    found = found.closer_proven(in_time=not chosen.is_late)
+    return trace, with_waits(told_of_gap(found, is_late=chosen.is_late), devices, part_of)
 
 
 def plan_model(

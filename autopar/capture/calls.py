@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.capture.refusals import is_torchs, user_line
 from autopar.capture.trees import argument_name, leaves_of
 from autopar.errors import CallError, CaptureError, Where
+from autopar.keywords import close_to
 
 # Torch's own subclasses are of fakes.
 _KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError)
@@ -50,7 +51,9 @@ def _unbound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
         what = f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}"
         return what, f"a mapping stands for keyword arguments; where the mapping is the one argument, pass ({needed[0]},)"
     if unknown:
-        return f"forward() has no argument {unknown[0]!r}", takes
+        close = close_to(unknown[0], [name for name, p in parameters.items() if p.kind in _BY_NAME])
+        meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        return f"forward() has no argument {unknown[0]!r}", meant + takes
     if len(args) > len(places) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         return f"forward() takes {len(places)} positional arguments, and {len(args)} were passed", takes
     missing = [name for name in needed if name not in kwargs and name not in places[: len(args)]]

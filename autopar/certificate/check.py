@@ -19,7 +19,7 @@ from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.fields import unverified
 from autopar.certificate.hosts import host_memory, on_hosts
 from autopar.certificate.kernels import KernelWalk
-from autopar.certificate.marks import captured, identity, notes, pipeline_as_asked
+from autopar.certificate.marks import as_asked, captured, identity, notes
 from autopar.certificate.moves import Walk
 from autopar.certificate.own import OwnWalk
 from autopar.certificate.proof import Stored, proven
@@ -47,7 +47,7 @@ def certify(trace: Trace, plan: Plan, hardware: Hardware, context: Context | Non
     title = f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}"
     claimed, proof = plan.prediction, plan.proof
     budget = plan.options.get("memory_bytes")
-    said = (*identity(trace, plan, hardware), *captured(trace, plan), *(() if context else pipeline_as_asked(plan)))
+    said = (*identity(trace, plan, hardware), *captured(trace, plan), *(() if context else as_asked(plan)))
     report = Certificate(
         title, said, tuple(notes(plan)), claimed_step_s=claimed.step_s,
         claimed_peak_bytes=claimed.peak_bytes, budget_bytes=budget if isinstance(budget, int) else 0,

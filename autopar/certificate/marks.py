@@ -94,9 +94,6 @@ def _options(plan: Plan) -> Iterator[Finding]:
     if options.get("optimizer") not in OPTIMIZERS:
         what = f"the plan is for optimizer {options.get('optimizer')!r}, which is not known"
         yield Finding("model", what)
-    if options.get("loss_rows", AUTO) not in (AUTO, plan.loss_rows):
-        what = f"the loss has {plan.loss_rows} rows at a time, where {options['loss_rows']} are asked for"
-        yield Finding("model", what)
     stages = plan.pipeline.stages if plan.pipeline else (plan,)
     without = [entry.key for stage in stages for entry in stage.entries if entry.replicated]
     if options.get("strict") and without:
@@ -104,8 +101,18 @@ def _options(plan: Plan) -> Iterator[Finding]:
         yield Finding("model", what, without[0])
 
 
-def pipeline_as_asked(plan: Plan) -> Iterator[Finding]:
-    """Whether the plan has the pipeline, or the number of microbatches, that its options ask for."""
+def as_asked(plan: Plan) -> Iterator[Finding]:
+    """Whether the plan has the rows of the loss, the number of microbatches and the pipeline that
+    its options ask for.
+    """
+    rows = plan.options.get("loss_rows", AUTO)
+    if rows not in (AUTO, plan.loss_rows):
+        what = f"the loss has {plan.loss_rows} rows at a time, where {rows} are asked for"
+        yield Finding("model", what)
+    yield from _pipeline_as_asked(plan)
+
+
+def _pipeline_as_asked(plan: Plan) -> Iterator[Finding]:
     pipeline, num = plan.pipeline, plan.pipeline.num_microbatches if plan.pipeline else 1
     asked_num = plan.options.get("num_microbatches", AUTO)
     if asked_num not in (AUTO, num):

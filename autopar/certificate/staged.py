@@ -23,7 +23,7 @@ from autopar.certificate.cut_search import least_over_cuts
 from autopar.certificate.facts import Facts
 from autopar.certificate.fields import unverified
 from autopar.certificate.interleaved import held_by_chunks, least_of_cuts, least_of_ranks, phases_of, step_by_longest_path
-from autopar.certificate.marks import captured, identity, notes, of_stages, pipeline_as_asked
+from autopar.certificate.marks import as_asked, captured, identity, notes, of_stages
 from autopar.certificate.over_cuts import Pipelines, Unfolded
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
@@ -55,7 +55,7 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
-    said = (*identity(whole, plan, hardware), *captured(part, plan), *of_stages(plan, pipeline), *pipeline_as_asked(plan))
+    said = (*identity(whole, plan, hardware), *captured(part, plan), *of_stages(plan, pipeline), *as_asked(plan))
     report = Certificate(
         f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} in {len(pipeline.stages)} stages, {plan.fingerprint.profile}",
         said, tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,

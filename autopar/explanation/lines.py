@@ -94,6 +94,8 @@ def objective(plan: Plan) -> str:
     proof = plan.proof
     by_search = f" by the search's word, {share(proof.certified_gap)} by arithmetic alone"
     by = by_search if proof.certified_gap - proof.gap > _SAME else ", by arithmetic alone"
+    asked = plan.options.get("gap", proof.gap)
+    by += f", where {share(asked)} was asked for" if proof.gap - asked > _SAME else ""
     return (
         f"objective {seconds(proof.objective_s)}, proven bound {seconds(proof.bound_s)}, gap {share(proof.gap)}{by}"
         f" ({proof.solver}: {proof.num_variables} variables, {proof.num_constraints} constraints)"

@@ -19,17 +19,19 @@ _SHADES = {"compute": ("#4a4f57", "#8d949e"), "communication": ("#d1605e", "#eaa
 
 
 def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """The whole step, and below it one layer's forward and backward, where layers repeat; with what runs beside compute, as simulated."""
+    """The whole step, and below it one layer's forward, and its backward if it has one, where layers repeat; with what runs beside
+    compute, as simulated."""
     bars = plan.prediction.timeline
     figure: Any = canvas(11.5, 4.0, inside)
     layer = _typical_layer(bars)
-    rows = figure.subplots(2 if layer else 1, 2 if layer else 1, squeeze=False)
+    phases = [phase for phase in ("forward", "backward") if any(bar[:2] == (layer, phase) for bar in bars)]
+    rows = figure.subplots(2 if layer else 1, len(phases) if layer else 1, squeeze=False)
     if layer:
         grid = rows[0][0].get_gridspec()
         for axes in rows[0]:
             axes.remove()
         whole = figure.add_subplot(grid[0, :])
-        for axes, phase in zip(rows[1], ("forward", "backward"), strict=True):
+        for axes, phase in zip(rows[1], phases, strict=True):
             _zoom(axes, [bar for bar in bars if bar[0] == layer and bar[1] == phase], f"{layer}, {phase}")
     else:
         whole = rows[0][0]
@@ -45,7 +47,7 @@ def _typical_layer(bars: Sequence[Bar]) -> str:
 
 
 def _whole(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Every bar; stretches of one layer alternate in shade; a line where backward begins."""
+    """Every bar; stretches of one layer alternate in shade; a line where backward begins, if it does."""
     order = {label: i for i, label in enumerate(dict.fromkeys(bar[0] for bar in bars))}
     end = max((start + duration for *_, start, duration in bars), default=1.0)
     for lane, kind in enumerate(_LANES):
@@ -53,8 +55,11 @@ def _whole(axes: Axes, bars: Sequence[Bar]) -> None:
             spans = [(b[3], b[4]) for b in bars if b[2] == kind and order[b[0]] % 2 == shade]
             axes.broken_barh(spans, (lane - 0.36, 0.72), facecolors=_SHADES[kind][shade], linewidth=0)
     turn = next((bar[3] for bar in bars if bar[1] == "backward"), end)
-    axes.axvline(turn, color=INK, linewidth=0.9, linestyle=":")
-    for start, stop, phase in ((0.0, turn, "forward"), (turn, end, "backward")):
+    phases = [(0.0, turn, "forward")]
+    if turn < end:  # inference has no backward
+        axes.axvline(turn, color=INK, linewidth=0.9, linestyle=":")
+        phases.append((turn, end, "backward"))
+    for start, stop, phase in phases:
         axes.text((start + stop) / 2, -0.62, f"{phase} {seconds(stop - start)}", ha="center", fontsize=8, color=FAINT)
     totals = (sum(bar[4] for bar in bars if bar[2] == kind) for kind in _LANES)
     _lanes(axes, 0.0, end, [f"{kind}\n{seconds(total)}" for kind, total in zip(_LANES, totals, strict=True)])
@@ -63,8 +68,7 @@ def _whole(axes: Axes, bars: Sequence[Bar]) -> None:
 
 def _zoom(axes: Axes, bars: Sequence[Bar], title: str) -> None:
     """One layer in one phase, bars one after the other."""
-    start = min((bar[3] for bar in bars), default=0.0)
-    end = max((bar[3] + bar[4] for bar in bars), default=1.0)
+    start, end = min(bar[3] for bar in bars), max(bar[3] + bar[4] for bar in bars)
     for lane, kind in enumerate(_LANES):
         spans = [(bar[3], bar[4]) for bar in bars if bar[2] == kind]
         axes.broken_barh(spans, (lane - 0.36, 0.72), facecolors=COLOURS[kind], edgecolor="white", linewidth=0.4)

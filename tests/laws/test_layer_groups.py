@@ -29,7 +29,7 @@ from autopar.solve.incumbent import Incumbent
 from autopar.strategies import Forced, Starts, apart, classes_of
 from autopar.verification import verify_program
 
-NUM_LAYERS, LIST, GAP = 8, "model.layers", 5e-4
+NUM_LAYERS, LIST, GAP, NAME = 8, "model.layers", 5e-4, "LlamaForCausalLM"
 MESH, PROFILE = Mesh(2), HardwareProfile.load("h100-sxm")
 BETWEEN = 0.94  # of the memory that a plan takes which has all it wants
 
@@ -47,7 +47,7 @@ def budget() -> int:
 
 
 def planned() -> Planned:
-    return make_plan(traced()[0], MESH, PROFILE, PlanOptions(memory_bytes=budget(), optimizer="sgd", gap=GAP))
+    return make_plan(traced()[0], MESH, PROFILE, PlanOptions(memory_bytes=budget(), optimizer="sgd", gap=GAP), model_name=NAME)
 
 
 @cache
@@ -115,12 +115,12 @@ def test_layers_are_cut_anew_under_the_moments_that_were_learnt(monkeypatch: pyt
         return cuts[-1]
 
     monkeypatch.setattr(job, "starts_of", first_the_first_layer)
-    plan = make_plan(trace, MESH, PROFILE, tight).plan
+    plan = make_plan(trace, MESH, PROFILE, tight, model_name=NAME).plan
     assert len(cuts) == 2 and plan.starts == cuts[1] != cuts[0]
     assert autopar.check(plan, model, batch).ok, "its bound is proven with the multipliers of these groups"
     cuts.clear()
     monkeypatch.setattr(job.Job, "_cut_anew", lambda self: None)
-    assert plan.proof.objective_s < make_plan(trace, MESH, PROFILE, tight).plan.proof.objective_s
+    assert plan.proof.objective_s < make_plan(trace, MESH, PROFILE, tight, model_name=NAME).plan.proof.objective_s
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.api.planning import plan_model
 from autopar.breakdown import breakdown
 from autopar.constraints import fsdp, layout, pipeline, tensor_parallel
-from autopar.errors import ConstraintError, EmissionError, InfeasibleError, MeshError, VerificationError
+from autopar.errors import ConstraintError, CoupledError, EmissionError, InfeasibleError, MeshError, VerificationError
 from autopar.planning import Planned
 from autopar.planning.schedules import step_time
 from autopar.plans import Plan
@@ -159,9 +160,28 @@ def test_cuts_by_name_and_what_refuses() -> None:
         planned("llama", mesh, pipeline("stage", microbatches=4), memory_bytes=200_000)
 
 
+class Sorted(nn.Module):
+    """Works on samples in another order, which no rule sees to be put right in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = x[:, 0].argsort()
+        hidden = self.mid(self.up(x).relu()[order]).relu()[order.argsort()]
+        return self.down(hidden).square().mean()
+
+
 def test_a_promise_that_was_needed_stands_in_the_plan() -> None:
-    made = planned("mixtral", autopar.Mesh({"stage": 2}), pipeline("stage", microbatches=2, independent=True))[0]
-    assert any("promise" in line and "/add.Tensor/forward/1" in line for line in made.plan.proof.covers)
+    model, batch = Sorted(), (torch.randn(8, 8),)
+    with pytest.raises(CoupledError, match="/sort/forward/0"):
+        asked = (pipeline("stage", microbatches=2),)
+        autopar.plan(model, {"stage": 2}, example_inputs=batch, hardware="h100-sxm", constraints=asked)
+    promised = (pipeline("stage", microbatches=2, independent=True),)
+    plan = autopar.plan(model, {"stage": 2}, example_inputs=batch, hardware="h100-sxm", constraints=promised)
+    assert any("promise" in line and "/sort/forward/0" in line for line in plan.proof.covers)
+    assert autopar.verify(plan, model, batch).ok
     plain = planned("llama", autopar.Mesh({"stage": 2}), pipeline("stage", microbatches=2, independent=True))[0]
     assert not any("promise" in line for line in plain.plan.proof.covers)
 

@@ -1,67 +1,60 @@
 """Every remedy that is printed helps: a program that is refused, and the same program changed as the remedy says.
 
-Remedies are found in the source. Those without a program here are counted; their number may only go down.
+Remedies are found in the source. Those without a program here are counted; their number may only go down. The
+programs are in `tests/support/remedy_programs_*.py`, under the place of the remedy: its module, its function, and its
+number within it; of several programs for one place, each has a name after a bar.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 import autopar
-from autopar.constraints import pipeline
 from autopar.errors import AutoparError
-from autopar.planning.units import check_parts
+from tests.support import (
+    remedy_programs_api,
+    remedy_programs_capture,
+    remedy_programs_constraints,
+    remedy_programs_inputs,
+    remedy_programs_planning,
+)
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 572  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 430  # lower it with each program that is added
+PARTS = (
+    remedy_programs_capture,
+    remedy_programs_inputs,
+    remedy_programs_api,
+    remedy_programs_constraints,
+    remedy_programs_planning,
+)
+PROGRAMS = {place: program for part in PARTS for place, program in part.PROGRAMS.items()}
 
 
-class Program(NamedTuple):
-    """What is refused, what the remedy says, and what helps."""
+class Lines(NamedTuple):
+    """Where a remedy is given in the source."""
 
-    refused: Callable[[], object]
-    says: str
-    followed: Callable[[], object]
-
-
-# By module, function and number of the remedy within it.
-PROGRAMS: dict[str, Program] = {
-    "constraints/pipelines.py pipeline 0": Program(
-        lambda: pipeline("pp", schedule="zigzag"), "1f1b", lambda: pipeline("pp", schedule="1f1b")
-    ),
-    "constraints/pipelines.py pipeline 1": Program(
-        lambda: pipeline("pp", microbatches=0),
-        "a number from 1",
-        lambda: pipeline("pp", microbatches=1),
-    ),
-    "constraints/pipelines.py pipeline 2": Program(
-        lambda: pipeline("pp", chunks=2),
-        "schedule='interleaved_1f1b'",
-        lambda: pipeline("pp", chunks=2, schedule="interleaved_1f1b"),
-    ),
-    "constraints/pipelines.py pipeline 3": Program(
-        lambda: pipeline(cuts=["layers.1"], schedule="auto"),
-        'schedule="1f1b"',
-        lambda: pipeline(cuts=["layers.1"], schedule="1f1b"),
-    ),
-    "planning/units.py check_parts 0": Program(
-        lambda: check_parts(3, 4), "at most 3 stages", lambda: check_parts(3, 3)
-    ),
-}
+    file: str
+    first: int
+    last: int
 
 
-def remedies() -> Iterator[str]:
-    """Every place in the source that gives a remedy: module, function and its number there."""
-    for file in sorted(ROOT.rglob("*.py")):
-        yield from _within(ast.parse(file.read_text()), str(file.relative_to(ROOT)))
+def remedies() -> dict[str, Lines]:
+    """Every place in the source that gives a remedy, by module, function and its number there."""
+    return {
+        place: Lines(str(file), node.lineno, node.end_lineno or node.lineno)
+        for file in sorted(ROOT.rglob("*.py"))
+        for place, node in _within(ast.parse(file.read_text()), str(file.relative_to(ROOT)))
+    }
 
 
-def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[str]:
+def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[str, ast.Call]]:
     """Those of one module; a function within a function counts for itself."""
     number, waiting = 0, list(ast.iter_child_nodes(tree))
     while waiting:
@@ -70,26 +63,60 @@ def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[str]:
             yield from _within(node, module, f"{function}.{node.name}".lstrip("."))
         else:
             if isinstance(node, ast.Call) and any(word.arg == "remedy" for word in node.keywords):
-                yield f"{module} {function} {number}"
+                yield f"{module} {function} {number}", node
                 number += 1
             waiting = [*ast.iter_child_nodes(node), *waiting]
 
 
+REMEDIES = remedies()
+
+
+def place_of(name: str) -> str:
+    """The place of a program's remedy."""
+    return name.partition(" | ")[0]
+
+
 def test_each_program_is_of_a_remedy_in_the_source() -> None:
-    assert PROGRAMS.keys() <= set(remedies())
+    assert {place_of(name) for name in PROGRAMS} <= REMEDIES.keys()
+    assert len(PROGRAMS) == sum(len(part.PROGRAMS) for part in PARTS)
 
 
 def test_the_number_of_remedies_without_a_program_only_goes_down() -> None:
-    without = set(remedies()) - PROGRAMS.keys()
+    without = REMEDIES.keys() - {place_of(name) for name in PROGRAMS}
     assert len(without) == MOST_WITHOUT_A_PROGRAM, (
         "lower the number, or write a program for each new remedy"
     )
 
 
-@pytest.mark.parametrize("place", PROGRAMS)
-def test_the_remedy_is_printed_and_helps(place: str) -> None:
-    program = PROGRAMS[place]
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AutoparError, list[tuple[str, int]]]]:
+    """Errors as they are made, with the (file, line) of each call that led there."""
+    found: list[tuple[AutoparError, list[tuple[str, int]]]] = []
+    plain = AutoparError.__init__
+
+    def noted(self: AutoparError, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        frame, lines = sys._getframe(1), []
+        while frame.f_back is not None:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        found.append((self, lines))
+
+    monkeypatch.setattr(AutoparError, "__init__", noted)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_remedy_is_printed_and_helps(
+    name: str, made: list[tuple[AutoparError, list[tuple[str, int]]]]
+) -> None:
+    program, place = PROGRAMS[name], REMEDIES[place_of(name)]
     with pytest.raises(AutoparError) as refusal:
         program.refused()
-    assert program.says in (refusal.value.remedy or "")
+    remedy = refusal.value.remedy or ""
+    assert program.says in remedy
+    lines = [line for error, lines in made if (error.remedy or "") in remedy for line in lines]
+    assert any(f == place.file and place.first <= n <= place.last for f, n in lines), (
+        f"made at {[f'{f}:{n}' for f, n in lines if f.startswith(str(ROOT))][:9]}"
+    )
     program.followed()

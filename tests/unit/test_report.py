@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def test_the_time_line_has_every_bar_and_one_layer_in_detail() -> None:
     assert sum(box.width for box in drawn) == pytest.approx(sum(bar[4] for bar in plan.prediction.timeline))
     assert forward.get_title(loc="left") == "net.layers.1, forward: 7.00 ms"
     assert backward.get_title(loc="left") == "net.layers.1, backward: 2.00 ms"
+
+
+def test_the_time_line_of_a_plan_without_backward_tells_of_none() -> None:
+    plan = made_plan()
+    forward_bars = tuple(bar for bar in plan.prediction.timeline if bar[1] == "forward")
+    figure = timeline(replace(plan, prediction=replace(plan.prediction, timeline=forward_bars)))
+    forward, whole = figure.axes
+    assert forward.get_title(loc="left") == "net.layers.1, forward: 7.00 ms"
+    assert [text.get_text() for text in whole.texts] == ["forward 24.0 ms"] and not whole.lines
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])

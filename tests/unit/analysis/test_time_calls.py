@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,8 +240,37 @@ def test_calls_that_couple_samples_have_no_way(name: str, labels: tuple[Label, .
     assert way is None
 
 
-def test_a_division_by_integers_is_linear_though_its_operand_is_of_integers() -> None:
-    counts, num = torch.tensor(5), torch.tensor(8)
-    call = call_on(aten.div.Tensor, (counts, num), {}, counts / num)[0]
-    way = find_way(call, call, (TERM, WHOLE), NUM)
-    assert way is not None and way.results == (TERM,) and math.prod(call.outputs[0].shape) == 1
+ZEROS: dict[str, tuple[Any, tuple[Any, ...], Label]] = {
+    "a number": (aten.scalar_tensor.default, (0.0,), Label("zero")),
+    "filled": (aten.full.default, ([WIDTH], 0.0), Label("zero")),
+    "ones": (aten.ones.default, ([WIDTH],), WHOLE),
+    "another number": (aten.scalar_tensor.default, (2.0,), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_are_zeros_though_every_microbatch_makes_the_same(name: str) -> None:
+    target, args, label = ZEROS[name]
+    call = call_on(target, args, {}, target(*args))[0]
+    way = find_way(call, call, (), NUM)
+    assert way is not None and way.results == (label,)
+
+
+def test_zeros_stay_zeros_where_they_are_chosen_beside_terms_and_moved() -> None:
+    zero, row, chosen = torch.zeros(()), torch.ones(WIDTH), torch.tensor([True, False] * 2)
+    where = aten.where.self
+    call = call_on(where, (chosen, zero, row), {}, where(chosen, zero, row))[0]
+    way = find_way(call, call, (WHOLE, Label("zero"), TERM.raised(-1)), NUM)
+    assert way is not None and way.is_free and way.results == (TERM.raised(-1),)
+    whole, part = (
+        call_on(aten.expand.default, (zero, [n]), {}, zero.expand(n))[0]
+        for n in (SAMPLES, SAMPLES // NUM)
+    )
+    way = find_way(whole, part, (Label("zero"),), NUM)
+    assert way is not None and way.results == (Label("zero", 0),)
+
+
+def test_quotients_of_integers_have_no_terms_since_each_would_be_rounded_in_float32() -> None:
+    right, num = torch.tensor(5), torch.tensor(8)
+    call = call_on(aten.div.Tensor, (right, num), {}, right / num)[0]
+    assert find_way(call, call, (TERM, WHOLE), NUM) is None

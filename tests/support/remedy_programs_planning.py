@@ -1,0 +1,134 @@
+"""Programs for the remedies of planning: memory, microbatches, stages, outputs; and of rules for a user's own ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import rules
+from autopar.api.tracing import refuse_parts
+from autopar.capture import capture
+from tests.support.mlp import Mlp
+from tests.support.remedy_programs import Called, Program, planned
+
+X = torch.ones(8, 4)
+
+
+@torch.library.custom_op("remedies::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """An op without a rule."""
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _registered(op: Any = twice, rule: str = "m n -> m n", **options: Any) -> Callable[[], object]:
+    """A rule that is taken, and forgotten again."""
+
+    def program() -> None:
+        rules.register(op, rule, **options)
+        rules.unregister(op)
+
+    return program
+
+
+def _unregistered(first: bool) -> Callable[[], object]:
+    def program() -> None:
+        if first:
+            rules.register(twice, "m n -> m n")
+        rules.unregister(twice)
+
+    return program
+
+
+def _normed(layer: nn.Module, x: Tensor) -> Tensor:
+    y = layer(x)
+    return ((y - y.mean(0)) / (y.std(0) + 1)).square().mean()
+
+
+def _fixed(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x).view(8, 4).square().mean()
+
+
+def _any(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x).view(-1, 4).square().mean()
+
+
+def _of(function: Callable[..., Any], batch: Any = (X,), **options: Any) -> Callable[[], object]:
+    return planned(Called(function), batch, **options)
+
+
+def _parts(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """A model of which each rank passes its part of the batch."""
+    return lambda: refuse_parts(capture(model, (x,)), "local")
+
+
+_OUTPUTS = Called(lambda layer, x: layer(x))
+
+PROGRAMS: dict[str, Program] = {
+    "capture/loss_head.py loss_alone 0": Program(
+        planned(_OUTPUTS, (X,), outputs="loss"),
+        'outputs="full"',
+        planned(_OUTPUTS, (X,), outputs="full"),
+    ),
+    "capture/loss_head.py loss_by_rows 0": Program(
+        planned(loss_rows=4), "loss_rows=0", planned(loss_rows=0)
+    ),
+    "api/tracing.py refuse_parts 1": Program(
+        _parts(_OUTPUTS, X),
+        "let forward compute and return the loss",
+        _parts(Mlp(4, 8, 1), X),
+    ),
+    "api/tracing.py microbatch_of 0 | plan": Program(
+        planned(num_microbatches=3), "a number that divides 8", planned(num_microbatches=2)
+    ),
+    "api/tracing.py trace_part 0": Program(
+        planned(batch={"x": X.clone().requires_grad_()}, num_microbatches=2),
+        "pass it without requires_grad",
+        planned(num_microbatches=2),
+    ),
+    "api/tracing.py _of_parts 0": Program(
+        _of(_fixed, num_microbatches=2),
+        "let forward take any number of samples",
+        _of(_any, num_microbatches=2),
+    ),
+    "analysis/time_refusals.py refusal 0": Program(
+        _of(_normed, num_microbatches=2), "num_microbatches=1", _of(_normed, num_microbatches=1)
+    ),
+    "rules/registration.py register 0": Program(
+        _registered(reduce_op="product"), "sum, max or min", _registered(reduce_op="max")
+    ),
+    "rules/registration.py register 1": Program(
+        _registered(torch.ops.aten.mm.default, "m k, k n -> m n"),
+        "only ops without one",
+        _registered(),
+    ),
+    "rules/registration.py _overload 0": Program(
+        _registered(torch.relu), "what torch.library.custom_op gave", _registered(twice)
+    ),
+    "rules/registration.py _example 0": Program(
+        _registered(examples=[(torch.ones(2, 2), 3)]),
+        "arguments that the op takes",
+        _registered(examples=[(torch.ones(8, 8),)]),
+    ),
+    "rules/registration.py _check 0": Program(
+        _registered(rule="m n -> n m"), "correct the rule", _registered(rule="m n -> m n")
+    ),
+    "rules/registration.py _check 1": Program(
+        _registered(examples=[(torch.ones(8, 1),)]),
+        "every letter's dim larger than 1",
+        _registered(examples=[(torch.ones(8, 8),)]),
+    ),
+    "rules/registration.py unregister 0": Program(
+        _unregistered(False), "register it first", _unregistered(True)
+    ),
+    "rules/notation.py terms_of 0": Program(
+        _registered(rule="m n"), "m k, k n -> m n", _registered(rule="m n -> m n")
+    ),
+}
