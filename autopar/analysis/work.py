@@ -295,7 +295,8 @@ _NAMES: Mapping[WorkKind, str] = {
 }
 _KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
 _KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
-_KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in ("channel_sum", "squared_deviation", "scaled_product")}
+_OF_NORMS = ("channel_sum", "squared_deviation", "scaled_product", "native_group_norm_backward")
+_KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in _OF_NORMS}
 _KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
 _KINDS["autopar.ctc"] = "transcendental"
 _DRAWS = {f"autopar.random_ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}

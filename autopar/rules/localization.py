@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from autopar import ops, random_ops
+from autopar import norm_ops, ops, random_ops
 from autopar.layout import Strategy
 from autopar.rules import dispatch, flex, space
 from autopar.rules.call import Call, argument, replace_arguments
@@ -159,6 +159,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),
     aten.native_group_norm_backward.default: _group_norm(1),
+    norm_ops.native_group_norm_backward: _group_norm(1),
     **space.LOCALIZERS,
     **flex.LOCALIZERS,
 }

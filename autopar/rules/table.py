@@ -73,6 +73,7 @@ NORMS: Mapping[Any, f.Family] = {
     aten.native_layer_norm_backward.default: networks.layer_norm_backward,
     aten.native_group_norm.default: networks.group_norm,
     aten.native_group_norm_backward.default: networks.group_norm_backward,
+    norm_ops.native_group_norm_backward: networks.group_norm_backward,
     norm_ops.channel_sum: Row("n c ... -> c", FIRST),
     norm_ops.squared_deviation: Row("n c ..., c -> c"),
     norm_ops.scaled_product: Row("n c ..., n c ..., c, c -> c", FIRST),

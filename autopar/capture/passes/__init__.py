@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from autopar.capture.passes.attention import replace_attention
-from autopar.capture.passes.batch_norm import split_batch_norm
+from autopar.capture.passes.batch_norm import replace_group_norm_backward, split_batch_norm
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.experts import see_experts
@@ -34,6 +34,7 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("positions", replace_positions),
     ("attention", replace_attention),
     ("batch norms", split_batch_norm),
+    ("group norms", replace_group_norm_backward),
     ("root-mean-square norms", split_rms_norms),
     ("loss", split_cross_entropy),
     ("likelihood", split_likelihood),
