@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.errors import MeshError, RuntimeStateError
+from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.agreement import announced
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.compiled import Compiled
-from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
-from autopar.run.device_mesh import agree, groups_of, mesh_of
+from autopar.run.derivatives import as_given, first_derivatives_only, ran_twice, which_are_plain
+from autopar.run.device_mesh import agree, check_shape, groups_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.held import held
@@ -65,8 +65,7 @@ class ParallelModule(Compiled):
         both_modes: bool = False,
         shared: Compiled | None = None,
     ) -> None:
-        if mesh_of(devices).shape != program.mesh.shape:
-            raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
+        check_shape(devices, program.mesh)
         agree(program.plan_hash, "plan", devices)
         groups = groups_of(devices)
         super().__init__((*program.parameters, *program.buffers), devices, model, both_modes=both_modes, shared=shared)
@@ -226,9 +225,6 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         saved, ctx.saved = ctx.saved, None
         if saved is None:
-            raise RuntimeStateError(
-                "backward ran a second time through one call, and what it needs has been freed",
-                remedy="call the module again before each backward; one call gives one backward",
-            )
+            raise ran_twice()
         ctx.watched.check()
         return (None, None, None, *as_given(ctx.module._gradients(saved, tangents), ctx.are_plain))

@@ -203,7 +203,9 @@ class Checkpoints:
         newest = steps[-1] if step is None else step
         place, (about, damage) = self._place(newest), self._read_about(newest)
         if damage:
-            raise RuntimeStateError(f"{place.name} is damaged: {damage}", where=str(place), remedy="export another step")
+            others = ", ".join(str(each) for each in steps if each != newest)
+            remedy = f"export another step: {others}" if others else "copy it again from where it was saved: there is no other"
+            raise RuntimeStateError(f"{place.name} is damaged: {damage}", where=str(place), remedy=remedy)
         export(place, keys_of_model(place, about.get("tied", {})), Path(folder), dtype, max_file_bytes)
         return int(about["step"])
 

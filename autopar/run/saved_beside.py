@@ -61,8 +61,11 @@ class ValueState:
         tensors = Tensors()
         encode(self.value(), (self.name,), tensors)
         for name, tensor in tensors.sharded.items():
-            if tensor.device_mesh.size() != num_ranks() or any(p.is_partial() for p in tensor.placements):
-                what = f"{name} of {self.name} is of one stage, of {tensor.device_mesh.size()} of {num_ranks()} ranks, or not summed up"
+            if any(p.is_partial() for p in tensor.placements):
+                what = f"{name} of {self.name} is not summed up: each rank has a term of it"
+                raise RuntimeStateError(what, remedy="save what x.full_tensor() returns, which every rank calls")
+            if tensor.device_mesh.size() != num_ranks():
+                what = f"{name} of {self.name} is of one stage, of {tensor.device_mesh.size()} of {num_ranks()} ranks"
                 remedy = "save the module or the optimizer that it is of under a name of its own; copies of weights as AveragedModel(pm)"
                 raise RuntimeStateError(what, remedy=remedy)
         return {_key(name): checkpointable(tensor) for name, tensor in tensors.sharded.items()}

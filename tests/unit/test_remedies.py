@@ -23,11 +23,13 @@ from tests.support import (
     remedy_programs_commands,
     remedy_programs_constraints,
     remedy_programs_inputs,
+    remedy_programs_modules,
     remedy_programs_planning,
+    remedy_programs_saved,
 )
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 352  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 280  # lower it with each program that is added
 PARTS = (
     remedy_programs_capture,
     remedy_programs_inputs,
@@ -35,6 +37,8 @@ PARTS = (
     remedy_programs_constraints,
     remedy_programs_planning,
     remedy_programs_commands,
+    remedy_programs_saved,
+    remedy_programs_modules,
 )
 PROGRAMS = {place: program for part in PARTS for place, program in part.PROGRAMS.items()}
 
