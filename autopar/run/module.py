@@ -129,20 +129,18 @@ class ParallelModule(Compiled):
         """
         splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
         if len(splitters) != 1:
-            raise RuntimeStateError(
-                f"inputs split their first dim differently: {dict(self.input_layouts)}",
-                remedy='use batch="global", or slice by pm.input_layouts',
-            )
+            raise self._no_sampler("inputs split their first dim differently")
         num_parts, part, coordinate = 1, 0, self.device_mesh.get_coordinate() or ()
         for axis in splitters.pop():
             size = self.device_mesh.size(axis)
             num_parts, part = num_parts * size, part * size + coordinate[axis]
         if any(tensor.shape[0] % num_parts for tensor in self.program.inputs if tensor.shape):
-            raise RuntimeStateError(
-                f"the batch is split unevenly over {num_parts} ranks: {dict(self.input_layouts)}",
-                remedy='use batch="global", or slice by pm.input_layouts',
-            )
+            raise self._no_sampler(f"the batch is split unevenly over {num_parts} ranks")
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _no_sampler(self, why: str) -> RuntimeStateError:
+        remedy = 'use batch="global", or slice by pm.input_layouts'
+        return RuntimeStateError(f"{why}: {dict(self.input_layouts)}", remedy=remedy)
 
     def _run(
         self, inputs: list[Tensor], parameters: Sequence[Tensor], watched: Watched, *, keep: bool

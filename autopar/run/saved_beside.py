@@ -115,7 +115,7 @@ def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> l
     parts: list[Saved] = [ModuleState(holder)] if weights else []
     if optimizer is None:
         return parts
-    by_all(lambda: _check_own(holder, optimizer), "what is saved", "see the reason")
+    by_all(lambda: _check_own(holder, optimizer), "what is saved")
     return [*parts, OptimizerState(optimizer, holder)]
 
 
@@ -178,7 +178,7 @@ def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Save
             part.state()
         made.append((parts, _encoded(parts)))
 
-    by_all(collect, "what is saved with the model", "see the reason")
+    by_all(collect, "what is saved with the model")
     parts, written = made[0]
     for part in parts.values():
         if isinstance(part, ModuleState) and isinstance(part.module, Holder):

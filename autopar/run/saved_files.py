@@ -70,7 +70,7 @@ def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
     Raises:
         RuntimeStateError: on all ranks, where it is of another format, or some rank does not see it.
     """
-    about, damage = by_first(lambda: _read(place), str(place), "see the reason")
+    about, damage = by_first(lambda: _read(place), str(place))
     if damage:
         return {}, damage
     mine = {name: wanted for name, wanted in sorted(about["files"].items())[rank() :: num_ranks()]}

@@ -31,7 +31,7 @@ def local_part(full: Tensor, layout: Layout, mesh_shape: Sequence[int], view: Se
     if math.prod(view) != full.numel():
         raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be seen as {tuple(view)}")
     if layout.has_partial or layout.special:
-        raise LayoutError(f"a full tensor has no parts in layout {layout}", remedy="split into shards and replicas only")
+        raise LayoutError(f"a full tensor has no parts in layout {layout}")
     part = full.reshape(tuple(view))
     for dim, size in enumerate(view):
         start, length = local_range(size, layout, dim, mesh_shape, coordinate)

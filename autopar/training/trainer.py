@@ -222,7 +222,7 @@ class Trainer(transformers.Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         save = super()._save_rng_state  # all ranks draw the same numbers
-        by_first(lambda: save(output_dir), str(output_dir), "see the reason")
+        by_first(lambda: save(output_dir), str(output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

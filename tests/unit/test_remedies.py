@@ -26,10 +26,12 @@ from tests.support import (
     remedy_programs_modules,
     remedy_programs_planning,
     remedy_programs_saved,
+    remedy_programs_steps,
+    remedy_programs_weights,
 )
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 280  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 229  # lower it with each program that is added
 PARTS = (
     remedy_programs_capture,
     remedy_programs_inputs,
@@ -39,6 +41,8 @@ PARTS = (
     remedy_programs_commands,
     remedy_programs_saved,
     remedy_programs_modules,
+    remedy_programs_steps,
+    remedy_programs_weights,
 )
 PROGRAMS = {place: program for part in PARTS for place, program in part.PROGRAMS.items()}
 
