@@ -28,11 +28,12 @@ from tests.support import (
     remedy_programs_ranks,
     remedy_programs_saved,
     remedy_programs_steps,
+    remedy_programs_training,
     remedy_programs_weights,
 )
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 205  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 176  # lower it with each program that is added
 PARTS = (
     remedy_programs_capture,
     remedy_programs_inputs,
@@ -45,6 +46,7 @@ PARTS = (
     remedy_programs_steps,
     remedy_programs_weights,
     remedy_programs_ranks,
+    remedy_programs_training,
 )
 PROGRAMS = {place: program for part in PARTS for place, program in part.PROGRAMS.items()}
 
