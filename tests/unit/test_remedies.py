@@ -24,6 +24,7 @@ from tests.support import (
     remedy_programs_constraints,
     remedy_programs_inputs,
     remedy_programs_kernels,
+    remedy_programs_lightning,
     remedy_programs_modules,
     remedy_programs_planning,
     remedy_programs_proofs,
@@ -36,7 +37,7 @@ from tests.support import (
 )
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 115  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 104  # lower it with each program that is added
 PARTS = (
     remedy_programs_capture,
     remedy_programs_inputs,
@@ -50,6 +51,7 @@ PARTS = (
     remedy_programs_weights,
     remedy_programs_ranks,
     remedy_programs_training,
+    remedy_programs_lightning,
     remedy_programs_strategies,
     remedy_programs_kernels,
     remedy_programs_proofs,
