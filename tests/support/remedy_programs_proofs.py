@@ -116,6 +116,38 @@ def _in_one(model: Callable[[], nn.Module] = lambda: Mlp(4, 8, 1)) -> object:
     return autopar.plan(model(), 2, example_inputs=(_X,), hardware="cpu-gloo", num_microbatches=1)
 
 
+class Masked(Scaled):
+    """Drops features of all samples alike, and leaves samples without a label out of its loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = nn.functional.dropout(torch.ones(4), 0.5, self.training)
+        return nn.functional.cross_entropy(self.layer(x * mask), y)
+
+
+def _masked(train: bool = True, num: int = 2) -> Callable[[], object]:
+    """Verify a plan of microbatches that draw numbers."""
+
+    def work() -> object:
+        model = Masked().train(train)
+        batch = _X, torch.tensor([0, 1, 2, 3, 0, 1, -100, 2])
+        plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num)
+        return autopar.verify(plan, model, batch)
+
+    return work
+
+
+def _in_precision(dtype: torch.dtype | None) -> Callable[[], object]:
+    """Verify a plan in bf16 of a model with statistics in float32."""
+
+    def work() -> object:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        plan = autopar.plan(model, 1, example_inputs=(_X,), hardware="cpu-gloo", precision="bf16")
+        return autopar.verify(plan, model, (_X,), dtype=dtype)
+
+    return work
+
+
 def _filled(value: float) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         model.layer.weight.data.fill_(value)
@@ -158,6 +190,11 @@ PROGRAMS: dict[str, Program] = {
     "verification/case.py Case._run_plain 0": Program(
         _verified(lambda: Drawing(unread=True)), "remove random numbers that nothing reads", _verified(Drawing)
     ),
+    "verification/case.py Case._refused_by_kernels 0": Program(
+        _in_precision(None), "pass dtype=torch.float64", _in_precision(torch.float64)
+    ),
+    "verification/case.py Case.run_plain 0": Program(_masked(), "verify in eval mode", _masked(train=False)),
+    "verification/case.py Case.run_plain 0 | one": Program(_masked(), "or a plan of one microbatch", _masked(num=1)),
     "verification/check.py _plain 0": Program(
         _verified(model=_filled(float("nan"))), "with a batch and weights that give a finite loss", _verified(model=_filled(0.5))
     ),

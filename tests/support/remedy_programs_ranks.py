@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,22 @@ def _handwritten(data: int) -> Callable[[], object]:
     return program
 
 
+def _on_host(backend: str) -> Callable[[], object]:
+    """A parameter rests on the host."""
+    forced = autopar.constraints.layout("layer", storage="R host")
+    return lambda: autopar.compile(
+        Net(), {"gpu": 1}, example_inputs=(X,), hardware="h100-sxm", constraints=[forced], backend=backend
+    )(X).backward()
+
+
+def _stored(layout: Layout) -> None:
+    """A program for another mode has a parameter in this layout."""
+    module = compiled()
+    (storage, *_) = module._storages.values()
+    other = replace(storage, tensor=replace(storage.tensor, layout=layout))
+    module.check_same(storage.tensor.name, other)
+
+
 _ONE, _TWO = torch.tensor([[1, 2]]), torch.tensor([[2, 2]])
 
 MESHES: dict[str, Program] = {
@@ -237,6 +254,17 @@ MESHES: dict[str, Program] = {
         _says(device_mesh, lambda fact: "another", lambda devices: device_mesh.agree("a plan", "plan", devices)),
         "give every rank the same model, batch shapes, mesh and options",
         _says(device_mesh, lambda fact: fact, lambda devices: device_mesh.agree("a plan", "plan", devices)),
+    ),
+    "run/staged_module.py StagedModule.__init__ 0": Program(
+        lambda: compiled(batch="local", num_microbatches=2), 'pass batch="global"', lambda: compiled(batch="global", num_microbatches=2)
+    ),
+    "run/executor.py Executor.__init__ 0": Program(
+        _on_host(backend="inductor"), 'use backend="eager"', _on_host(backend="eager")
+    ),
+    "run/holder.py Holder.check_same 0": Program(
+        lambda: _stored(Layout.parse("R host")),
+        "compile the model for that call, and load_state_dict into it",
+        lambda: _stored(Layout.parse("R")),
     ),
     "run/ranks.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
 }  # fmt: skip
