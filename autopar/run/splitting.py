@@ -105,5 +105,5 @@ def _equal(a: Tensor, b: Tensor, tolerance: float) -> bool:
     rounds = a.is_floating_point() or a.is_complex()
     if not rounds or tolerance == 0.0 or a.numel() == 0:
         return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if rounds else torch.equal(a, b)
-    scale = max(a.abs().max().item(), 1e-30)
+    scale = max(a.abs().nan_to_num(0.0, 0.0).max().item(), 1e-30)  # of what is finite
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
