@@ -10,6 +10,7 @@ aten = torch.ops.aten
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """As `autopar.ops.attention` of all queries and of their heads."""
+    q, k, v = map(_dense, (q, k, v))
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
@@ -33,6 +34,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `lse` may be of more keys than these, of which q, k and v then have their share."""
+    q, k, v, out, lse = *map(_dense, (q, k, v, out)), lse.contiguous()
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -52,6 +54,11 @@ def attend_backward(
     else:
         dq, dk, dv = _plain_backward(grad, q, keys, values, out, lse, bias, is_causal, scale)
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy, where the elements of a head do not lie side by side: kernels take it that they do, and that of CPUs does not check."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError, Where
+from autopar.ops.formats import torchs_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def op_name(target: Any) -> str:
     """The op as users read it: ``aten.mm.default``, ``ops.dot``."""
+    target = torchs_own(target)
     if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
         return str(target)
     module = str(target.__module__).removeprefix("autopar.").removeprefix("_").split(".")[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import norm_ops
+from autopar.ops import formats
 
 
 class Last(nn.Module):
@@ -41,7 +41,7 @@ def test_formats_do_not_matter(of_grad: torch.memory_format, of_x: torch.memory_
     _, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, None, 2, 8, 15, 2, 1e-5)
     rest = (mean, rstd, weight, 2, 8, 15, 2, [True, True, True])
     due = torch.ops.aten.native_group_norm_backward.default(grad, x, *rest)
-    made = norm_ops.native_group_norm_backward(
+    made = formats.native_group_norm_backward(
         grad.contiguous(memory_format=of_grad), x.contiguous(memory_format=of_x), *rest
     )
     for a, b in zip(made, due, strict=True):
