@@ -164,7 +164,7 @@ def call_of(node: fx.Node) -> Call:
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it can take a single tensor) of every parameter, in order."""
-    schema = getattr(target, "_schema", None)
+    schema = getattr(torchs_own(target), "_schema", None)
     if schema is not None:
         return tuple((a.name, str(a.type) in ("Tensor", "Optional[Tensor]")) for a in schema.arguments)
     if target is operator.getitem:

@@ -272,7 +272,7 @@ REGISTERED: dict[Callable[..., Any], f.Family] = {}
 
 
 def rule_of(target: Callable[..., Any]) -> f.Family | None:
-    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None; of a function that stands for an ATen op, that op's."""
+    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None. What stands for an ATen op has that op's."""
     target = torchs_own(target)
     if target in TABLE:
         return TABLE[target]

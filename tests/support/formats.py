@@ -17,6 +17,8 @@ Laid = Callable[[Tensor], Tensor]
 
 def _order(x: Tensor, dims: Sequence[int]) -> Tensor:
     """The same values, with elements in memory in the order of these dims."""
+    if not x.dim():
+        return x
     back = [list(dims).index(dim) for dim in range(x.dim())]
     return x.permute(*dims).contiguous().permute(*back)
 
@@ -55,7 +57,7 @@ def _beside(x: Tensor) -> Tensor:
 
 def every_second(x: Tensor) -> Tensor:
     """Every second element of a larger tensor, from the second on: step 2, and an offset."""
-    return torch.stack([_beside(x), x], -1)[..., 1]
+    return torch.stack([_beside(x), x], -1).select(-1, 1)
 
 
 def part(x: Tensor) -> Tensor:
@@ -80,7 +82,9 @@ OPERANDS: Mapping[str, Laid] = {
     "part of channels": part_of_channels,
 }
 EXPANDED = ("expanded", "spread")  # formats in which values repeat
-RELAID = tuple(name for name in OPERANDS if name not in ("contiguous", *EXPANDED))  # formats in which values stay
+RELAID = tuple(
+    name for name in OPERANDS if name not in ("contiguous", *EXPANDED)
+)  # formats in which values stay
 
 Read = Callable[[Tensor, Tensor], Tensor]
 
@@ -99,11 +103,15 @@ def _joined(dim: int) -> Read:
 GRADIENTS: Mapping[str, Read] = {
     "contiguous": lambda y, w: (y * w).sum(),
     "channels last": lambda y, w: (y * channels_last(w)).sum(),
-    "reversed": lambda y, w: (y.permute(*reversed(range(y.dim()))) * w.permute(*reversed(range(y.dim()))).contiguous()).sum(),
+    "reversed": lambda y, w: (
+        y.permute(*reversed(range(y.dim()))) * w.permute(*reversed(range(y.dim()))).contiguous()
+    ).sum(),
     "expanded": lambda y, w: (y.sum(0) * w[0]).sum(),
     "spread": lambda y, w: (y.sum(-1) * w[..., 0]).sum(),
     "one number": lambda y, w: y.sum() * w.flatten()[0],
-    "averaged": lambda y, w: (y.flatten(2).mean(2) * w.flatten(2)[..., 0]).sum() if y.dim() > 2 else y.mean(),
+    "averaged": lambda y, w: (
+        (y.flatten(2).mean(2) * w.flatten(2)[..., 0]).sum() if y.dim() > 2 else y.mean()
+    ),
     "every second": _apart,
     "part": _joined(-1),
     "part of channels": lambda y, w: _joined(min(1, y.dim() - 1))(y, w),
@@ -118,7 +126,9 @@ class Branch(nn.Module):
         self.inner, self.lay, self.read = inner, lay, read
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def forward(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
         laid = [lay(x * self.scale) for lay, x in zip(self.lay, xs, strict=True)]
         results = tree_leaves(self.inner(*laid))
         pairs = zip(results, weights, strict=True)
