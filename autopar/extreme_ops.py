@@ -53,11 +53,13 @@ def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float) -> Tensor:
     Args:
         grad: [..., m, n]. x: [..., m, d]. y: [..., n, d].
     """
+    grad, x, y = grad.contiguous(), x.contiguous(), y.contiguous()  # the kernel takes no others
     return aten._cdist_backward.default(grad, x, y, p, aten._cdist_forward.default(x, y, p, None))
 
 
 def pdist_backward(grad: Tensor, x: Tensor, p: float) -> Tensor:
     """The gradient of ``torch.pdist(x, p)``, whose distances are computed again."""
+    grad, x = grad.contiguous(), x.contiguous()  # the kernel reads others as if they were
     return aten._pdist_backward.default(grad, x, p, aten._pdist_forward.default(x, p))
 
 

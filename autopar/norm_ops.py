@@ -48,31 +48,6 @@ def normalize_backward(
     return centered.mul_(_seen(rstd if weight is None else rstd * weight, x)).to(x.dtype)
 
 
-def native_group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    N: int, C: int, HxW: int, group: int, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """As torch's, whatever the memory formats of `grad` and `x`.
-
-    Torch's kernel takes both to be of the format of `x`, and computes something else where they are
-    not; autograd copies `grad` before it. Here the copy is made where the op runs, since a layout
-    may change either format.
-
-    Args:
-        grad, x: [N, C, ...], with HxW elements in the other dims. mean, rstd: [N, group].
-        weight: [C] or None. output_mask: which of the three gradients are wanted.
-    """
-    if x.dim() in (4, 5) and not x.is_contiguous():
-        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-        x = x if x.is_contiguous(memory_format=layout) else x.contiguous()
-        layout = layout if not x.is_contiguous() else torch.contiguous_format
-    else:
-        x, layout = x.contiguous(), torch.contiguous_format
-    grad = grad.contiguous(memory_format=layout)
-    op = torch.ops.aten.native_group_norm_backward.default
-    return op(grad, x, mean, rstd, weight, N, C, HxW, group, output_mask)
-
-
 def _others(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 

@@ -21,6 +21,7 @@ import torch
 from autopar.analysis.norms import PIECES, passes
 from autopar.analysis.seen import share_seen
 from autopar.ops import experts, experts_backward, linear_cross_entropy
+from autopar.ops.formats import torchs_own
 from autopar.random_ops import NUM_PASSES
 
 WorkKind = Literal["matmul", "attention", "attention_backward", "elementwise", "transcendental", "reduction", "indexing", "view"]
@@ -210,6 +211,7 @@ def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
     """The op's name without its overload, and whether it only makes a view."""
     if target is operator.getitem:
         return "getitem", True
+    target = torchs_own(target)
     if isinstance(target, torch._ops.OpOverload):
         name = str(target.overloadpacket)
         return name, target.is_view or name in ("aten._unsafe_view", "aten.reshape")
@@ -295,8 +297,7 @@ _NAMES: Mapping[WorkKind, str] = {
 }
 _KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
 _KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
-_OF_NORMS = ("channel_sum", "squared_deviation", "scaled_product", "native_group_norm_backward")
-_KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in _OF_NORMS}
+_KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in ("channel_sum", "squared_deviation", "scaled_product")}
 _EXTREMES = ("is_extreme", "is_scattered_extreme", "cdist_backward", "pdist_backward", "segment_reduce_backward")
 _KINDS |= {f"autopar.extreme_ops.{name}": "reduction" for name in _EXTREMES}
 _KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}

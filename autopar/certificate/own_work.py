@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autopar import ops, random_ops
+from autopar.ops.formats import torchs_own
 from autopar.rules import Call, TensorInfo
 
 aten = torch.ops.aten
@@ -57,7 +58,8 @@ def counted(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tuple[
         call: its arguments are looked at, not its shapes. mirrored: whether the queries of causal
             attention lie mirrored: then each rank does half of all pairs.
     """
-    packet = getattr(call.target, "overloadpacket", call.target)
+    target = torchs_own(call.target)
+    packet = getattr(target, "overloadpacket", target)
     inputs, outputs = _sizes(reads), _sizes(makes)
     num_bytes = sum(inputs) + sum(outputs)
     if call.target in _DRAWS:

@@ -35,6 +35,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `lse` may be of more keys than these, of which q, k and v then have their share."""
     grad, q, k, v, out = _contiguous_rows(grad, q, k, v, out)
+    lse = lse.contiguous()
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError, Where
+from autopar.ops.formats import torchs_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def op_name(target: Any) -> str:
     """The op as users read it: ``aten.mm.default``, ``ops.dot``."""
+    target = torchs_own(target)
     if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
         return str(target)
     module = str(target.__module__).removeprefix("autopar.").removeprefix("_").split(".")[0]
@@ -162,7 +164,7 @@ def call_of(node: fx.Node) -> Call:
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it can take a single tensor) of every parameter, in order."""
-    schema = getattr(target, "_schema", None)
+    schema = getattr(torchs_own(target), "_schema", None)
     if schema is not None:
         return tuple((a.name, str(a.type) in ("Tensor", "Optional[Tensor]")) for a in schema.arguments)
     if target is operator.getitem:

@@ -16,12 +16,13 @@ import select
 import signal
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from autopar.ops.formats import torchs_own
 from autopar.rules import discovered
 from autopar.rules.call import Call, KeyedCall
 from autopar.rules.experiments import experiment
@@ -58,7 +59,7 @@ def unfit(target: Callable[..., Any]) -> str:
 
 def discover(call: Call) -> Discovery:
     """Find the options of a call by experiments on the CPU. Equal calls give equal answers."""
-    return _discover(KeyedCall(call))
+    return _discover(KeyedCall(replace(call, target=torchs_own(call.target))))
 
 
 @lru_cache(maxsize=4096)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from autopar import norm_ops, ops, random_ops
+from autopar import ops, random_ops
 from autopar.layout import Strategy
+from autopar.ops.formats import torchs_own
 from autopar.rules import dispatch, flex, space
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
@@ -159,7 +160,6 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),
     aten.native_group_norm_backward.default: _group_norm(1),
-    norm_ops.native_group_norm_backward: _group_norm(1),
     **space.LOCALIZERS,
     **flex.LOCALIZERS,
 }
@@ -171,4 +171,4 @@ def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local
     Sizes are those of the rank's shard; `Start` tokens stand for its first index, `Length` tokens for sizes that differ.
     """
     site = Site(call, strategy, mesh_shape)
-    return LOCALIZERS.get(call.target, same)(site)
+    return LOCALIZERS.get(torchs_own(call.target), same)(site)

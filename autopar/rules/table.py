@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar import extreme_ops, norm_ops, ops, random_ops
+from autopar.ops.formats import torchs_own
 from autopar.rules import families as f
 from autopar.rules import flex, losses, networks, windows
 from autopar.rules.call import argument
@@ -73,7 +74,6 @@ NORMS: Mapping[Any, f.Family] = {
     aten.native_layer_norm_backward.default: networks.layer_norm_backward,
     aten.native_group_norm.default: networks.group_norm,
     aten.native_group_norm_backward.default: networks.group_norm_backward,
-    norm_ops.native_group_norm_backward: networks.group_norm_backward,
     norm_ops.channel_sum: Row("n c ... -> c", FIRST),
     norm_ops.squared_deviation: Row("n c ..., c -> c"),
     norm_ops.scaled_product: Row("n c ..., n c ..., c, c -> c", FIRST),
@@ -275,7 +275,8 @@ REGISTERED: dict[Callable[..., Any], f.Family] = {}
 
 
 def rule_of(target: Callable[..., Any]) -> f.Family | None:
-    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None."""
+    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None. What stands for an ATen op has that op's."""
+    target = torchs_own(target)
     if target in TABLE:
         return TABLE[target]
     if target in REGISTERED:

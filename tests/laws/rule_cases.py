@@ -406,7 +406,6 @@ CASES: Mapping[Any, Case | list[Case]] = {
     ops.rms_weight_gradient: lambda s: on(*(real(s.a, s.b, s.c) for _ in range(2)), real(s.a, s.b) ** 2, 7, 1e-5, FLOAT),
     aten.native_group_norm.default: [lambda s: grouped(s, 1), lambda s: grouped(s, 2, affine=False)],
     aten.native_group_norm_backward.default: [lambda s: grouped_backward(s, 1), lambda s: grouped_backward(s, 3)],
-    norm_ops.native_group_norm_backward: [lambda s: grouped_backward(s, 1), lambda s: grouped_backward(s, 3)],
     aten.max_pool2d_with_indices.default: lambda s: on(real(s.a, s.b, 4, 4), [2, 2]),
     aten.max_pool2d_with_indices_backward.default: lambda s: pooled2d_backward(s),
     aten._unsafe_index.Tensor: lambda s: on(real(s.a, s.b, s.c), [None, ids(s.b, s.d), None]),

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from torch import fx
 
 from autopar.capture.passes.attention import replace_attention
-from autopar.capture.passes.batch_norm import replace_group_norm_backward, split_batch_norm
+from autopar.capture.passes.batch_norm import split_batch_norm
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.experts import see_experts
 from autopar.capture.passes.extremes import replace_extremes
+from autopar.capture.passes.formats import take_any_format
 from autopar.capture.passes.fused import separate_fused_projections
 from autopar.capture.passes.likelihood import split_likelihood
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
@@ -35,7 +36,6 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("positions", replace_positions),
     ("attention", replace_attention),
     ("batch norms", split_batch_norm),
-    ("group norms", replace_group_norm_backward),
     ("extremes", replace_extremes),
     ("root-mean-square norms", split_rms_norms),
     ("loss", split_cross_entropy),
@@ -47,4 +47,5 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("fused projections", separate_fused_projections),
     ("experts", see_experts),
     ("reads by strides", copy_before_strided),
+    ("memory formats", take_any_format),
 )

@@ -119,9 +119,3 @@ def _replace(node: fx.Node, *results: fx.Node | None) -> None:
         result = results[user.args[1]]
         if result is not None:
             user.replace_all_uses_with(result)
-
-
-def replace_group_norm_backward(graph: fx.Graph) -> None:
-    """The backward of group norms takes operands of any memory format."""
-    for node in calls(graph, aten.native_group_norm_backward.default):
-        node.target = norm_ops.native_group_norm_backward

@@ -1,0 +1,120 @@
+"""ATen ops whose kernels want operands in one memory format, for operands in any.
+
+These kernels read their operands as if they were contiguous, and compute something else, or refuse, where they are not. Torch makes the
+copies around them, in code that no graph shows: above the dispatcher (`group_norm`, `pdist`, `embedding_bag`), or in autograd's formulas.
+Where a value is contiguous when it is captured, such a copy is nothing. In a program it may lie otherwise: inputs and parameters come
+contiguous whatever they were, and so does what a collective makes, so that a view of it, contiguous before, no longer is. Hence each
+function here copies what its kernel needs copied, where the op runs. `ANY_FORMAT` says which op each stands for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _of_contiguous(op: Any) -> Callable[..., Any]:
+    """`op`, of contiguous copies of the operands that are not contiguous."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*map(_contiguous, args), **{name: _contiguous(value) for name, value in kwargs.items()})
+
+    name = op._schema.name.partition("::")[2]
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"As torch's `{name}`, of operands in any memory format."
+    parameters = [_parameter(argument) for argument in op._schema.arguments]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _parameter(argument: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+    return inspect.Parameter(argument.name, kind, default=default)
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _format_of(x: Tensor) -> torch.memory_format:
+    """The format that kernels for images take `x` in: channels-last where it is that, else contiguous."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    return layout if not x.is_contiguous() and x.is_contiguous(memory_format=layout) else torch.contiguous_format
+
+
+def native_group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's, of operands in any memory format.
+
+    Args:
+        x: [N, C, ...], with HxW elements in the other dims. weight, bias: [C] or None.
+    """
+    x = x.contiguous(memory_format=_format_of(x))
+    result: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(x, _contiguous(weight), _contiguous(bias), N, C, HxW, group, eps)
+    return result
+
+
+def native_group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    N: int, C: int, HxW: int, group: int, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """As torch's, of operands in any memory format; its kernel takes `grad` to be in that of `x`.
+
+    Args:
+        grad, x: [N, C, ...], with HxW elements in the other dims. mean, rstd: [N, group].
+        weight: [C] or None. output_mask: which of the three gradients are wanted.
+    """
+    layout = _format_of(x)
+    grad, x = grad.contiguous(memory_format=layout), x.contiguous(memory_format=layout)
+    operands = grad, x, *map(_contiguous, (mean, rstd, weight))
+    result: tuple[Tensor | None, Tensor | None, Tensor | None]
+    result = aten.native_group_norm_backward.default(*operands, N, C, HxW, group, output_mask)
+    return result
+
+
+native_layer_norm_backward = _of_contiguous(aten.native_layer_norm_backward.default)
+_weight_norm_interface = _of_contiguous(aten._weight_norm_interface.default)
+_weight_norm_interface_backward = _of_contiguous(aten._weight_norm_interface_backward.default)
+_pdist_forward = _of_contiguous(aten._pdist_forward.default)
+_pdist_backward = _of_contiguous(aten._pdist_backward.default)
+_embedding_bag = _of_contiguous(aten._embedding_bag.default)
+_embedding_bag_forward_only = _of_contiguous(aten._embedding_bag_forward_only.default)
+_embedding_bag_backward = _of_contiguous(aten._embedding_bag_backward.default)
+_embedding_bag_per_sample_weights_backward = _of_contiguous(aten._embedding_bag_per_sample_weights_backward.default)
+adaptive_max_pool3d_backward = _of_contiguous(aten.adaptive_max_pool3d_backward.default)
+fractional_max_pool2d_backward = _of_contiguous(aten.fractional_max_pool2d_backward.default)
+fractional_max_pool3d_backward = _of_contiguous(aten.fractional_max_pool3d_backward.default)
+
+ANY_FORMAT: Mapping[Any, Callable[..., Any]] = {
+    aten.native_group_norm.default: native_group_norm,
+    aten.native_group_norm_backward.default: native_group_norm_backward,
+    aten.native_layer_norm_backward.default: native_layer_norm_backward,
+    aten._weight_norm_interface.default: _weight_norm_interface,
+    aten._weight_norm_interface_backward.default: _weight_norm_interface_backward,
+    aten._pdist_forward.default: _pdist_forward,
+    aten._pdist_backward.default: _pdist_backward,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag_forward_only,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: _embedding_bag_per_sample_weights_backward,
+    aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
+    aten.fractional_max_pool2d_backward.default: fractional_max_pool2d_backward,
+    aten.fractional_max_pool3d_backward.default: fractional_max_pool3d_backward,
+}
+"""ATen op → the function that stands for it in normal form."""
+
+_STANDS_FOR = {function: op for op, function in ANY_FORMAT.items()}
+
+
+def torchs_own(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The ATen op that a function of this module stands for; any other target itself."""
+    found: Callable[..., Any] = _STANDS_FOR.get(target, target)
+    return found
