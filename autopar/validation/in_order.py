@@ -150,7 +150,9 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     (stage.work.forward if ahead else stage.work.backward)(number)
     leaving = stage.work.leaving(number) if ahead else stage.work.leaving_back(number)
     if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):
-        sent[action.stage, transfers.peer(f"send {action.kind}", action.stage)].append(list(leaving))
+        sent[action.stage, transfers.peer(f"send {action.kind}", action.stage)].append(
+            list(leaving)
+        )
 
 
 class _Work(StageWork):

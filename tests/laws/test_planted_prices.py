@@ -71,7 +71,7 @@ FAULTS = {
         "images", "halo .* it takes", halved("collective_time", kind("halo"), times)
     ),
     "rows that go to their experts at half the cost": Fault(
-        "dispatched", "all_to_all .* it takes", halved("_wire_time", kind("all_to_all"))
+        "dispatched", "all_to_all .* takes", halved("_wire_time", kind("all_to_all"))
     ),
     "a copy from the host at half its cost": Fault(
         "hosted", "fetch .* it takes", halved("collective_time", kind("fetch"), times)

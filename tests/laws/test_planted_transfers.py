@@ -131,9 +131,13 @@ INTERLEAVED = {
         plant=lambda p: p.setattr(Interleaving, "__init__", chunks_exchanged),
     ),
     "two receives change places": Fault(
-        "interleaved", "forward gets|forward runs before", plant=order_of_rank(1, first_two_of("receive forward"))
+        "interleaved",
+        "forward gets|forward runs before",
+        plant=order_of_rank(1, first_two_of("receive forward")),
     ),
-    "two sends are of each other's microbatches": Fault("interleaved", "it takes|forward gets", plant=order_of_rank(0, other_microbatches)),
+    "two sends are of each other's microbatches": Fault(
+        "interleaved", "it takes|forward gets", plant=order_of_rank(0, other_microbatches)
+    ),
     "two gradients are received in each other's place": Fault(
         "interleaved",
         "backward gets|backward runs before",
@@ -167,12 +171,16 @@ INTERLEAVED = {
     "values are sent in another order": Fault(
         "interleaved",
         "forward gets .* where .* is due",
-        plant=lambda p: p.setattr(StageWork, "leaving", lambda self, number: _leaving(self, number)[::-1]),
+        plant=lambda p: p.setattr(
+            StageWork, "leaving", lambda self, number: _leaving(self, number)[::-1]
+        ),
     ),
 }
 
 ONE_STAGE_A_RANK = {
-    "a stage sends to the one before": Fault("stages", "ranks wait for each other", plant=peer_of(("send forward",), lambda s: s - 1)),
+    "a stage sends to the one before": Fault(
+        "stages", "ranks wait for each other", plant=peer_of(("send forward",), lambda s: s - 1)
+    ),
     "a gradient is received from the stage before": Fault(
         "stages", "ranks wait for each other", plant=peer_of(("receive backward",), lambda s: s - 1)
     ),
@@ -202,12 +210,24 @@ ONE_STAGE_A_RANK = {
 }
 
 EXPERTS = {
-    "there are more experts": Fault("dispatched", "argument 6 is 8, where 4", changed("experts", arg_6=8)),
-    "every rank has the first experts": Fault("dispatched", "argument 7 is", changed("experts", arg_7=(4, ()))),
-    "rows have no room": Fault("dispatched", "argument 8 is 24, where 48", changed("experts", arg_8=24)),
-    "gradients of rows have no room": Fault("dispatched", "argument 8 is", changed("experts_backward", "backward", arg_8=24)),
-    "experts compute otherwise": Fault("dispatched", "argument 5 is gelu", changed("experts", arg_5="gelu")),
-    "rows go along another axis": Fault("dispatched", "argument 9 is 1", changed("experts", arg_9=1)),
+    "there are more experts": Fault(
+        "dispatched", "argument 6 is 8, where 4", changed("experts", arg_6=8)
+    ),
+    "every rank has the first experts": Fault(
+        "dispatched", "argument 7 is", changed("experts", arg_7=(4, ()))
+    ),
+    "rows have no room": Fault(
+        "dispatched", "argument 8 is 24, where 48", changed("experts", arg_8=24)
+    ),
+    "gradients of rows have no room": Fault(
+        "dispatched", "argument 8 is", changed("experts_backward", "backward", arg_8=24)
+    ),
+    "experts compute otherwise": Fault(
+        "dispatched", "argument 5 is gelu", changed("experts", arg_5="gelu")
+    ),
+    "rows go along another axis": Fault(
+        "dispatched", "argument 9 is 1", changed("experts", arg_9=1)
+    ),
     "the two linears of experts change places": Fault(
         "dispatched",
         "operand",
@@ -221,9 +241,13 @@ EXPERTS = {
     "gathered tokens meet the first experts on every rank": Fault(
         "gathered", "argument start is missing", without("experts.default", "start")
     ),
-    "picks are gathered along another dim": Fault("gathered", "leads nowhere", changed("all_gather", at=1, arg_1=1)),
+    "picks are gathered along another dim": Fault(
+        "gathered", "leads nowhere", changed("all_gather", at=1, arg_1=1)
+    ),
     "picks are those of a rank alone": Fault("gathered", "operand 1", dropped("all_gather", at=1)),
-    "gates are gathered for picks": Fault("gathered", "operand", changed("experts.default", arg_1=lambda n: n.args[2])),
+    "gates are gathered for picks": Fault(
+        "gathered", "operand", changed("experts.default", arg_1=lambda n: n.args[2])
+    ),
     "results of other ranks' experts are left out": Fault(
         "gathered",
         "leads nowhere",
@@ -232,27 +256,41 @@ EXPERTS = {
     "gradients of tokens are those of a rank's experts": Fault(
         "gathered",
         "leads nowhere",
-        changed("reduce_scatter", "backward", target=collectives.shard, args=lambda n: (n.args[0], 0, 0)),
+        changed(
+            "reduce_scatter", "backward", target=collectives.shard, args=lambda n: (n.args[0], 0, 0)
+        ),
     ),
 }
 
 FP32 = {"dtype": torch.float32}
 HOSTS = {
     "a parameter is read where it rests": Fault("hosted", "host", dropped("fetch")),
-    "a gradient stays on the device": Fault("hosted", "the gradient of .* where .* host", dropped("store", "backward")),
+    "a gradient stays on the device": Fault(
+        "hosted", "the gradient of .* where .* host", dropped("store", "backward")
+    ),
     "a parameter is fetched twice": Fault("hosted", "leads nowhere", repeated("fetch")),
     "a gradient is stored twice": Fault("hosted", "leads nowhere", repeated("store", "backward")),
-    "another parameter is fetched": Fault("hosted", "operand|bucket|pack", reading("fetch", "forward", 0, of=2)),
-    "two gradients are stored in each other's place": Fault("hosted", "the gradient of", exchanged("store", "backward", (0, 1))),
+    "another parameter is fetched": Fault(
+        "hosted", "operand|bucket|pack", reading("fetch", "forward", 0, of=2)
+    ),
+    "two gradients are stored in each other's place": Fault(
+        "hosted", "the gradient of", exchanged("store", "backward", (0, 1))
+    ),
     "a gradient is stored in float32": Fault(
         "hosted",
         "the gradient of .* where .* is due",
         between("store", "backward", [(aten._to_copy.default, FP32)]),
     ),
-    "backward fetches a value of another layer": Fault("waiting", "operand", exchanged("fetch", "backward", (0, 2))),
+    "backward fetches a value of another layer": Fault(
+        "waiting", "operand", exchanged("fetch", "backward", (0, 2))
+    ),
     "backward reads what is on the host": Fault("waiting", "host", dropped("fetch", "backward")),
-    "a copy is read before it is done": Fault("waiting", "moves what is no tensor", dropped("finish", at=1)),
-    "a copy to the host ends as another step": Fault("waiting", "not started with these settings", changed("finish", at=1, arg_1="fetch")),
+    "a copy is read before it is done": Fault(
+        "waiting", "moves what is no tensor", dropped("finish", at=1)
+    ),
+    "a copy to the host ends as another step": Fault(
+        "waiting", "not started with these settings", changed("finish", at=1, arg_1="fetch")
+    ),
     "a host's copy is of what was before": Fault(
         "waiting",
         "operand|saved",
@@ -274,7 +312,10 @@ _count = dispatched.Together.count
 
 def fewer(*given: Any) -> Any:
     """The last pair of each rank goes nowhere: a capacity of one less."""
-    return [replace(way, order=way.order[:-1], tokens=torch.cat((way.tokens[1:], way.tokens[:1]))) for way in _ways(*given)]
+    return [
+        replace(way, order=way.order[:-1], tokens=torch.cat((way.tokens[1:], way.tokens[:1])))
+        for way in _ways(*given)
+    ]
 
 
 def turned(*given: Any) -> Any:
@@ -284,7 +325,10 @@ def turned(*given: Any) -> Any:
 
 def of_other_experts(self: Any, counts: Any, num_pairs: Any) -> Any:
     """A rank takes rows of its experts in another order."""
-    return [replace(each, coming=tuple(by_expert[::-1] for by_expert in each.coming)) for each in _count(self, counts, num_pairs)]
+    return [
+        replace(each, coming=tuple(by_expert[::-1] for by_expert in each.coming))
+        for each in _count(self, counts, num_pairs)
+    ]
 
 
 def back_as_they_came(self: Any, what: Any, rows: Any, traffic: Any) -> Any:
@@ -299,8 +343,12 @@ RUNS: dict[str, Callable[[Patch], Any]] = {
         "add_up",
         lambda rows, order, *a: _add_up(rows[:-1], order[:-1], *a),
     ),
-    "rows are of the experts in another order": lambda p: p.setattr(dispatched.Together, "count", of_other_experts),
-    "rows go back by the sizes with which they left": lambda p: p.setattr(dispatched.Together, "back", back_as_they_came),
+    "rows are of the experts in another order": lambda p: p.setattr(
+        dispatched.Together, "count", of_other_experts
+    ),
+    "rows go back by the sizes with which they left": lambda p: p.setattr(
+        dispatched.Together, "back", back_as_they_came
+    ),
     "gates are left out": lambda p: p.setattr(
         dispatched,
         "add_up",

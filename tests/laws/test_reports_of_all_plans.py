@@ -1,7 +1,7 @@
 """`explain`, `report` and `diff` take every plan, and what they tell adds up to the plan's numbers.
 
-By day a few plans of one small model; by night each family of the tests in every way in which it can be planned, each model of the
-zoo in a few, and models of other libraries where these are installed.
+By day a few plans of one small model; by night each family of the tests in every way in which it
+can be planned, each model of the zoo in a few, and models of other libraries where these are there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEED = 0
 
 @lru_cache(maxsize=2)
 def built(kind: str) -> Any:
-    """A model of the tests, of the zoo (``zoo:NAME``) or of a library (``torchvision/NAME``), and a batch."""
+    """A model of the tests, of the zoo (``zoo:NAME``) or of a library (``timm/NAME``), and a batch."""
     with torch.random.fork_rng([]):
         torch.manual_seed(SEED)
         if kind.startswith("zoo:"):
@@ -86,7 +86,9 @@ def _pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "first", "second"), _pairs())
-def test_what_is_told_of_two_plans_is_their_whole_difference(kind: str, first: str, second: str) -> None:
+def test_what_is_told_of_two_plans_is_their_whole_difference(
+    kind: str, first: str, second: str
+) -> None:
     one, other = plan_or_skip(kind, first), plan_or_skip(kind, second)
     assert not differences_of(one, other) and not differences_of(other, one)
     there, back = diff(one, other), diff(other, one)
@@ -101,7 +103,11 @@ def test_the_command_line_tells_what_the_functions_do(name: str, tmp_path: Path)
         planned("gpt2", way).save(file)
     path, other = map(str, files)
     module = next(part.module for part in explain(path).parts if part.weights)
-    for arguments in (["explain", path], ["explain", path, "--only", module], ["diff", path, other]):
+    for arguments in (
+        ["explain", path],
+        ["explain", path, "--only", module],
+        ["diff", path, other],
+    ):
         told = CliRunner().invoke(app, arguments)
         assert told.exit_code == 0 and told.output.strip()
         assert module.rpartition(".")[2] in told.output or arguments[0] == "diff"

@@ -20,8 +20,8 @@ from autopar.plans import Plan
 from autopar.report import report
 
 _RAW = re.compile(
-    r"\bNone\b|\bTrue\b|\bFalse\b|\bnan\b|\binf\b|[+-]0\.00 |\b0\.00 [µmsGMKB]|object at 0x|<autopar"
-    r"|<function|\{\d*\}|Shard\(|Replicate\(|Partial\(|Layout\(|frozenset"
+    r"\bNone\b|\bTrue\b|\bFalse\b|\bnan\b|\binf\b|[+-]0\.00 |\b0\.00 [µmsGMKB]"
+    r"|object at 0x|<autopar|<function|\{\d*\}|Shard\(|Replicate\(|Partial\(|Layout\(|frozenset"
 )
 _OF_THE_USER = ("constraints: ",)  # lines that are written as calls
 _ROUNDING = 1e-9
@@ -32,7 +32,8 @@ def faults_of(plan: Plan, model: nn.Module | None, folder: Path) -> list[str]:
     """What is wrong with what is told of a plan.
 
     Args:
-        model: of which it is; None where that is not at hand. folder: where a page and a picture are written.
+        model: of which it is; None where that is not at hand. folder: where a page and a picture
+            are written.
     """
     found = explain(plan)
     names = {name for name, _ in model.named_modules()} if model is not None else None
@@ -174,7 +175,10 @@ def _explanations(found: Explanation | StagedExplanation) -> list[Explanation]:
 
 def _narrowed(found: Explanation | StagedExplanation) -> Iterable[Part]:
     """One part of every kind of what is told of it, since each takes as long as the whole."""
-    kinds = {(bool(p.weights), bool(p.transfers), p.main_op, p.module in CROSSING): p for p in found.parts}
+    kinds = {
+        (bool(p.weights), bool(p.transfers), p.main_op, p.module in CROSSING): p
+        for p in found.parts
+    }
     return kinds.values()
 
 
@@ -211,7 +215,9 @@ def _of_page(plan: Plan, folder: Path) -> Iterator[str]:
     page = report(plan, folder / "plan.html").read_text(encoding="utf-8")
     if page.count("data:image/png") < 3 and not plan.pipeline:
         yield "the page lacks a figure"
-    shown = html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>", "\n", plan._repr_html_(), flags=re.S))
+    shown = html.unescape(
+        re.sub(r"<style>.*?</style>|<[^>]*>", "\n", plan._repr_html_(), flags=re.S)
+    )
     yield from _raw(shown)
     yield from _raw(html.unescape(re.sub(r'data:[^"]*|<[^>]*>', "", page)))
     for part in explain(plan).parts:

@@ -1,4 +1,4 @@
-"""The ways in which a small model can be planned: one plan each of every kind that the planner makes."""
+"""The ways in which a small model can be planned: a plan of every kind that the planner makes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Way:
     """How a plan is made.
 
     Attributes:
-        mesh: axis → devices. options: of `autopar.plan`. hardware: makes the profile, or the profiles.
-        seed: of a random legal plan, which the planner would not choose; None for the planner's own.
+        mesh: axis → devices. options: of `autopar.plan`. hardware: makes the profile, or profiles.
+        seed: of a random legal plan, which the planner would not choose; None for its own.
     """
 
     mesh: Mapping[str, int]
