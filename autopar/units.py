@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+_LEAST_S = 0.005e-6  # what is less would be 0.00 µs
+
 
 def seconds(value: float, *, signed: bool = False) -> str:
     """Three digits that count, in s, ms or µs: ``24.4 ms``."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(value) >= factor * 0.9995:
             return f"{_three(value / factor, signed)} {unit}"
-    return f"{_three(value / 1e-6, signed)} µs" if abs(value) >= 5e-10 else "0 ms"
+    return f"{_three(value / 1e-6, signed)} µs" if abs(value) >= _LEAST_S else "0 ms"
 
 
 def size(value: float, *, signed: bool = False) -> str:

@@ -31,7 +31,7 @@ from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks
 from autopar.planning.timeline import beside
 from autopar.planning.tried import Tried
-from autopar.plans import Plan
+from autopar.plans import RESTING, Plan
 from autopar.problem import Op, Problem
 from autopar.run.program import Program
 from autopar.solve import Evaluation, evaluate, solve
@@ -156,7 +156,9 @@ def finish(
         tried = Ordering(prepared.priced, AMPLE_BYTES, peaks.peak_bytes, peaks.by_node, Clock(lambda _: None)).fastest(tried)
     plan, program = tried.plan, tried.program
     peak = peaks.peak_bytes(program) + plan.prediction.beside_bytes
-    prediction = replace(plan.prediction, peak_bytes=peak)
+    kinds = plan.prediction.memory_bytes
+    rests = sum(kinds.get(kind, 0) for kind in RESTING) + max(kinds["activations"], kinds["gradients"])
+    prediction = replace(plan.prediction, peak_bytes=peak, memory_bytes={**kinds, "transient": max(peak - rests, 0)})
     plan = replace(plan, prediction=beside(prediction, program, plan) if in_order else prediction)
     assert math.isfinite(plan.prediction.step_s)
     return plan, replace(program, plan_hash=plan.hash)

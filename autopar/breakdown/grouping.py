@@ -12,6 +12,7 @@ BEFORE, BEHIND = "(from the stage before)", "(from the stage behind)"  # the par
 CROSSING = (BEFORE, BEHIND)
 Instances = tuple[tuple[int, ...], ...]
 _FIELD = re.compile(r"\{\d+\}")
+_CROSSES = re.compile(r"/(forward|backward)/\d+(/.+)?/(input|output)$")
 
 
 @dataclass(slots=True)
@@ -29,9 +30,18 @@ def starred(path: str) -> str:
     return _FIELD.sub("*", path)
 
 
+def crosses(node: str) -> bool:
+    """Tell whether a node pattern stands for what comes from another stage, or goes there.
+
+    Such are named by the node that makes them. A tensor of the batch may have slashes in its name,
+    too, and what each microbatch is given of the batch is named by a node and the words for that.
+    """
+    return _CROSSES.search(node) is not None
+
+
 def owner(node: str) -> str:
     """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that holds it."""
-    if node.count("/") > 1 and node.endswith(("/input", "/output")):  # crosses: named by the node that makes it
+    if crosses(node):
         return BEFORE if node.endswith("/input") else BEHIND
     path, kind = node.split("/")[:2]
     if kind in ("input", "output"):

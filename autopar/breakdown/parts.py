@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch.distributed.tensor import Replicate, Shard
 
-from autopar.breakdown.grouping import BEFORE, CROSSING, Group, Instances, grouped, index_of, starred
+from autopar.breakdown.grouping import BEFORE, CROSSING, Group, Instances, crosses, grouped, index_of, starred
 from autopar.breakdown.words import ROLES, parallelism_of
 from autopar.collective import Collective
 from autopar.layout import Layout
@@ -248,8 +248,9 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
 
 
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
-    """Bytes that a kept value adds: what rests anyway (parameters, buffers and inputs as they are stored) adds none."""
-    resting = [e.nodes[0].strategy.outputs[0] for e in entries if e.kind != "compute" and any(c.node == kept.node for c in e.nodes)]
+    """Bytes that a kept value adds: what rests anyway (parameters, buffers and the batch as they are stored) adds none."""
+    there = (e for e in entries if e.kind != "compute" and not crosses(kept.node))
+    resting = [e.nodes[0].strategy.outputs[0] for e in there if any(c.node == kept.node for c in e.nodes)]
     shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts if not layout.host}
     own = sum(share for layout, share in shares.items() if layout in resting)
     return round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values()))) if shares else 0

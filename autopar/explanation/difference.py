@@ -20,7 +20,7 @@ from autopar.constraints import read_constraint
 from autopar.constraints.words import in_words
 from autopar.explanation.lines import as_emitted
 from autopar.explanation.rendering import Readable, table
-from autopar.explanation.shares import Share, beside_modules, rows
+from autopar.explanation.shares import Share, axes_of, beside_modules, over_axes, rows
 from autopar.plans import Pipeline, Plan
 from autopar.units import seconds, share, size
 
@@ -28,6 +28,7 @@ _SHARES = (
     "Modules; seconds of a step per device, summed over microbatches, on average over all devices: those of other stages have no part in "
     "it; kept on a device of its stage"
 )
+_DIGITS = 12  # of a hash
 _ROUNDING = 1e-12  # share of the step
 _NOTICED = 1e-4  # share of the step from which on a difference of time alone is told
 
@@ -83,7 +84,7 @@ class Diff(Readable):
             of = "; times of one microbatch" if self.first.pipeline else ""
             yield from table(f"Modules that differ{of}", ("module", "change", ">compute", ">communication", ">kept"), changed)
         of = ", stages matched by order" if self.first.pipeline else ""
-        yield Text(f"{self.num_equal} modules are the same{of}")
+        yield Text(f"{_modules(self.num_equal)} the same{of}")
 
     def _shares(self) -> Iterator[tuple[str, ...]]:
         """Modules that differ, what is no module's, and the step."""
@@ -102,7 +103,7 @@ class Diff(Readable):
         yield from _pipelines(a.pipeline, b.pipeline)
         facts = {
             "model": (a.fingerprint.model_name, b.fingerprint.model_name),
-            "model's structure": (a.fingerprint.model, b.fingerprint.model),
+            "model's structure": (a.fingerprint.model[:_DIGITS], b.fingerprint.model[:_DIGITS]),
             "mesh": (str(a.mesh), str(b.mesh)),
             "hardware": (a.fingerprint.profile, b.fingerprint.profile),
         }
@@ -113,7 +114,7 @@ class Diff(Readable):
         yield (
             f"step {seconds(p.step_s)} → {seconds(q.step_s)} ({_relative(p.step_s, q.step_s)}):"
             f" compute {seconds(q.compute_s - p.compute_s, signed=True)},"
-            f" communication {seconds(q.communication_s - p.communication_s, signed=True)}"
+            f" communication {seconds(q.communication_s - p.communication_s, signed=True)}{self._beside_both()}"
         )
         if p.simulated_s and q.simulated_s and (as_emitted(a) or as_emitted(b)):
             pair = _pair(seconds(p.simulated_s), seconds(q.simulated_s))
@@ -121,6 +122,16 @@ class Diff(Readable):
         kinds = {k: q.memory_bytes.get(k, 0) - p.memory_bytes.get(k, 0) for k in sorted({*p.memory_bytes, *q.memory_bytes})}
         moved = ", ".join(f"{kind} {size(delta, signed=True)}" for kind, delta in kinds.items() if delta)
         yield f"peak {size(p.peak_bytes)} → {size(q.peak_bytes)} ({_relative(p.peak_bytes, q.peak_bytes)}){': ' + moved if moved else ''}"
+
+    def _beside_both(self) -> str:
+        """What of the difference is neither compute's nor communication's; nothing where that is none."""
+        plans = self.first, self.second
+        before_s, after_s = (plan.prediction.step_s - plan.prediction.serial_s for plan in plans)
+        if abs(after_s - before_s) <= _ROUNDING * max(plan.prediction.step_s for plan in plans):
+            return ""
+        waits = any(plan.pipeline and plan.pipeline.axis for plan in plans)
+        what = "waiting for other stages less what runs at once" if waits else "both at once"
+        return f", {what} {seconds(after_s - before_s, signed=True)}"
 
 
 def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
@@ -159,12 +170,13 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
     before, after = beside_modules(first), beside_modules(second)
     least_s = _ROUNDING * max(plan.prediction.step_s for plan in (first, second))
     others = tuple((name, before[name], after[name]) for name in before if max(abs(before[name]), abs(after[name])) > least_s)
-    same = ((f"({num_equal} modules that are the same)", *equal_s),) if num_equal else ()
+    same = ((f"({_modules(num_equal, ' that')} the same)", *equal_s),) if num_equal else ()
     return Diff(first, second, tuple(changes), num_equal, (*same, *others))  # type: ignore[arg-type]
 
 
 def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
-    yield from _said(a.part if a else None, b.part if b else None, a.axes if a else (), b.axes if b else ())
+    axes = next(share.axes for share in (a, b) if share)
+    yield from _said(a.part if a else None, b.part if b else None, axes)
     where = [_where(share) for share in (a, b) if share]
     if len(where) == 2 and where[0] != where[1]:
         yield f"{where[0]} → {where[1]}"
@@ -183,16 +195,16 @@ def _pair(before: str, after: str) -> str:
 
 def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[list[Change], int]:
     """Modules that differ between two plans or two stages, one of which may not be there, and the number of those that do not."""
-    some_plan = first or second
-    assert some_plan is not None, "one of them is there"
-    names = some_plan.mesh.names
-    before = {(p.module, p.copies): p for p in (breakdown(first) if first else ())}
-    after = {(p.module, p.copies): p for p in (breakdown(second) if second else ())}
+    plans = [plan for plan in (first, second) if plan is not None]
+    axes = axes_of(plans)
+    before, after = (
+        {(p.module, p.copies): over_axes(p, plan.mesh.names, axes) for p in breakdown(plan)} if plan else {} for plan in (first, second)
+    )
     changes, equal = [], 0
-    noticed_s = _NOTICED * max(plan.prediction.step_s for plan in (first, second) if plan)
+    noticed_s = _NOTICED * max(plan.prediction.step_s for plan in plans)
     for key in dict.fromkeys((*before, *after)):
         a, b = before.get(key), after.get(key)
-        said = tuple(_said(a, b, first.mesh.names if first else names, second.mesh.names if second else names))
+        said = tuple(_said(a, b, axes))
         costs = _minus(b, a)
         if said or costs[2] or max(abs(costs[0]), abs(costs[1])) > noticed_s:
             some = a or b
@@ -208,11 +220,11 @@ def _minus(b: Part | None, a: Part | None) -> tuple[float, float, int]:
     return x[0] - y[0], x[1] - y[1], x[2] - y[2]
 
 
-def _said(a: Part | None, b: Part | None, first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[str]:
+def _said(a: Part | None, b: Part | None, axes: tuple[str, ...]) -> Iterator[str]:
     if a is None or b is None:
         yield "only in the first plan" if b is None else "only in the second plan"
         return
-    labels = label(a, first), label(b, second)
+    labels = label(a, axes), label(b, axes)
     if labels[0] != labels[1]:
         yield f"{labels[0]} → {labels[1]}"
     if (a.enters, a.leaves) != (b.enters, b.leaves):
@@ -245,10 +257,17 @@ def _facts(p: Pipeline | None) -> tuple[str, ...]:
 
 
 def _option(name: str, value: object) -> str:
+    """An option's value as `autopar plan` would be asked for it."""
     if name == "constraints":
         every = value if isinstance(value, Sequence) else ()
         return ", ".join(in_words(read_constraint(constraint)) for constraint in every) or "none"
-    return size(float(str(value))) if name == "memory_bytes" and value is not None else str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return size(float(str(value))) if name == "memory_bytes" else str(value)
+
+
+def _modules(num: int, that: str = "") -> str:
+    return f"{num} module{that} is" if num == 1 else f"{num} modules{that} are"
 
 
 def _relative(before: float, after: float) -> str:

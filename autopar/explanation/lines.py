@@ -104,8 +104,10 @@ def objective(plan: Plan) -> str:
 
 def as_emitted(plan: Plan) -> str:
     """How long the emitted program takes, simulated, where that is told apart."""
-    simulated = seconds(plan.prediction.simulated_s)
-    return f"; simulated as emitted {simulated}" if simulated not in ("0 s", seconds(plan.prediction.step_s)) else ""
+    prediction = plan.prediction
+    simulated = seconds(prediction.simulated_s)
+    apart = prediction.simulated_s and simulated != seconds(prediction.step_s)
+    return f"; simulated as emitted {simulated}" if apart else ""
 
 
 def spent(plan: Plan) -> Iterator[str]:

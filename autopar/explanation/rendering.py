@@ -39,12 +39,16 @@ class Readable:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[RenderableType]:
-    """An empty line and a table; a column whose name starts with ``>`` is set to the right, one with ``<`` is not wrapped."""
+    """An empty line and a table; a column whose name starts with ``>`` is set to the right, one with ``<`` is not wrapped. A column that
+    has nothing in any row is left out, and so is a table without rows."""
+    if not rows:
+        return
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for column in columns:
+    told = [place for place in range(len(columns)) if any(row[place] for row in rows)]
+    for column in (columns[place] for place in told):
         right, fixed = column.startswith(">"), column.startswith("<")
         made.add_column(column.lstrip("<>"), justify="right" if right else "left", no_wrap=right or fixed, overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(row[place] for place in told))
     yield Text()
     yield made

@@ -12,7 +12,7 @@ so shares of plans that are cut otherwise add up to the step, and compare. Copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -75,7 +75,7 @@ def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
             return (), ()
         return places[0].get((module, instance), ()), places[1].get((module, instance), ())
 
-    both, axes = (_collected(first, cell), _collected(second, cell)), _axes_of(first, second)
+    both, axes = (_collected(first, cell), _collected(second, cell)), axes_of([_pieces(plan)[0].plan for plan in (first, second)])
     keys = list(dict.fromkeys((*both[0], *both[1])))
     several = {module for module, _ in keys if sum(module == other for other, _ in keys) > 1}
     found = []
@@ -143,13 +143,13 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
     return replace(plan, entries=entries, communications=moves, kept=kept)
 
 
-def _axes_of(first: Plan, second: Plan) -> tuple[str, ...]:
-    """The axes that stages of one of the plans run on, if there are more devices than one on them."""
-    found = (axis for plan in (first, second) for axis in _pieces(plan)[0].plan.mesh.axes)
-    return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or _pieces(first)[0].plan.mesh.names
+def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """The axes that plans, or stages, run on, if there are more devices than one on them; else those of the first plan."""
+    found = (axis for plan in plans for axis in plan.mesh.axes)
+    return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or plans[0].mesh.names
 
 
-def _over(part: Part, names: tuple[str, ...], axes: tuple[str, ...]) -> Part:
+def over_axes(part: Part, names: tuple[str, ...], axes: tuple[str, ...]) -> Part:
     """The part with its layouts over these axes; over those that its own mesh lacks all is whole."""
     own = [names.index(axis) if axis in names else None for axis in axes]
     none = "replicated" if any(part.parallelism) else ""
@@ -176,6 +176,6 @@ def _share(plan: Plan, parts: list[tuple[int, _Piece, Part]], axes: tuple[str, .
         sum(piece.runs * part.compute_s for _, piece, part in parts),
         sum(piece.runs * part.communication_s for _, piece, part in parts),
         max(piece.flying * part.kept_bytes for _, piece, part in parts),
-        _over(main, piece.plan.mesh.names, axes),
+        over_axes(main, piece.plan.mesh.names, axes),
         axes,
     )

@@ -34,6 +34,8 @@ from autopar.plans import Entry, Flip, Plan, RunnerUp
 from autopar.units import seconds, share, size
 
 _ROUNDING = 1e-12
+_BATCH, _RECEIVED = "the batch", "received from other stages"
+_SHOWN = 5e-4  # of the work: a share that is less would be 0.0 %
 _NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
 
 
@@ -138,13 +140,14 @@ class Explanation(Readable):
         yield self._price()
 
     def _parallelism(self) -> list[tuple[str, str, str]]:
-        """Per kind of parallelism its share of the step and its modules, the largest share first."""
+        """Per kind of parallelism its share of the step and its modules, the largest share first; the shares add up to the whole."""
         found: dict[str, list[Part]] = {}
         for part in self.parts:
-            if part.module not in (INPUTS, *CROSSING):
-                found.setdefault(label(part, self.plan.mesh.names), []).append(part)
+            others = {INPUTS: _BATCH, **dict.fromkeys(CROSSING, _RECEIVED)}
+            found.setdefault(others.get(part.module) or label(part, self.plan.mesh.names), []).append(part)
         whole = max(self.plan.prediction.serial_s, 1e-30)
         rows = [(sum(p.compute_s + p.communication_s for p in parts) / whole, said, parts) for said, parts in found.items()]
+        rows = [row for row in rows if row[1] != _BATCH or row[0] >= _SHOWN]
         rows.sort(key=lambda row: -row[0])
         return [(said, share(part_of), escape(", ".join(p.name for p in parts))) for part_of, said, parts in rows]
 

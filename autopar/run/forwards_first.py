@@ -7,54 +7,58 @@ that have no backward. A stage waits for what it sent before it sends the next, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.run.stage_work import StageWork
+from autopar.run.transfers import Started, Transfers, wait
 
 
 class ForwardsFirst:
     """Runs one stage's work on a batch; `begin` of the work came before, and `finish` comes after.
 
     Args:
-        number: which stage it is. group: the ranks of the pipeline, one per stage in order; None for a single stage.
+        number: which stage it is. transfers: of this rank, of which each has one stage; None for a single stage.
     """
 
-    def __init__(self, work: StageWork, number: int, group: dist.ProcessGroup | None, num_microbatches: int) -> None:
-        self.work, self._number, self._group, self._num = work, number, group, num_microbatches
+    def __init__(self, work: StageWork, number: int, transfers: Transfers | None, num_microbatches: int) -> None:
+        self.work, self._number, self._transfers, self._num = work, number, transfers, num_microbatches
 
     def forward(self) -> None:
         """Of all microbatches."""
-        self._each(self.work.arriving, self.work.forward, self.work.leaving, 1)
+        for started in self.steps("forward"):
+            wait(started)
 
     def backward(self) -> None:
         """Of all microbatches, in the same order."""
-        self._each(self.work.arriving_back, self.work.backward, self.work.leaving_back, -1)
+        for started in self.steps("backward"):
+            wait(started)
+
+    def steps(self, phase: str) -> Iterator[Started]:
+        """``forward`` or ``backward`` of all microbatches, in pieces: each time the transfers that have to be done before it goes on."""
+        work = self.work
+        if phase == "forward":
+            return self._each(phase, work.arriving, work.forward, work.leaving)
+        return self._each(phase, work.arriving_back, work.backward, work.leaving_back)
 
     def _each(
-        self, arriving: Callable[[int], Sequence[Tensor]], run: Callable[[int], None], leaving: Callable[[int], Sequence[Tensor]], step: int
-    ) -> None:
-        sending: list[dist.Work] = []  # they hold what they send
+        self,
+        phase: str,
+        arriving: Callable[[int], Sequence[Tensor]],
+        run: Callable[[int], None],
+        leaving: Callable[[int], Sequence[Tensor]],
+    ) -> Iterator[Started]:
+        sending: Started = []  # they hold what they send
         for number in range(self._num):
-            _wait(self._started(dist.irecv, arriving(number), -step))
+            yield self._started(f"receive {phase}", arriving(number))
             run(number)
-            _wait(sending)
-            sending = self._started(dist.isend, leaving(number), step)
-        _wait(sending)
+            yield sending
+            sending = self._started(f"send {phase}", leaving(number))
+        yield sending
 
-    def _started(self, kind: Any, tensors: Sequence[Tensor], step: int) -> list[dist.Work]:
+    def _started(self, kind: str, tensors: Sequence[Tensor]) -> Started:
         if not tensors:
             return []
-        assert self._group is not None, "several stages have a group"
-        peer = dist.get_global_rank(self._group, self._number + step)
-        found: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for tensor in tensors])
-        return found
-
-
-def _wait(works: list[dist.Work]) -> None:
-    """Until all are done; then none of them is held, nor what it moved."""
-    while works:
-        works.pop().wait()
+        assert self._transfers is not None, "several stages have a group"
+        return self._transfers.start_together(kind, tensors, self._number)

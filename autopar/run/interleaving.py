@@ -8,79 +8,68 @@ receiver does there; so nobody waits for a rank that waits for it, and between t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.run.orders import interleaved
 from autopar.run.stage_work import StageWork
+from autopar.run.transfers import Started, Transfers, wait
 
 
 class Interleaving:
     """Runs the steps of one rank's stages.
 
     Args:
-        works: stage → its work; their sum over ranks are stages 0 to S − 1. group: the ranks of the pipeline in order.
+        works: stage → its work; their sum over ranks are stages 0 to S − 1. transfers: of this rank.
     """
 
-    def __init__(self, works: Mapping[int, StageWork], group: dist.ProcessGroup, num_microbatches: int) -> None:
-        self._group = group
-        self._chunks = {number: _Chunk(work, number, group) for number, work in works.items()}
-        self._actions = interleaved(group.size(), len(works), num_microbatches)[group.rank()]
+    def __init__(self, works: Mapping[int, StageWork], transfers: Transfers, num_microbatches: int) -> None:
+        self._chunks = {number: _Chunk(work, number, transfers) for number, work in works.items()}
+        self._actions = interleaved(transfers.size, len(works), num_microbatches)[transfers.rank]
 
     def run(self, *, backward: bool) -> None:
         """One step; `begin` of each work came before. Without `backward` the order of what is left is the same."""
+        for started in self.steps(backward=backward):
+            wait(started)
+
+    def steps(self, *, backward: bool) -> Iterator[Started]:
+        """One step, in pieces: each time the transfers that have to be done before it goes on."""
         for kind, stage, microbatch in self._actions:
             if backward or kind.endswith("forward"):
-                self._chunks[stage].act(kind, microbatch)
+                yield from self._chunks[stage].act(kind, microbatch)
         for chunk in self._chunks.values():
-            chunk.close()
+            yield from chunk.close()
 
 
 class _Chunk:
     """One stage's work with its transfers."""
 
-    def __init__(self, work: StageWork, number: int, group: dist.ProcessGroup) -> None:
-        self.work, self._group = work, group
-        ranks = dist.get_process_group_ranks(group)
-        before, behind = ranks[(number - 1) % len(ranks)], ranks[(number + 1) % len(ranks)]
-        self._source = {"forward": before, "backward": behind}
-        self._target = {"forward": behind, "backward": before}
-        self._arriving: dict[tuple[str, int], list[dist.Work]] = {}
-        self._sent: dict[str, tuple[Sequence[Tensor], list[dist.Work]]] = {}
+    def __init__(self, work: StageWork, number: int, transfers: Transfers) -> None:
+        self.work, self._number, self._transfers = work, number, transfers
+        self._arriving: dict[tuple[str, int], Started] = {}
+        self._sent: dict[str, tuple[Sequence[Tensor], Started]] = {}
 
-    def act(self, kind: str, microbatch: int) -> None:
-        """One action of the order (`autopar.run.orders.Action`)."""
+    def act(self, kind: str, microbatch: int) -> Iterator[Started]:
+        """One action of the order (`autopar.run.orders.Action`), and what it waits for."""
         what, _, phase = kind.rpartition(" ")
         if what == "receive":
             tensors = self.work.arriving(microbatch) if phase == "forward" else self.work.arriving_back(microbatch)
-            self._arriving[phase, microbatch] = [_started(dist.irecv(t, self._source[phase], self._group)) for t in tensors]
+            self._arriving[phase, microbatch] = self._transfers.start(kind, tensors, self._number)
         elif what == "send":
-            self._finish_sending(phase)
+            yield from self._finish_sending(phase)
             tensors = self.work.leaving(microbatch) if phase == "forward" else self.work.leaving_back(microbatch)
-            self._sent[phase] = tensors, [_started(dist.isend(t, self._target[phase], self._group)) for t in tensors]
+            self._sent[phase] = tensors, self._transfers.start(kind, tensors, self._number)
         else:
-            _wait(self._arriving.pop((phase, microbatch), []))
+            yield self._arriving.pop((phase, microbatch), [])
             run = self.work.forward if phase == "forward" else self.work.backward
             run(microbatch)
 
-    def close(self) -> None:
+    def close(self) -> Iterator[Started]:
         """At the end of a step."""
         for phase in ("forward", "backward"):
-            self._finish_sending(phase)
+            yield from self._finish_sending(phase)
 
-    def _finish_sending(self, phase: str) -> None:
+    def _finish_sending(self, phase: str) -> Iterator[Started]:
         _, transfers = self._sent.pop(phase, ((), []))
-        _wait(transfers)
-
-
-def _wait(transfers: Sequence[dist.Work]) -> None:
-    """No name is left of any: a transfer holds its tensor."""
-    for transfer in transfers:
-        transfer.wait()
-
-
-def _started(transfer: dist.Work | None) -> dist.Work:
-    assert transfer is not None, "this process is one of the group"
-    return transfer
+        yield transfers

@@ -23,6 +23,7 @@ from autopar.run.ranks import by_all
 from autopar.run.stage_exchange import Exchange
 from autopar.run.stage_work import StageWork
 from autopar.run.stage_worker import StageWorker
+from autopar.run.transfers import Transfers
 from autopar.run.unused import Unused
 from autopar.run.watched import Watched
 
@@ -73,7 +74,7 @@ class StageCalls:
         if self._group is None:
             return None
         if len(self._works) > 1:
-            return Interleaving(self._works, self._group, self.how.num)
+            return Interleaving(self._works, Transfers(self._group), self.how.num)
         if not self.program.begins_backward:
             return None
         worker = StageWorker(self._works[self.rank], self.rank, len(self.program.stages), self._group)
@@ -118,7 +119,8 @@ class StageCalls:
 
     def runner(self, works: Mapping[int, StageWork]) -> ForwardsFirst:
         """Runs the one stage of this rank: all forwards, then all backwards."""
-        return ForwardsFirst(works[self.rank], self.rank, self._group, self.how.num)
+        transfers = None if self._group is None else Transfers(self._group)
+        return ForwardsFirst(works[self.rank], self.rank, transfers, self.how.num)
 
     def begin(
         self,

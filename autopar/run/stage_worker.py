@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autopar.run.stage_work import StageWork
+from autopar.run.transfers import Transfers
 
 
 class StageWorker(PipelineStage):
@@ -23,7 +24,7 @@ class StageWorker(PipelineStage):
     def __init__(self, work: StageWork, number: int, num_stages: int, group: dist.ProcessGroup) -> None:
         nothing = torch.empty(0, device=work.device)  # shapes are the program's own; the schedule needs no inference of them
         super().__init__(nn.Module(), number, num_stages, work.device, input_args=(nothing,), output_args=(nothing,), group=group)
-        self.work = work
+        self.work, self._transfers = work, Transfers(group)
 
     def clear_runtime_states(self) -> None:
         """The work's `begin` and `finish` do."""
@@ -39,19 +40,19 @@ class StageWorker(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive what crosses from the stage before."""
-        return [] if self.is_first else self._moves(dist.irecv, self.work.arriving(fwd_chunk_id), -1)
+        return [] if self.is_first else self._moves("receive forward", self.work.arriving(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send what crosses to the stage after."""
-        return self._moves(dist.isend, self.work.leaving(fwd_chunk_id), 1)
+        return self._moves("send forward", self.work.leaving(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive the gradients of what was sent."""
-        return [] if self.is_last else self._moves(dist.irecv, self.work.arriving_back(bwd_chunk_id), 1)
+        return [] if self.is_last else self._moves("receive backward", self.work.arriving_back(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the gradients of what was received."""
-        return self._moves(dist.isend, self.work.leaving_back(bwd_chunk_id), -1)
+        return self._moves("send backward", self.work.leaving_back(bwd_chunk_id))
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -64,8 +65,5 @@ class StageWorker(PipelineStage):
         """Run backward on one microbatch and add up its gradients."""
         self.work.backward(bwd_chunk_id)
 
-    def _moves(self, kind: Any, tensors: Sequence[Tensor], step: int) -> list[dist.P2POp]:
-        if not tensors:
-            return []
-        peer = dist.get_global_rank(self.group, self.stage_index + step)
-        return [dist.P2POp(kind, tensor, peer, self.group) for tensor in tensors]
+    def _moves(self, kind: str, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
+        return self._transfers.moves(kind, tensors, self.stage_index)

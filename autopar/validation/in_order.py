@@ -2,26 +2,33 @@
 tensors.
 
 `StageWork` does what a schedule asks of a stage; here it does so in the order of the schedule,
-with an executor that knows no numbers. Each call has to get what it is for: the parts of the batch
-of its microbatch, what the neighbours made of the same microbatch under the same names, the values
-that its own forward saved, and one and the same sums, which the first backward writes and each
-later one adds to.
+with an executor that knows no numbers, and hands over to the stages that ranks would hand over to.
+Where autopar runs a rank's order itself, as of interleaved stages, that code runs, with transfers
+between symbols (`transfers`). Each call has to get what it is for: the parts of the batch of its
+microbatch, what the neighbours made of the same microbatch under the same names, the values that
+its own forward saved, and one and the same sums, which the first backward writes and each later one
+adds to.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from autopar.errors import ValidationError
+from autopar.run import transfers
+from autopar.run.forwards_first import ForwardsFirst
+from autopar.run.interleaving import Interleaving
 from autopar.run.orders import Action, orders
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.stage_work import StageWork
 from autopar.validation.states import invalid
+from autopar.validation.transfers import Wires, run_ranks
 
 _DEVICE = torch.device("cpu")
 
@@ -60,45 +67,92 @@ def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
     kinds = ("forward", "backward") if trained else ("forward",)
     stages = [_Stage(stage, number, program, kinds) for number, stage in enumerate(program.stages)]
-    num, num_stages = program.microbatches.num, len(stages)
-    lists = orders(schedule, num_stages, num, num_stages // num_ranks)
-    left = [[action for action in actions if action.kind in kinds] for actions in lists]
-    while any(left):
-        ready = [actions for actions in left if actions and _is_ready(stages, actions[0])]
-        if not ready:
-            waiting = ", ".join(f"{a[0].kind} of stage {a[0].stage}" for a in left if a)
-            raise invalid(f"ranks wait for each other: {waiting}")
-        for actions in ready:
-            _run(stages, actions.pop(0))
+    if len(stages) > num_ranks:
+        _interleaved(stages, num_ranks, trained=trained)
+    elif trained and program.begins_backward:
+        _scheduled(stages, orders(schedule, len(stages), program.microbatches.num), kinds)
+    else:
+        for kind in kinds:
+            _forwards_first(stages, kind)
     for stage in stages:
         stage.finish()
 
 
-def _is_ready(stages: Sequence[_Stage], action: Action) -> bool:
+def _interleaved(stages: Sequence[_Stage], num_ranks: int, *, trained: bool) -> None:
+    """Several stages a rank, as `Interleaving` runs them."""
+    wires, num = Wires(num_ranks, in_one_order=True), stages[0].num
+    steps = {}
+    for rank in range(num_ranks):
+        works: dict[int, Any] = {stage.stage: stage.work for stage in stages[rank::num_ranks]}
+        running = Interleaving(works, wires.of(rank), num)  # type: ignore[arg-type]
+        steps[rank] = partial(running.steps, backward=trained)
+    run_ranks(wires, steps)
+
+
+def _forwards_first(stages: Sequence[_Stage], kind: str) -> None:
+    """A stage a rank, of which no backward runs among forwards, as `ForwardsFirst` runs them."""
+    wires, steps = Wires(len(stages), in_one_order=False), {}
+    for stage in stages:
+        between: Any = wires.of(stage.stage)
+        running = ForwardsFirst(stage.work, stage.stage, between, stage.num)
+        steps[stage.stage] = partial(running.steps, kind)
+    run_ranks(wires, steps)
+
+
+_Sent = dict[tuple[int, int], deque[list[Any]]]
+"""From stage to stage, what was sent and not yet received."""
+
+
+def _scheduled(
+    stages: Sequence[_Stage], lists: Sequence[Sequence[Action]], kinds: Sequence[str]
+) -> None:
+    """A stage a rank, in the order of torch's schedules, which run `StageWorker`."""
+    sent: _Sent = defaultdict(deque)
+    left = [[action for action in actions if action.kind in kinds] for actions in lists]
+    while any(left):
+        ready = [actions for actions in left if actions and _is_ready(stages, actions[0], sent)]
+        if not ready:
+            waiting = ", ".join(f"{a[0].kind} of stage {a[0].stage}" for a in left if a)
+            raise invalid(f"ranks wait for each other: {waiting}")
+        for actions in ready:
+            _run(stages, actions.pop(0), sent)
+    for (source, target), waiting_there in sent.items():
+        if waiting_there:
+            what = f"stage {target} receives less than stage {source} sends"
+            raise invalid(what)
+
+
+def _source(stages: Sequence[_Stage], action: Action) -> int | None:
+    """The stage that an action receives from; None where it is of one end of the pipeline."""
+    is_end = action.stage == (0 if action.kind == "forward" else len(stages) - 1)
+    return None if is_end else transfers.peer(f"receive {action.kind}", action.stage)
+
+
+def _is_ready(stages: Sequence[_Stage], action: Action, sent: _Sent) -> bool:
     """Whether what a stage receives was made, and backward has what forward saves."""
-    ahead, number = action.kind == "forward", action.microbatch
-    source = action.stage - 1 if ahead else action.stage + 1
-    came = not 0 <= source < len(stages) or (action.kind, number) in stages[source].sent
-    return came and (ahead or stages[action.stage].runs["forward", number] > 0)
+    source, ahead = _source(stages, action), action.kind == "forward"
+    came = source is None or bool(sent[source, action.stage])
+    return came and (ahead or stages[action.stage].runs["forward", action.microbatch] > 0)
 
 
-def _run(stages: Sequence[_Stage], action: Action) -> None:
+def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     """One forward or backward, with what it receives before and sends after: one tensor after the
     other, as ranks do.
     """
     stage, number = stages[action.stage], action.microbatch
-    ahead = action.kind == "forward"
-    source = action.stage - 1 if ahead else action.stage + 1
+    source, ahead = _source(stages, action), action.kind == "forward"
     buffers = stage.work.arriving(number) if ahead else stage.work.arriving_back(number)
-    sent = stages[source].sent.pop((action.kind, number)) if 0 <= source < len(stages) else []
-    if len(sent) != len(buffers):
-        raise stage.error(number, f"{len(sent)} tensors come, and it takes {len(buffers)}")
-    for buffer, each in zip(buffers, sent, strict=True):
+    come = sent[source, action.stage].popleft() if source is not None else []
+    if len(come) != len(buffers):
+        raise stage.error(number, f"{len(come)} tensors come, and it takes {len(buffers)}")
+    for buffer, each in zip(buffers, come, strict=True):
         buffer.came = each  # type: ignore[attr-defined]
-    stage.number = number
     (stage.work.forward if ahead else stage.work.backward)(number)
     leaving = stage.work.leaving(number) if ahead else stage.work.leaving_back(number)
-    stage.sent[action.kind, number] = list(leaving)
+    if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):
+        sent[action.stage, transfers.peer(f"send {action.kind}", action.stage)].append(
+            list(leaving)
+        )
 
 
 class _Work(StageWork):
@@ -112,6 +166,20 @@ class _Work(StageWork):
             return super()._tangent(output, number)
         return _Symbol(f"answer {output.name}", number)
 
+    def forward(self, number: int) -> None:
+        self._run(super().forward, "forward", number)
+
+    def backward(self, number: int) -> None:
+        self._run(super().backward, "backward", number)
+
+    def _run(self, run: Callable[[int], None], kind: str, number: int) -> None:
+        stage: Any = self.executor  # which has to know which microbatch comes
+        stage.number = number
+        try:
+            run(number)
+        except (StopIteration, KeyError):  # of what it looks for there is nothing
+            raise stage.error(number, f"{kind} runs before what it reads is received") from None
+
 
 class _Stage:
     """One stage, and the executor of its work."""
@@ -124,7 +192,6 @@ class _Stage:
         self.program, self.stage, self.kinds = program, stage, kinds
         self.num, keep = whole.microbatches.num, "backward" in kinds
         self.weight, self.number = whole.microbatches.weight, -1
-        self.sent: dict[tuple[str, int], list[Any]] = {}
         self.runs: Counter[tuple[str, int]] = Counter()
         self.sums = [_Symbol(f"sum of {t.name}") for t in program.sums]
         self.ended = False

@@ -20,7 +20,8 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planning import Planned
 from autopar.planning.steps import phases_s
 from autopar.plans import Pipeline, Plan
-from autopar.run import interleaving
+from autopar.run import transfers
+from autopar.run.interleaving import Interleaving
 from autopar.run.memory import LiveBytes
 from autopar.run.orders import interleaved
 from autopar.run.program import StagedProgram
@@ -156,8 +157,8 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
     made: Planned = request.getfixturevalue(name)[0]
     program, pipe = made.program, pipe_of(made)
     assert isinstance(program, StagedProgram)
-    for call, value in (("irecv", _Transfer), ("isend", _Transfer), ("get_process_group_ranks", lambda _: [0, 1])):
-        monkeypatch.setattr(interleaving.dist, call, value)
+    for call, value in (("irecv", _Transfer), ("isend", _Transfer), ("get_global_rank", lambda _, rank: rank)):
+        monkeypatch.setattr(transfers.dist, call, value)
     for rank in range(2):
         chunks = {number: program.stages[number] for number in range(rank, len(pipe.stages), 2)}
         memory, shared = LiveBytes(), dict[str, Tensor]()
@@ -169,7 +170,7 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
                 held[number] = [shared.setdefault(name, x) for name, x in zip(names, tensors, strict=True)]
             given = {t.name: torch.empty(t.shape, dtype=t.dtype) for s in chunks.values() for t in s.inputs if not t.crosses}
             group: Any = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
-            running = interleaving.Interleaving(works, group, 4)
+            running = Interleaving(works, transfers.Transfers(group), 4)
             with memory:
                 counted = {t.name for s in chunks.values() for t in s.inputs if t.given}
                 memory.register(x for name, x in given.items() if name not in counted)

@@ -70,6 +70,24 @@ FAULTS = {
     "a halo that is sent for nothing": Fault(
         "images", "halo .* it takes", halved("collective_time", kind("halo"), times)
     ),
+    "rows that go to their experts at half the cost": Fault(
+        "dispatched", "all_to_all .* takes", halved("_wire_time", kind("all_to_all"))
+    ),
+    "a copy from the host at half its cost": Fault(
+        "hosted", "fetch .* it takes", halved("collective_time", kind("fetch"), times)
+    ),
+    "a copy to the host at half its cost": Fault(
+        "hosted", "store .* it takes", halved("collective_time", kind("store"), times)
+    ),
+    "interleaved stages that send at twice the bandwidth": Fault(
+        "interleaved",
+        "stage 1: .*one instance takes",
+        lambda p: p.setattr(
+            priced.Wire,
+            "time_s",
+            lambda self, n: self.latency_s + n / 2 / self.bandwidth_bytes_per_s,
+        ),
+    ),
     "a slice that is free": Fault(
         "images",
         "slice .* it takes",

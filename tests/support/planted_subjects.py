@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import zoo_small
+from hosts import quick_hosts
 from overlapping import overlapping
 from planted import Call, Subject
 from torch import Tensor, nn
 
-from autopar.constraints import ddp, fsdp, layout, megatron, pipeline
+from autopar.constraints import ddp, expert_parallel, fsdp, layout, megatron, offload, pipeline
 from autopar.mesh import Mesh
 
 _LINE, _SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
@@ -76,6 +79,16 @@ class Branches(nn.Module):
         for layer in self.layers:
             a, b = torch.tanh(layer(b)) + a, torch.sigmoid(a) * b
         return (a * b).pow(2).mean()
+
+
+class Values(Branches):
+    """The same layers, whose values are wanted and no loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x, 2 * x
+        for layer in self.layers:
+            a, b = torch.tanh(layer(b)) + a, torch.sigmoid(a) * b
+        return a * b
 
 
 class Tied(nn.Module):
@@ -180,6 +193,35 @@ SUBJECTS: dict[str, Subject] = {
         _built(Branches, _x, 8, 8),
         Mesh({"stage": 2, "data": 2}),
         [pipeline("stage", microbatches=2), ddp()],
+    ),
+    "interleaved": Subject(
+        _built(Branches, _x, 6, 8, num=6),
+        Mesh({"stage": 3}),
+        [pipeline("stage", microbatches=3, schedule="interleaved_1f1b")],
+    ),
+    "without loss": Subject(
+        _built(Values, _x, 8, 8),
+        Mesh({"stage": 2}),
+        [pipeline("stage", microbatches=2)],
+    ),
+    "dispatched": Subject(
+        partial(zoo_small.mixtral, num_layers=1), _LINE, [expert_parallel("data", "dispatched")]
+    ),
+    "gathered": Subject(
+        partial(zoo_small.mixtral, num_layers=1), _LINE, [expert_parallel("data", "gathered")]
+    ),
+    "hosted": Subject(
+        _built(Blocks, _x, 8, 8, dtype=torch.bfloat16),
+        _LINE,
+        [fsdp(), layout("*", storage="S(0) host")],
+        quick_hosts(),
+    ),
+    "waiting": Subject(
+        _built(Attention, _x, 4, 8, 16, num=2),
+        _LINE,
+        [fsdp(), offload(parameters=False)],
+        quick_hosts(),
+        {"memory_bytes": 30_000},
     ),
     "tied": Subject(
         _built(Tied, _tokens),
