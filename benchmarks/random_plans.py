@@ -21,6 +21,7 @@ from autopar.choices import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
+from autopar.errors import LayoutError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
@@ -95,9 +96,14 @@ def random_choices(
     choices = solve(_noisy(problem, rng, _scale_s(problem, rng.uniform(*loudness))), gap=0.05)
     share = rng.choice([0.0, 0.0, 0.3, 1.0]) if recompute_share is None else recompute_share
     recomputed, kept = _recomputation(problem, choices, rng, share)
+    as_forward = recomputed
     if recompute_otherwise:
         recomputed = {op: rng.choice(_without_partial(problem.ops[op]) or [strategy]) for op, strategy in recomputed.items()}
-    evaluation = evaluate(problem, choices.strategies, recomputed, kept)
+    try:
+        evaluation = evaluate(problem, choices.strategies, recomputed, kept)
+    except LayoutError:  # backward reads partial sums that only forward's strategy makes
+        recomputed = as_forward
+        evaluation = evaluate(problem, choices.strategies, recomputed, kept)
     return replace(choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s), evaluation
 
 
