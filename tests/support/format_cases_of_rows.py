@@ -163,7 +163,6 @@ LOSSES: Mapping[str, Case] = {
     "nll 2d by element": of(
         lambda x: F.nll_loss(x.log_softmax(1), _classes(2, 6, 6), reduction="none"), IMAGE
     ),
-    "nll 2d raw": of(lambda x: F.nll_loss(x, _classes(2, 6, 6)), IMAGE),
     "nll raw": of(lambda x: F.nll_loss(x, _classes(6)), (6, 4)),
     "bce": of(lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), IMAGE, IMAGE),
     "bce by element": of(
@@ -204,7 +203,6 @@ LOSSES: Mapping[str, Case] = {
         lambda x, y: F.margin_ranking_loss(x, y, torch.ones(6, dtype=x.dtype)), (6,), (6,)
     ),
     "multi margin": of(lambda x: F.multi_margin_loss(x, ids(4, 6)), (6, 4)),
-    "multilabel margin": of(lambda x: F.multilabel_margin_loss(x, ids(4, 6, 4)), (6, 4)),
     "multilabel soft": of(
         lambda x: F.multilabel_soft_margin_loss(x, ids(2, 6, 4).to(x.dtype)), (6, 4)
     ),

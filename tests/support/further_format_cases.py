@@ -174,7 +174,6 @@ LINALG: Mapping[str, Case] = {
     "triangular": of(
         lambda a, b: torch.linalg.solve_triangular(symmetric(a), b, upper=True), SQUARE, (2, 4, 3)
     ),
-    "lstsq": of(lambda a, b: torch.linalg.lstsq(apart(a), b).solution, (2, 5, 3), (2, 5, 2)),
     "cholesky": of(lambda a: torch.linalg.cholesky(symmetric(a)), SQUARE),
     "cholesky solve": of(
         lambda b, a: torch.cholesky_solve(b, torch.linalg.cholesky(symmetric(a))), (2, 4, 3), SQUARE
