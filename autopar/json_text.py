@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import Any
 
 MOST_LEVELS = 100
@@ -24,16 +25,56 @@ def read_json(text: str) -> Any:
         What the text says, as `json.loads` gives it.
 
     Raises:
-        ValueError: where it is no JSON, is nested more than `MOST_LEVELS` deep, or holds a number
-            that is infinite, none, or an integer of more than 64 bits.
+        ValueError: where it is no JSON, is nested more than `MOST_LEVELS` deep, names a key of an
+            object twice, or holds a number that is infinite, none, or an integer of more than 64
+            bits, or half of a surrogate pair, which is no text.
     """
     _check_depth(text)
-    return json.loads(
+    data = json.loads(
         text,
         parse_int=_read_integer,
         parse_float=_read_number,
         parse_constant=_refuse_constant,
+        object_pairs_hook=_read_object,
     )
+    if "\\u" in text:
+        _check_texts(data)
+    return data
+
+
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values.
+
+    Args:
+        pairs: in the order of the text.
+
+    Returns:
+        Key → value.
+
+    Raises:
+        ValueError: where a key stands there twice. `json.loads` would take the last.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
+        raise ValueError(f"the key {twice!r:.80} stands twice in one object")
+    return found
+
+
+def _check_texts(data: Any) -> None:
+    """Refuse texts that cannot be written as UTF-8.
+
+    Args:
+        data: what was read.
+
+    Raises:
+        ValueError: where a text or key has a half of a surrogate pair.
+    """
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        escaped = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise ValueError(f"{escaped} is half of a surrogate pair, and no character") from None
 
 
 def _check_depth(text: str) -> None:
@@ -99,3 +140,26 @@ def _refuse_constant(name: str) -> Any:
         ValueError: always.
     """
     raise ValueError(f"{name} is no number of JSON")
+
+
+def unread(said: Any, read: Any, path: str = "") -> str:
+    """Find what a reader left out or changed.
+
+    Args:
+        said: data as `read_json` gives it.
+        read: the data that would be written of what was made of it; it may have further keys.
+        path: of both, in messages.
+
+    Returns:
+        The first place where `said` holds something else than `read`, in words; empty where there is none.
+    """
+    if isinstance(said, dict) and isinstance(read, dict):
+        unknown = next((key for key in said if key not in read), None)
+        if unknown is not None:
+            return f"{path or 'it'} has {unknown!r:.80}, which is no known field"
+        parts = ((said[key], read[key], f"{path}.{key}" if path else key) for key in said)
+    elif isinstance(said, list) and isinstance(read, list) and len(said) == len(read):
+        parts = ((a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(said, read, strict=True)))
+    else:
+        return "" if said == read else f"{path} is {said!r:.80}, which reads as {read!r:.80}"
+    return next(filter(None, (unread(*part) for part in parts)), "")

@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.collective import Collective
 from autopar.errors import AutoparError, PlanError
-from autopar.json_text import read_json
+from autopar.json_text import read_json, unread
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans.bucket import Bucket, read_bucket
@@ -236,6 +236,7 @@ class Plan:
             wrong = mismatch(plan, Plan, (Layout, Mesh)) or misfit(plan)
             if not wrong:  # a pattern that its instances do not fill cannot be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
+            wrong = wrong or unread(data, {"format": FORMAT, "version": VERSION, **_encode(plan)})
         except KeyError as error:
             raise PlanError(f"plan is malformed: it has no {error}", where=where, remedy="plan again") from error
         except (IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:

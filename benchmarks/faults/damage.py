@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,67 @@ def at(data: Any, path: Path) -> Any:
 def pattern_of(path: Path) -> str:
     """A path without indices, by which findings are grouped."""
     return ".".join("*" if isinstance(key, int) else key for key in path)
+
+
+def differences(one: Any, other: Any, unordered: Collection[str] = ()) -> list[Path]:
+    """The paths at which two JSON data differ.
+
+    Args:
+        unordered: names of lists, by `names_of`, whose order has no meaning: they are sorted,
+            their equal entries left out, and the others compared in turn. Indices are of the
+            sorted lists of the first.
+    """
+    sort = [in_one_order(each, unordered) for each in (one, other)]
+    return list(_differences(sort[0], sort[1], frozenset(unordered), ()))
+
+
+def _differences(one: Any, other: Any, unordered: frozenset[str], path: Path) -> Iterator[Path]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        yield from ((*path, key) for key in one.keys() ^ other.keys())
+        for key in one.keys() & other.keys():
+            yield from _differences(one[key], other[key], unordered, (*path, key))
+    elif isinstance(one, list) and isinstance(other, list):
+        is_set = is_unordered(path, unordered)
+        left = without_equal(one, other) if is_set else list(enumerate(one))
+        right = without_equal(other, one) if is_set else list(enumerate(other))
+        if len(left) != len(right):
+            yield path
+        for (index, a), (_, b) in zip(left, right, strict=False):
+            yield from _differences(a, b, unordered, (*path, index))
+    elif one != other or type(one) is not type(other):
+        yield path
+
+
+def names_of(path: Path) -> str:
+    """The keys of a path without indices; of a plan's stage as of a plan."""
+    names = [key for key in path if isinstance(key, str)]
+    return ".".join(names[2:] if names[:2] == ["pipeline", "stages"] else names)
+
+
+def is_unordered(path: Path, unordered: Collection[str]) -> bool:
+    """Whether a path is that of a list of these names, and not of a list in one."""
+    return bool(path) and isinstance(path[-1], str) and names_of(path) in unordered
+
+
+def in_one_order(data: Any, unordered: Collection[str], path: Path = ()) -> Any:
+    """The same with the lists of these names sorted."""
+    if isinstance(data, dict):
+        return {key: in_one_order(data[key], unordered, (*path, key)) for key in sorted(data)}
+    if not isinstance(data, list):
+        return data
+    inner = [in_one_order(value, unordered, (*path, i)) for i, value in enumerate(data)]
+    return sorted(inner, key=json.dumps) if is_unordered(path, unordered) else inner
+
+
+def without_equal(entries: list[Any], other: list[Any]) -> list[tuple[int, Any]]:
+    """Entries with their indices, without as many equal ones as the other list has."""
+    left, found = Counter(map(json.dumps, other)), []
+    for index, entry in enumerate(entries):
+        if left[text := json.dumps(entry)]:
+            left[text] -= 1
+        else:
+            found.append((index, entry))
+    return found
 
 
 def random_place(data: Any, rng: random.Random) -> Path:

@@ -12,7 +12,7 @@ import torch
 from autopar.errors import AutoparError, VerificationError
 from benchmarks.faults import rank_cases
 from benchmarks.faults.__main__ import summary_of, write
-from benchmarks.faults.damage import WAYS, pattern_of
+from benchmarks.faults.damage import WAYS, differences, pattern_of
 from benchmarks.faults.judging import (
     InvalidCase,
     Misbehaviour,
@@ -143,6 +143,24 @@ def test_damage_changes_the_text_and_follows_from_its_seed(way: str) -> None:
     if way == "falsified":
         assert {pattern_of(damaged.path) for damaged in made} >= {"a.*.s", "a.*.n", "a.*.name"}
         assert all(json.loads(damaged.text) != json.loads(text) for damaged in made)
+
+
+def test_differences_leave_out_the_order_of_what_has_none() -> None:
+    one = {"a": [{"b": [1, 2]}, {"b": [3]}], "c": [1, 2], "d": 1}
+    other = {"a": [{"b": [3]}, {"b": [2, 1]}], "c": [2, 1], "d": 1}
+    assert not differences(one, other, ("a", "a.b", "c"))
+    assert differences({"a": [[1, 2], [3]]}, {"a": [[3], [2, 1]]}, ("a",)) == [
+        ("a", 0, 0),
+        ("a", 0, 1),
+    ]
+    assert differences(one, other, ("a", "a.b")) == [("c", 0), ("c", 1)]
+    assert differences(one, {**other, "d": 1.0}, ("a", "a.b", "c")) == [("d",)]
+    less = {"a": [{"b": [4]}, {"b": [1, 2]}], "c": [1, 2, 2]}
+    assert sorted(differences(one, less, ("a", "a.b", "c")), key=str) == [
+        ("a", 1, "b", 0),
+        ("c",),
+        ("d",),
+    ]
 
 
 def ended(status: int | None, *losses: str, error: str = "") -> rank_cases.Ended:
