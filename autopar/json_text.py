@@ -12,14 +12,17 @@ MOST_LEVELS = 100
 _BITS = 64
 _MOST_DIGITS = 20  # of an integer of so many bits
 _TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+_ESCAPE = re.compile(r"\\[ubfr]")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str, *, without: re.Pattern[str] | None = None) -> Any:
     """Read JSON of a file that is not to be trusted.
 
     Args:
         text: what the file holds.
+        without: characters that no text or key may hold, as `autopar.errors.CONTROL` where
+            terminals and pictures show them.
 
     Returns:
         What the text says, as `json.loads` gives it.
@@ -27,7 +30,7 @@ def read_json(text: str) -> Any:
     Raises:
         ValueError: where it is no JSON, is nested more than `MOST_LEVELS` deep, names a key of an
             object twice, or holds a number that is infinite, none, or an integer of more than 64
-            bits, or half of a surrogate pair, which is no text.
+            bits, or a text with one of these characters.
     """
     _check_depth(text)
     data = json.loads(
@@ -37,8 +40,8 @@ def read_json(text: str) -> Any:
         parse_constant=_refuse_constant,
         object_pairs_hook=_read_object,
     )
-    if "\\u" in text:
-        _check_texts(data)
+    if without is not None and (_ESCAPE.search(text) or without.search(text)):
+        _check_texts(data, without)
     return data
 
 
@@ -61,20 +64,25 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_texts(data: Any) -> None:
-    """Refuse texts that cannot be written as UTF-8.
+def _check_texts(data: Any, without: re.Pattern[str]) -> None:
+    """Refuse texts with certain characters.
 
     Args:
         data: what was read.
+        without: these characters.
 
     Raises:
-        ValueError: where a text or key has a half of a surrogate pair.
+        ValueError: where a text or key has one.
     """
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        escaped = error.object[error.start].encode("ascii", "backslashreplace").decode()
-        raise ValueError(f"{escaped} is half of a surrogate pair, and no character") from None
+    if isinstance(data, dict):
+        for key in data:
+            _check_texts(key, without)
+        data = list(data.values())
+    if isinstance(data, list):
+        for value in data:
+            _check_texts(value, without)
+    elif isinstance(data, str) and (found := without.search(data)):
+        raise ValueError(f"the text {data!a:.80} has the control character {found[0]!a}")
 
 
 def _check_depth(text: str) -> None:

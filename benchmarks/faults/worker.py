@@ -29,6 +29,7 @@ KINDS = {
     "losses": "loss_cases",
     "models": "model_cases",
     "files": "file_cases",
+    "commands": "command_cases",
     "checkpoints": "checkpoint_cases",
     "ranks": "rank_cases",
 }

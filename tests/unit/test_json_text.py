@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autopar.errors import CONTROL
 from autopar.json_text import MOST_LEVELS, read_json, unread
 
 
@@ -58,11 +59,26 @@ def test_a_key_that_stands_twice_in_an_object_is_refused() -> None:
         read_json('[{"b": {"a": 1, "b": 0, "a": 1}}]')
 
 
-@pytest.mark.parametrize("text", ['["x\\ud800"]', '{"\\udc00": 1}', '["\\udc00\\ud800"]'])
-def test_half_of_a_surrogate_pair_is_refused(text: str) -> None:
-    assert read_json('["\\ud83d\\ude00", "\\\\ud800"]') == ["\U0001f600", "\\ud800"]
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        read_json(text)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["x\\ud800"]',
+        '{"\\udc00": 1}',
+        '["\\udc00\\ud800"]',
+        '{"a": [{"\\u001b[31m": 1}]}',
+        '["\\b"]',
+        '["\\r"]',
+        '["\x9b31m"]',
+        '["a", "\u202ex"]',
+    ],
+)
+def test_control_characters_are_refused_in_what_is_shown(text: str) -> None:
+    assert read_json(text) == json.loads(text)
+    with pytest.raises(ValueError, match=r"has the control character '\\") as raised:
+        read_json(text, without=CONTROL)
+    assert str(raised.value).isascii()
+    whole = '["\\ud83d\\ude00", "\\\\ud800", "\\n\\t\\u00e9", "é"]'
+    assert read_json(whole, without=CONTROL) == json.loads(whole)
 
 
 @pytest.mark.parametrize(
