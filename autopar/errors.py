@@ -6,8 +6,17 @@ module path and the user's own source line, as far as they are known) and what t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""A character that is none, or that changes what a terminal shows beside it; tabs and ends of lines are not."""
+
+
+def printable(text: str) -> str:
+    """The text with its control characters as Python writes them: an error may quote a file that anyone wrote."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class AutoparError(Exception):
             lines.append(f"  where: {where}")
         if remedy:
             lines.append(f"  what to do: {remedy}")
-        super().__init__("\n".join(lines))
+        super().__init__(printable("\n".join(lines)))
 
 
 class ArgumentError(AutoparError, TypeError):

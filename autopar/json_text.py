@@ -5,35 +5,84 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import Any
 
 MOST_LEVELS = 100
 _BITS = 64
 _MOST_DIGITS = 20  # of an integer of so many bits
 _TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+_ESCAPE = re.compile(r"\\[ubfr]")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str, *, without: re.Pattern[str] | None = None) -> Any:
     """Read JSON of a file that is not to be trusted.
 
     Args:
         text: what the file holds.
+        without: characters that no text or key may hold, as `autopar.errors.CONTROL` where
+            terminals and pictures show them.
 
     Returns:
         What the text says, as `json.loads` gives it.
 
     Raises:
-        ValueError: where it is no JSON, is nested more than `MOST_LEVELS` deep, or holds a number
-            that is infinite, none, or an integer of more than 64 bits.
+        ValueError: where it is no JSON, is nested more than `MOST_LEVELS` deep, names a key of an
+            object twice, or holds a number that is infinite, none, or an integer of more than 64
+            bits, or a text with one of these characters.
     """
     _check_depth(text)
-    return json.loads(
+    data = json.loads(
         text,
         parse_int=_read_integer,
         parse_float=_read_number,
         parse_constant=_refuse_constant,
+        object_pairs_hook=_read_object,
     )
+    if without is not None and (_ESCAPE.search(text) or without.search(text)):
+        _check_texts(data, without)
+    return data
+
+
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values.
+
+    Args:
+        pairs: in the order of the text.
+
+    Returns:
+        Key → value.
+
+    Raises:
+        ValueError: where a key stands there twice. `json.loads` would take the last.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
+        raise ValueError(f"the key {twice!r:.80} stands twice in one object")
+    return found
+
+
+def _check_texts(data: Any, without: re.Pattern[str]) -> None:
+    """Refuse texts with certain characters.
+
+    Args:
+        data: what was read.
+        without: these characters.
+
+    Raises:
+        ValueError: where a text or key has one.
+    """
+    if isinstance(data, dict):
+        for key in data:
+            _check_texts(key, without)
+        data = list(data.values())
+    if isinstance(data, list):
+        for value in data:
+            _check_texts(value, without)
+    elif isinstance(data, str) and (found := without.search(data)):
+        raise ValueError(f"the text {data!a:.80} has the control character {found[0]!a}")
 
 
 def _check_depth(text: str) -> None:
@@ -99,3 +148,26 @@ def _refuse_constant(name: str) -> Any:
         ValueError: always.
     """
     raise ValueError(f"{name} is no number of JSON")
+
+
+def unread(said: Any, read: Any, path: str = "") -> str:
+    """Find what a reader left out or changed.
+
+    Args:
+        said: data as `read_json` gives it.
+        read: the data that would be written of what was made of it; it may have further keys.
+        path: of both, in messages.
+
+    Returns:
+        The first place where `said` holds something else than `read`, in words; empty where there is none.
+    """
+    if isinstance(said, dict) and isinstance(read, dict):
+        unknown = next((key for key in said if key not in read), None)
+        if unknown is not None:
+            return f"{path or 'it'} has {unknown!r:.80}, which is no known field"
+        parts = ((said[key], read[key], f"{path}.{key}" if path else key) for key in said)
+    elif isinstance(said, list) and isinstance(read, list) and len(said) == len(read):
+        parts = ((a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(said, read, strict=True)))
+    else:
+        return "" if said == read else f"{path} is {said!r:.80}, which reads as {read!r:.80}"
+    return next(filter(None, (unread(*part) for part in parts)), "")

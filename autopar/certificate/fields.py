@@ -2,7 +2,6 @@
 
 Paths are relative to a plan; those of a stage are the same below ``pipeline.stages``. A field of a
 list's entries has the path of the list in front. Options and other mappings are looked up by key.
-The order of entries, kept values, collectives, buckets and multipliers has no meaning.
 """
 
 from __future__ import annotations
@@ -80,6 +79,12 @@ UNVERIFIED: Mapping[str, str] = {
     "proof.on_profiles.versions": _WITNESS,
 }  # fmt: skip
 """No claims about the model, or claims that nothing here proves: path → why."""
+
+UNORDERED: tuple[str, ...] = (
+    "entries", "entries.instances", "kept", "kept.instances", "communications",
+    "communications.instances", "buckets", "buckets.members",
+)  # fmt: skip
+"""Lists whose order no claim depends on. Members lie in a bucket in the order of their list."""
 
 
 @dataclass(frozen=True, slots=True)

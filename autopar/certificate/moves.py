@@ -107,6 +107,9 @@ class Walk:
                 yield Finding("kept values", f"{layout} is kept, which backward does not read", _name(*here))
         if len(set(kept)) < len(kept):
             yield Finding("kept values", "a layout is kept twice", _name(*here))
+        read = wanted | {step.source for step in steps}
+        for layout in sorted((made & read) - set(kept), key=str) if tensor.resident else ():
+            yield Finding("kept values", f"backward reads it where it rests, as {layout}, which is not said to be kept", _name(*here))
 
     def _beside(self, tensor: Tensor, steps: Sequence[Communication], always: bool) -> Iterator[Finding]:
         """Whether steps count as running beside compute where, whatever is chosen, they have slack, and nowhere else."""

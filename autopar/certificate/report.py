@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.certificate.fields import Unverified
+from autopar.certificate.fields import UNORDERED, Unverified
 from autopar.units import seconds, share, size
 from autopar.validation import Validation
 
@@ -82,7 +82,8 @@ class Certificate:
         return None if self.certified_bound_s is None else _gap(self.objective_s, self.certified_bound_s)
 
     def vouches_for(self, path: Sequence[str | int]) -> bool:
-        """Whether a field of the plan's JSON is checked, and not among the unverified.
+        """Whether a field of the plan's JSON is checked, and not among the unverified. The order of the lists in `UNORDERED`
+        (`autopar.certificate.fields`) is not checked.
 
         Args:
             path: keys of mappings and indices of lists, from the root on.
@@ -93,13 +94,17 @@ class Certificate:
         return not any(names[: len(each)] == each for each in listed)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not derived."""
+        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not derived.
+
+        ``unordered`` lists the fields whose entries may stand in any order.
+        """
         figures = {name: getattr(self, name) for name in self.__slots__ if name not in ("findings", "unverified", "validation")}
         return {
             "ok": self.ok,
             **figures,
             "findings": [{"claim": f.claim, "what": f.what, "where": f.where} for f in self.findings],
             "unverified": [{"fields": list(each.paths), "why": each.why} for each in self.unverified],
+            "unordered": list(UNORDERED),
             "validation": None if self.validation is None else str(self.validation),
         }
 

@@ -8,7 +8,7 @@ import shlex
 _CONSTRAINT = re.compile(r"constraints=[\[(]+autopar\.constraints\.(\w+\([^()]*\)),?[\])]+")
 _FLAGS = (
     (r"\bmemory_bytes=([\w.*]+)", r"--memory \1"),
-    (r"\bmemory_bytes\b", "--memory"),
+    (r"(?<!\.)\bmemory_bytes\b", "--memory"),
     (r"\boutputs=[\"'](\w+)[\"']", r"--outputs \1"),
     (r"\bnum_microbatches=(\d+)", r"--microbatches \1"),
     (r"\binference=True\b", "--inference"),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import HardwareError
+from autopar.errors import CONTROL, HardwareError
 from autopar.hardware.figures import FLOP_KINDS, MEMORY_KINDS, Curve, Figure, Host, Link
 from autopar.hardware.reading import Reader, compute_curves, host, kernels, links
 from autopar.json_text import read_json
@@ -126,7 +126,7 @@ class HardwareProfile:
         """The JSON of a profile that `load` would load, its fields not yet checked. Raises `HardwareError` where there is none."""
         path = _path(profile)
         try:
-            return read_json(path.read_text(encoding="utf-8"))
+            return read_json(path.read_text(encoding="utf-8"), without=CONTROL)
         except OSError as error:
             raise HardwareError(f"cannot read hardware profile: {error.strerror}", where=str(path), remedy="check the path") from error
         except ValueError as error:

@@ -32,7 +32,7 @@ class Reader:
     def no_more(self, data: Mapping[str, Any], known: Iterable[str], path: str) -> None:
         unknown = sorted(set(data) - set(known))
         if unknown:
-            raise self.error(f"{path}{unknown[0]}", "is not a known field")
+            raise self.error(f"{path}{unknown[0]:.60}", "is not a known field")
 
     def text(self, data: Mapping[str, Any], name: str, path: str = "") -> str:
         value = data.get(name)
@@ -43,29 +43,29 @@ class Reader:
     def one_of(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
         value = self.text(data, name)
         if value not in known:
-            raise self.error(name, f"must be one of {', '.join(known)}, not {value!r}")
+            raise self.error(name, f"must be one of {', '.join(known)}, not {value!r:.60}")
         return value
 
     def number(self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False) -> float:
         value = data.get(name)
         # Integers of any length can be compared, those that no float is as large as cannot be made one.
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(path + name, f"must be a number, not {value!r}")
+            raise self.error(path + name, f"must be a number, not {value!r:.60}")
         if not abs(value) <= sys.float_info.max:
-            raise self.error(path + name, f"must be a number, not {value!r}")
+            raise self.error(path + name, f"must be a number, not {value!r:.60}")
         if value < 0 or (value == 0 and not zero):
-            raise self.error(path + name, f"must be {'0 or more' if zero else 'above 0'}, not {value!r}")
+            raise self.error(path + name, f"must be {'0 or more' if zero else 'above 0'}, not {value!r:.60}")
         return value
 
     def origin(self, data: Mapping[str, Any], path: str, unit: str) -> tuple[str, str]:
         """Source and date, once the unit is the expected one."""
         if self.text(data, "unit", path) != unit:
-            raise self.error(f"{path}unit", f"must be {unit!r}, not {data['unit']!r}")
+            raise self.error(f"{path}unit", f"must be {unit!r}, not {data['unit']!r:.60}")
         day = self.text(data, "date", path)
         try:
             date.fromisoformat(day)
         except ValueError:
-            raise self.error(f"{path}date", f"must be a date as 2026-01-31, not {day!r}") from None
+            raise self.error(f"{path}date", f"must be a date as 2026-01-31, not {day!r:.60}") from None
         return self.text(data, "source", path), day
 
     def figure(self, data: Mapping[str, Any], name: str, unit: str, path: str = "", *, zero: bool = False) -> float:
@@ -74,7 +74,7 @@ class Reader:
         self.no_more(figure, ("value", "unit", "source", "date"), inner)
         value = self.number(figure, "value", inner, zero=zero)
         if unit == "1" and value > 1:
-            raise self.error(f"{inner}value", f"is a share and cannot be above 1, not {value!r}")
+            raise self.error(f"{inner}value", f"is a share and cannot be above 1, not {value!r:.60}")
         source, day = self.origin(figure, inner, unit)
         self.figures[path + name] = Figure(value, unit, source, day)
         return value

@@ -15,6 +15,7 @@ from autopar.collective import BUCKET_BYTES
 from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.errors import printable
 from autopar.hardware import Hardware, Mixed
 from autopar.kernels.sums import sum_dtype
 from autopar.layout_graph import local_bytes
@@ -143,10 +144,10 @@ def _entries(draft: Draft) -> Iterable[Entry]:
 
 
 def portable_line(source: str) -> str:
-    """A source line with its file as Python's import path names it, so that a plan is the same on every machine."""
+    """A source line with its file as Python's import path names it, so that a plan is the same everywhere, without control characters."""
     roots = [os.path.join(os.path.abspath(root), "") for root in sys.path]
     root = max((root for root in roots if source.startswith(root)), key=len, default="")
-    return source[len(root) :]
+    return printable(source[len(root) :])
 
 
 def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, ...], tuple[tuple[int, ...], ...]]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.collective import Collective
-from autopar.errors import AutoparError, PlanError
-from autopar.json_text import read_json
+from autopar.errors import CONTROL, AutoparError, PlanError
+from autopar.json_text import read_json, unread
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans.bucket import Bucket, read_bucket
@@ -223,19 +223,20 @@ class Plan:
     def loads(text: str, where: str = "") -> Plan:
         """Read a plan from text; `where` names it in errors."""
         try:
-            data = read_json(text)
+            data = read_json(text, without=CONTROL)
         except ValueError as error:
             what = f"plan is no JSON that autopar reads: {error}"
             raise PlanError(what, where=where, remedy="save it again with Plan.save") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise PlanError("the file is no autopar plan", where=where, remedy="pass a file written by Plan.save")
         if data.get("version") != VERSION:
-            raise PlanError(f"plan version {data.get('version')!r}, this autopar reads {VERSION}", where=where, remedy="plan again")
+            raise PlanError(f"plan version {data.get('version')!r:.40}, this autopar reads {VERSION}", where=where, remedy="plan again")
         try:
             plan = _decode_plan(data)
             wrong = mismatch(plan, Plan, (Layout, Mesh)) or misfit(plan)
             if not wrong:  # a pattern that its instances do not fill cannot be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
+            wrong = wrong or unread(data, {"format": FORMAT, "version": VERSION, **_encode(plan)})
         except KeyError as error:
             raise PlanError(f"plan is malformed: it has no {error}", where=where, remedy="plan again") from error
         except (IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:

@@ -75,6 +75,7 @@ def moves_of(
     allowed = versions if kept is None else versions & set(kept.get(v, ()))
     stored = {n for n in versions - allowed if kept is not None and value.stored(n) in kept.get(v, ()) and value.away(n) < math.inf}
     free = {made} if value.resident else set[int]()
+    allowed |= free  # it is kept where it rests, whatever else is
     if value.op in recomputed:
         free.add(graph.index[problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]])
 

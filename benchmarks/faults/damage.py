@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,16 @@ VALUES: tuple[Any, ...] = (
     "x" * 10_000, "{0:>1500000000}", "%s%n", "\x1b[31mred\x1b[0m", "\ud800", "../../etc/passwd",
     [], {}, [[]], [None], {"": None}, {"x": {"x": {}}},
 )  # fmt: skip
+MARK = "a value of its own"
+DANGEROUS = (
+    "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "9" * 5000, "1" + "0" * 30, str(2**64 - 1), "1e-320",
+    '"\\u001b[31mred"', '"\\u009b31mred"', '"\\u001b]8;;http://x\\u0007link"', '"\\u0007\\u0008\\u0000"',
+    '"line\\nline"', '"\\u202egnp.exe"', '"\\ud800"', '"%s%s%n"', '"{0:>1500000000}"', '"{0.__class__}"',
+    '"{}"', '"{x}"', '"{0}{1}{2}"', '"[bold red]x[/]"', '"[/]"', '"<script>alert(1)</script>"', '"$\\\\frac"',
+    '"../../etc/passwd"', '"/dev/zero"', '"' + "x" * 100_000 + '"', '"' + "[" * 1000 + '"', '"' + "a." * 5000 + '"',
+    "[" * 90 + "]" * 90, "[" * DEPTH + "]" * DEPTH, "[" + "0," * 50_000 + "0]", "true", "null", "{}", "[]",
+)  # fmt: skip
+"""JSON of values, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +37,11 @@ class Damaged:
     text: str
     how: str
     path: Path = ()
+
+    @property
+    def data(self) -> bytes:
+        """What is written to the file."""
+        return self.text.encode(errors="surrogateescape")
 
 
 def places(data: Any, path: Path = ()) -> Iterator[Path]:
@@ -51,6 +68,67 @@ def at(data: Any, path: Path) -> Any:
 def pattern_of(path: Path) -> str:
     """A path without indices, by which findings are grouped."""
     return ".".join("*" if isinstance(key, int) else key for key in path)
+
+
+def differences(one: Any, other: Any, unordered: Collection[str] = ()) -> list[Path]:
+    """The paths at which two JSON data differ.
+
+    Args:
+        unordered: names of lists, by `names_of`, whose order has no meaning: they are sorted,
+            their equal entries left out, and the others compared in turn. Indices are of the
+            sorted lists of the first.
+    """
+    sort = [in_one_order(each, unordered) for each in (one, other)]
+    return list(_differences(sort[0], sort[1], frozenset(unordered), ()))
+
+
+def _differences(one: Any, other: Any, unordered: frozenset[str], path: Path) -> Iterator[Path]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        yield from ((*path, key) for key in one.keys() ^ other.keys())
+        for key in one.keys() & other.keys():
+            yield from _differences(one[key], other[key], unordered, (*path, key))
+    elif isinstance(one, list) and isinstance(other, list):
+        is_set = is_unordered(path, unordered)
+        left = without_equal(one, other) if is_set else list(enumerate(one))
+        right = without_equal(other, one) if is_set else list(enumerate(other))
+        if len(left) != len(right):
+            yield path
+        for (index, a), (_, b) in zip(left, right, strict=False):
+            yield from _differences(a, b, unordered, (*path, index))
+    elif one != other or type(one) is not type(other):
+        yield path
+
+
+def names_of(path: Path) -> str:
+    """The keys of a path without indices; of a plan's stage as of a plan."""
+    names = [key for key in path if isinstance(key, str)]
+    return ".".join(names[2:] if names[:2] == ["pipeline", "stages"] else names)
+
+
+def is_unordered(path: Path, unordered: Collection[str]) -> bool:
+    """Whether a path is that of a list of these names, and not of a list in one."""
+    return bool(path) and isinstance(path[-1], str) and names_of(path) in unordered
+
+
+def in_one_order(data: Any, unordered: Collection[str], path: Path = ()) -> Any:
+    """The same with the lists of these names sorted."""
+    if isinstance(data, dict):
+        return {key: in_one_order(data[key], unordered, (*path, key)) for key in sorted(data)}
+    if not isinstance(data, list):
+        return data
+    inner = [in_one_order(value, unordered, (*path, i)) for i, value in enumerate(data)]
+    return sorted(inner, key=json.dumps) if is_unordered(path, unordered) else inner
+
+
+def without_equal(entries: list[Any], other: list[Any]) -> list[tuple[int, Any]]:
+    """Entries with their indices, without as many equal ones as the other list has."""
+    left, found = Counter(map(json.dumps, other)), []
+    for index, entry in enumerate(entries):
+        if left[text := json.dumps(entry)]:
+            left[text] -= 1
+        else:
+            found.append((index, entry))
+    return found
 
 
 def random_place(data: Any, rng: random.Random) -> Path:
@@ -105,9 +183,8 @@ def damage_structure(text: str, rng: random.Random) -> Damaged:
 
 def nested(text: str, data: Any, path: Path) -> str:
     """The text with a value in lists that are nested too deep for most readers."""
-    mark = "a value of its own"
-    at(data, path[:-1])[path[-1]] = mark
-    return json.dumps(data).replace(json.dumps(mark), "[" * DEPTH + "]" * DEPTH)
+    at(data, path[:-1])[path[-1]] = MARK
+    return json.dumps(data).replace(json.dumps(MARK), "[" * DEPTH + "]" * DEPTH)
 
 
 def falsify(text: str, rng: random.Random) -> Damaged:
@@ -140,8 +217,73 @@ def other_value(data: Any, path: Path, old: Any, rng: random.Random) -> Any:
     return old
 
 
+def replace_value(text: str, rng: random.Random) -> Damaged:
+    """A value, or a key, is a text or a number that is dangerous to show, to format or to hold."""
+    data = json.loads(text)
+    path = random_place(data, rng)
+    parent, key, raw = at(data, path[:-1]), path[-1], rng.choice(DANGEROUS)
+    is_key = isinstance(key, str) and raw[:1] == '"' and rng.random() < 0.3
+    if is_key:
+        parent[MARK] = parent.pop(key)
+    else:
+        parent[key] = MARK
+    where = f"{pattern_of(path)}{' as a key' if is_key else ''}"
+    return Damaged(json.dumps(data).replace(json.dumps(MARK), raw), f"{raw[:40]} at {where}", path)
+
+
+def double_key(text: str, rng: random.Random) -> Damaged:
+    """A key stands twice in an object, with another value or the same."""
+    data = json.loads(text)
+    path = random_place(data, rng)
+    while not isinstance(path[-1], str):
+        path = path[:-1]
+    parent, key = at(data, path[:-1]), path[-1]
+    first = rng.random() < 0.5
+    entries = dict(parent)
+    parent.clear()
+    parent |= {MARK: rng.choice((entries[key], None, 1, []))} if first else {}
+    parent |= entries
+    parent |= {MARK: rng.choice((entries[key], None, 1, []))} if not first else {}
+    text = json.dumps(data).replace(json.dumps(MARK), json.dumps(key))
+    return Damaged(text, f"twice {pattern_of(path)}", path)
+
+
+def replace_file(text: str, rng: random.Random) -> Damaged:
+    """The file is empty, in another encoding, no JSON, or JSON of something else."""
+    whole = text.encode()
+    data = rng.choice((
+        b"", b" \n", b"null", b"[]", b"{}", b"0", b'""', b"\xef\xbb\xbf" + whole, text.encode("utf-16"),
+        gzip.compress(whole), whole + whole, b"[" + whole + b"]", whole[:-3], b"\0" * 4096,
+        b"\x80\x04.", b"PK\x03\x04", rng.randbytes(256), whole.replace(b'"', b"'"),
+        whole.replace(b"{", b"[").replace(b"}", b"]"), b"[" * 200_000, b'{"a":' * 200_000,
+        b"#!/bin/sh\n", b"9" * 100_000, b'"' + b"x" * 1_000_000,
+    ))  # fmt: skip
+    return Damaged(
+        data.decode(errors="surrogateescape"), f"a file of {len(data)} bytes: {data[:12]!r}"
+    )
+
+
+def other_version(text: str, rng: random.Random) -> Damaged:
+    """The file says that it is of another version or format."""
+    data = json.loads(text)
+    name = rng.choice([name for name in ("version", "format") if name in data] or sorted(data))
+    old = data[name]
+    numbers = (old - 1, old + 1, 2**63, old + 0.5) if isinstance(old, int) else (f"{old}2",)
+    value = rng.choice((*numbers, str(old) + "x", None, True, [old], {}, "\x1b[31m4", "{0}"))
+    data[name] = value
+    return Damaged(json.dumps(data), f"{name} {json.dumps(value)}", (name,))
+
+
 WAYS: dict[str, Callable[[str, random.Random], Damaged]] = {
     "bytes": damage_bytes,
     "structure": damage_structure,
     "falsified": falsify,
 }
+FURTHER_WAYS = {
+    **WAYS,
+    "value": replace_value,
+    "double key": double_key,
+    "file": replace_file,
+    "version": other_version,
+}
+"""Of what commands read; seeds of `WAYS` stay what they are."""

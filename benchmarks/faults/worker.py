@@ -30,6 +30,7 @@ KINDS = {
     "models": "model_cases",
     "processes": "process_cases",
     "files": "file_cases",
+    "commands": "command_cases",
     "checkpoints": "checkpoint_cases",
     "ranks": "rank_cases",
 }

@@ -16,6 +16,7 @@ from autopar.cli.flags import as_flags
         ("To force it: constraints=[autopar.constraints.fsdp()]", "To force it: --constraint 'fsdp()'"),
         ("constraints=[autopar.constraints.pipeline('node')] gives", "--constraint 'pipeline(\"node\")' gives"),
         ("or pass num_microbatches=1", "or pass --microbatches 1"),
+        ("prediction.memory_bytes is 'x', not int", "prediction.memory_bytes is 'x', not int"),
         ("a model without options, its path model.memory", "a model without options, its path model.memory"),
     ],
 )

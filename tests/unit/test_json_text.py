@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from autopar.json_text import MOST_LEVELS, read_json
+from autopar.errors import CONTROL
+from autopar.json_text import MOST_LEVELS, read_json, unread
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,17 @@ def test_depth_is_bounded_and_said_with_its_line() -> None:
         read_json('[\n{"a": ' + "[" * MOST_LEVELS)
 
 
-@pytest.mark.parametrize("text", ["18446744073709551616", "-" + "9" * 5000, "1e999", "-1" + "0" * 400 + ".5", "NaN", "-Infinity"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "18446744073709551616",
+        "-" + "9" * 5000,
+        "1e999",
+        "-1" + "0" * 400 + ".5",
+        "NaN",
+        "-Infinity",
+    ],
+)
 def test_numbers_that_no_64_bits_hold_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text[:8])):
         read_json(f'{{"a": {text}}}')
@@ -40,3 +51,46 @@ def test_numbers_that_no_64_bits_hold_are_refused(text: str) -> None:
 def test_a_text_without_end_is_scanned_once() -> None:
     with pytest.raises(ValueError, match="Unterminated string"):
         read_json('["' + '\\"' * 500_000)
+
+
+def test_a_key_that_stands_twice_in_an_object_is_refused() -> None:
+    assert read_json('[{"a": 1}, {"a": {"a": 2}}]') == [{"a": 1}, {"a": {"a": 2}}]
+    with pytest.raises(ValueError, match="the key 'a' stands twice"):
+        read_json('[{"b": {"a": 1, "b": 0, "a": 1}}]')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["x\\ud800"]',
+        '{"\\udc00": 1}',
+        '["\\udc00\\ud800"]',
+        '{"a": [{"\\u001b[31m": 1}]}',
+        '["\\b"]',
+        '["\\r"]',
+        '["\x9b31m"]',
+        '["a", "\u202ex"]',
+    ],
+)
+def test_control_characters_are_refused_in_what_is_shown(text: str) -> None:
+    assert read_json(text) == json.loads(text)
+    with pytest.raises(ValueError, match=r"has the control character '\\") as raised:
+        read_json(text, without=CONTROL)
+    assert str(raised.value).isascii()
+    whole = '["\\ud83d\\ude00", "\\\\ud800", "\\n\\t\\u00e9", "é"]'
+    assert read_json(whole, without=CONTROL) == json.loads(whole)
+
+
+@pytest.mark.parametrize(
+    ("said", "read", "found"),
+    [
+        ({"a": [1]}, {"a": [1.0], "b": 2}, ""),
+        ({"a": 1, "b": 2}, {"a": 1}, "it has 'b', which is no known field"),
+        ({"a": [{"c": 1}]}, {"a": [{}]}, "a[0] has 'c', which is no known field"),
+        ({"a": "xy"}, {"a": ["x", "y"]}, "a is 'xy', which reads as ['x', 'y']"),
+        ({"a": [1, 2]}, {"a": [1]}, "a is [1, 2], which reads as [1]"),
+        ({"a": {}}, {"a": []}, "a is {}, which reads as []"),
+    ],
+)
+def test_what_a_reader_left_out_or_changed_is_found(said: Any, read: Any, found: str) -> None:
+    assert unread(said, read) == found

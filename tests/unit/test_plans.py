@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import FORMAT, VERSION, Plan
+from benchmarks.faults.damage import places
 
 Damage = Callable[[dict[str, Any]], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -57,6 +58,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
     "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
     "a decision is of no phase": (lambda d: d["entries"][2].update(phase="later"), "is of phase 'later'"),
+    "it has a field more": (lambda d: d.update(bucket=d["buckets"]), "it has 'bucket', which is no known field"),
+    "a node has a field more": (lambda d: d["entries"][2]["nodes"][0].update(x=1), r"entries\[2\].nodes\[0\] has 'x'"),
+    "a mapping for a list": (lambda d: d.update(starts=[]), "'list' object has no attribute"),
+    "an object for a list": (lambda d: d["proof"].update(versions={}), r"proof.versions is \{\}, which reads as \[\]"),
+    "a text for a list": (lambda d: d["proof"].update(covers="all"), "proof.covers is 'all', which reads as"),
+    "a number for a text": (lambda d: d.update(capture=7), "capture is 7, which reads as '7'"),
     "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), r"options.memory_bytes is '80 GiB'"),
 }
 
@@ -68,13 +75,6 @@ def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wr
     damage(data)
     with pytest.raises(PlanError, match=rf"plan is malformed: .*{complaint}(.|\n)*where: some\.json(.|\n)*plan again"):
         Plan.loads(json.dumps(data), "some.json")
-
-
-def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every table, list and value of the file."""
-    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
-        yield (*path, key)
-        yield from places(data[key], (*path, key))
 
 
 def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() -> None:
@@ -125,6 +125,8 @@ def _with_budget(number: str) -> str:
         (_with_budget("9" * 400), "integer 999999999999… of 400 digits has over 64 bits"),
         (_with_budget("9" * 5000), "integer 999999999999… of 5000 digits has over 64 bits"),
         (_with_budget("1e400"), "number 1e400 is too large"),
+        (made_plan().dumps().replace('"capture"', '"format": "x", "capture"', 1), "the key 'format' stands twice"),
+        (_with_budget('"\\u001b[31mred"'), r"has the control character '\\x1b'"),
         (_with_budget("NaN"), "NaN is no number"),
         (_with_budget("-Infinity"), "-Infinity is no number"),
     ],

@@ -12,7 +12,7 @@ import torch
 from autopar.errors import AutoparError, VerificationError
 from benchmarks.faults import rank_cases
 from benchmarks.faults.__main__ import summary_of, write
-from benchmarks.faults.damage import WAYS, pattern_of
+from benchmarks.faults.damage import FURTHER_WAYS, differences, pattern_of
 from benchmarks.faults.judging import (
     InvalidCase,
     Misbehaviour,
@@ -134,15 +134,33 @@ def test_the_report_keeps_the_programs_of_failures_alone(tmp_path: Path) -> None
     assert data["env"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FURTHER_WAYS)
 def test_damage_changes_the_text_and_follows_from_its_seed(way: str) -> None:
     text = json.dumps({"a": [{"s": 1.5, "n": 3, "name": "x"}, {"s": 2.5, "n": 4, "name": "y"}]})
-    made = [WAYS[way](text, random.Random(seed)) for seed in range(50)]
-    assert made == [WAYS[way](text, random.Random(seed)) for seed in range(50)]
+    made = [FURTHER_WAYS[way](text, random.Random(seed)) for seed in range(50)]
+    assert made == [FURTHER_WAYS[way](text, random.Random(seed)) for seed in range(50)]
     assert sum(damaged.text != text for damaged in made) > 40
     if way == "falsified":
         assert {pattern_of(damaged.path) for damaged in made} >= {"a.*.s", "a.*.n", "a.*.name"}
         assert all(json.loads(damaged.text) != json.loads(text) for damaged in made)
+
+
+def test_differences_leave_out_the_order_of_what_has_none() -> None:
+    one = {"a": [{"b": [1, 2]}, {"b": [3]}], "c": [1, 2], "d": 1}
+    other = {"a": [{"b": [3]}, {"b": [2, 1]}], "c": [2, 1], "d": 1}
+    assert not differences(one, other, ("a", "a.b", "c"))
+    assert differences({"a": [[1, 2], [3]]}, {"a": [[3], [2, 1]]}, ("a",)) == [
+        ("a", 0, 0),
+        ("a", 0, 1),
+    ]
+    assert differences(one, other, ("a", "a.b")) == [("c", 0), ("c", 1)]
+    assert differences(one, {**other, "d": 1.0}, ("a", "a.b", "c")) == [("d",)]
+    less = {"a": [{"b": [4]}, {"b": [1, 2]}], "c": [1, 2, 2]}
+    assert sorted(differences(one, less, ("a", "a.b", "c")), key=str) == [
+        ("a", 1, "b", 0),
+        ("c",),
+        ("d",),
+    ]
 
 
 def ended(status: int | None, *losses: str, error: str = "") -> rank_cases.Ended:
@@ -183,6 +201,7 @@ NIGHTLY = {
     "models": range(14),
     "losses": range(20),
     "files": (1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14),
+    "commands": range(16, 46),
     "checkpoints": (0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15),
     "ranks": (23,),
 }
