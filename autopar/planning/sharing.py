@@ -154,8 +154,8 @@ def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
     if len(refused) == 1:
         return most
     of = " of what it has" if len({budget for _, budget in refused}) > 1 else ""
-    what = f"{most.what}; {len(refused)} stages do not fit, and of them this one needs the most{of}"
-    return InfeasibleError(what, remedy=most.remedy, needed_bytes=most.needed_bytes)
+    of_all = f"{len(refused)} stages do not fit, and of them this one needs the most{of}"
+    return InfeasibleError(f"{most.what}; {of_all}", remedy=most.remedy, needed_bytes=most.needed_bytes)
 
 
 def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
