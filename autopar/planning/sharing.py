@@ -19,7 +19,7 @@ from autopar.plans import KERNELS_BUFFERS, RESTING
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.run.returned import Returned
-from autopar.solve import REMEDY
+from autopar.solve import shortage
 
 _ROUNDS = 8
 
@@ -135,7 +135,7 @@ class Sharing:
         if self._round == _ROUNDS:
             which = ", ".join(map(str, numbers))
             what = f"no plan was found in which stages {which} of rank {rank} fit into {size_text(budget)} together"
-            raise InfeasibleError(f"{what}; the last that was tried needs {size_text(peak)}", remedy=REMEDY)
+            raise shortage(f"{what}; the last that was tried needs {size_text(peak)}")
         predictions = {n: stages[n].plan.prediction for n in numbers}
         kept = {n: self.in_flight[n] * p.memory_bytes["activations"] + 1 for n, p in predictions.items()}
         for n, p in predictions.items():
