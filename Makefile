@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install test tests demo lint types nightly clean
+.PHONY: install test tests demo docs lint types nightly clean
 
 install: $(STAMP)
 
@@ -28,6 +28,11 @@ types: install
 
 demo: install
 	$(BIN)/python -m benchmarks.demo
+
+# The documentation as a site, in build/site. The command line reference is written from the commands themselves.
+docs: install
+	$(BIN)/typer autopar.cli.commands utils docs --name autopar --output docs/cli.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # All tests, the slow ones too, each with all of its examples, and nothing captured for one of them is used for another.
 nightly: install

@@ -19,11 +19,11 @@ def close_to(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
 
 
-def named(name: str, section: str) -> Callable[[F], F]:
+def named(name: str, page: str) -> Callable[[F], F]:
     """A function that users call as `name` refuses arguments that it does not take, and says what is missing.
 
     Args:
-        section: of the README that lists the arguments.
+        page: of the documentation that lists the arguments.
     """
 
     def decorate(function: F) -> F:
@@ -34,7 +34,7 @@ def named(name: str, section: str) -> Callable[[F], F]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise _refusal(name, section, signature, args, kwargs, str(error)) from None
+                raise _refusal(name, page, signature, args, kwargs, str(error)) from None
             return function(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
@@ -42,10 +42,10 @@ def named(name: str, section: str) -> Callable[[F], F]:
     return decorate
 
 
-def _refusal(name: str, section: str, signature: inspect.Signature, args: Any, kwargs: Any, said: str) -> ArgumentError:
+def _refusal(name: str, page: str, signature: inspect.Signature, args: Any, kwargs: Any, said: str) -> ArgumentError:
     taken = [p for p in signature.parameters.values() if p.kind not in _UNNAMED]
     known = [p.name for p in taken]
-    listed = f"help({name}) and {section!r} in the README say what there is"
+    listed = f"help({name}) and {page} list the arguments"
     unknown = next((given for given in kwargs if given not in known), None)
     if unknown is not None:
         close = close_to(unknown, known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +30,12 @@ def imported_apart(name: str) -> ModuleType:
     """
     if name in sys.modules:
         return importlib.import_module(name)  # waits where another thread imports it
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(importlib.import_module, name).result()
+    state = random.getstate()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(importlib.import_module, name).result()
+    finally:
+        random.setstate(state)
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

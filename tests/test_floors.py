@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "units", "typed", "garbage", "ambient", "lazy", "schedules", "json_text", "private_folder"),
     ("mesh", "hardware", "hf", "halo", "mirrored", "streams", "terminal", "keywords"),
     ("layout", "collective", "devices"),
-    ("layout_graph", "choices", "random_ops", "norm_ops", "ops"),
+    ("layout_graph", "choices", "random_ops", "norm_ops", "extreme_ops", "ops"),
     ("redistribute",),
     ("problem",),
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),

@@ -23,7 +23,7 @@ from autopar.run.part import is_plain
 from autopar.run.staged_module import StagedModule
 
 
-@named("autopar.compile", "Using it")
+@named("autopar.compile", "docs/planning.md")
 @spelled_out
 def compile(
     model: nn.Module,

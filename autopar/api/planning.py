@@ -129,7 +129,7 @@ def plan_told(*call: Any, another: bool = False) -> tuple[Trace, Planned]:
         return plan_call(*call, progress=lambda phase: tell(PHASES.get(phase, phase)), another=another)
 
 
-@named("autopar.plan", "Using it")
+@named("autopar.plan", "docs/planning.md")
 def plan(
     model: nn.Module,
     mesh: MeshLike,

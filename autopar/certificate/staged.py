@@ -181,7 +181,7 @@ class _Stages:
             context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, self.returned, number, actions)
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
-                raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")
+                raise PlanError(f"{what}, and the plan says otherwise")
             budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
             certificate = certify(trace, replace(staged, options={**plan.options, "memory_bytes": budget}), profile, context)
             if plan.budget_of(number) > profile.device_memory_bytes and pipeline.rank_budgets:

@@ -79,7 +79,8 @@ def built(
     if module is not None:
         ignored = [option for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype)) if value is not None]
         if ignored:
-            raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy="change what it returns")
+            remedy = f"leave {' and '.join(ignored)} out, and let the function return such a model and batch"
+            raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy=remedy)
         return hf.load_function(module)
     try:
         rests = read_dtype(dtype or (RESTING if precision else DTYPE))

@@ -46,7 +46,7 @@ class LayoutConstraint:
         return {"pattern": self.pattern, **{name: str(value) for name, value in parts if value is not None}}
 
 
-@named("autopar.constraints.layout", "Constraints")
+@named("autopar.constraints.layout", "docs/constraints.md")
 def layout(
     pattern: str,
     *,

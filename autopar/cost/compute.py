@@ -63,7 +63,7 @@ def _rates(profile: HardwareProfile, kind: str, dtype: torch.dtype | str) -> _Ra
         known = ", ".join(profile.peak_flops_per_s)
         raise HardwareError(
             f"profile {profile.name!r} has no peak_flops_per_s for {name}",
-            remedy=f"use one of {known}, or add the figure to a copy of the profile and pass its path",
+            remedy=f"use one of {known}, or add {name} to peak_flops_per_s and to efficiency in a copy of the profile and pass its path",
         )
     s_per_flop = 1 / (profile.peak_flops_per_s[name] * profile.efficiency[kind][name])
     return (profile.curves.get((kind, name)), s_per_flop, profile.matmul_half_flops, *memory)

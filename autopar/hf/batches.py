@@ -16,7 +16,6 @@ from autopar.hf import images
 
 LABELS = "labels"
 _SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # a second of sound, of which speech fills four tokens
-_OWN = "pass --module FILE.py:FUNCTION, which makes its own batch"
 _PER_TOKEN = ("CausalLM", "MaskedLM", "Seq2SeqLM", "PreTraining", "SpeechSeq2Seq", "ImageTextToText")
 _PER_SAMPLE = ("ImageClassification", "SequenceClassification", "AudioClassification", "VideoClassification")
 # Of these the loss is computed by the caller, or by a matching of boxes and masks that no graph has: they come without labels.
@@ -49,11 +48,11 @@ class _Sizes:
         """Tokens of a sample; beside a raw sound those of its transcript."""
         if self.model.main_input_name == "input_values":
             return max(1, (self.seq or _SAMPLES) // _SAMPLES_PER_TOKEN)
-        most = getattr(self.text, "max_position_embeddings", None) or getattr(self.text, "max_target_positions", None) or 0
+        name = next((name for name in ("max_position_embeddings", "max_target_positions") if getattr(self.text, name, None)), "")
+        most = getattr(self.text, name, 0)
         if self.seq is not None and 0 < most < self.seq and getattr(self.text, "rope_parameters", None) is None:
-            raise AutoparError(
-                f"the model has {most} positions, the batch {self.seq}", remedy="pass a smaller --seq, or set max_position_embeddings"
-            )
+            remedy = f'pass --seq of at most {most}, or set "{name}": {self.seq} in the configuration'
+            raise AutoparError(f"the model has {most} positions, the batch {self.seq}", remedy=remedy)
         return self.seq or min(512, most or 512)
 
     def vocabulary(self) -> int:
@@ -97,7 +96,7 @@ def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int |
     sizes = _Sizes(model, dtype, batch, seq, image)
     make = _INPUTS.get(model.main_input_name)
     if make is None:
-        raise AutoparError(f"no batch is known for {model.main_input_name!r}", remedy=_OWN)
+        raise images.not_known(f"no batch is known for {model.main_input_name!r}")
     inputs = make(sizes)
     if sizes.reads_images and "input_ids" not in inputs and sizes.text is not sizes.config:
         inputs |= _tokens(sizes)  # a model that reads both may call either its main input
@@ -114,7 +113,8 @@ def _tokens(sizes: _Sizes) -> dict[str, Any]:
         return {"input_ids": ids}
     form, num_tokens = sizes.images()
     if num_tokens >= sizes.length():
-        raise AutoparError(f"an image takes {num_tokens} tokens, a sample has {sizes.length()}", remedy="pass a larger --seq")
+        what = f"an image takes {num_tokens} tokens, a sample has {sizes.length()}"
+        raise AutoparError(what, remedy=f"pass --seq of more than {num_tokens}")
     ids = torch.where(ids == mark, (mark + 1) % sizes.vocabulary(), ids)
     ids[:, :num_tokens] = mark
     return {"input_ids": ids, **images.made(form, sizes.batch, sizes.dtype)}
@@ -139,7 +139,7 @@ def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
     else:
         width = next((getattr(config, name) for name in _WIDTHS if hasattr(config, name)), None)
         if width is None:
-            raise AutoparError(f"nothing in the configuration says how wide a {config.model_type} spectrum is", remedy=_OWN)
+            raise images.not_known(f"nothing in the configuration says how wide a {config.model_type} spectrum is")
         most = getattr(config, "max_source_positions", None) or 512
         shape = min(sizes.seq or 512, most), width * getattr(config, "input_channels", 1)
     return {"input_features": torch.randn(sizes.batch, *shape).to(sizes.dtype)}
@@ -207,4 +207,4 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
         return {"return_loss": True}  # pairs of texts and images
     if head.endswith(_UNLABELLED):
         return {}
-    raise AutoparError(f"no labels are known for {head}", remedy=_OWN)
+    raise images.not_known(f"no labels are known for {head}")

@@ -70,7 +70,8 @@ def build(
         try:
             model = builder.from_config(config, dtype=dtype)
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError) as error:
-            raise AutoparError(f"transformers cannot build {spec!r}: {error}", remedy="mend the settings, or pass --module") from error
+            remedy = "correct the head or the settings, or pass --module"
+            raise AutoparError(f"transformers cannot build {spec!r}: {error}", remedy=remedy) from error
         example = make_batch(model, builder.__name__, dtype, batch, seq, image)
     return model.train(), example
 
@@ -90,13 +91,12 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
         # Asked first: of what layers may differ in, a configuration of the whole model raises.
         if name not in known and not hasattr(default, name) and name not in _READ_ELSEWHERE:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            raise AutoparError(
-                f"a {kind} configuration has no setting {name!r}", remedy=f"did you mean {' or '.join(close) or 'another type'}?"
-            )
+            remedy = f"did you mean {' or '.join(close)}?" if close else f"name one of transformers.{type(default).__name__}"
+            raise AutoparError(f"a {kind} configuration has no setting {name!r}", remedy=remedy)
     try:
         return AutoConfig.for_model(kind, **settings)
     except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
-        raise AutoparError(f"transformers cannot build {kind}: {error}", remedy="mend the settings") from error
+        raise AutoparError(f"transformers cannot build {kind}: {error}", remedy="correct the settings") from error
 
 
 def _quieten(config: Any, settings: Mapping[str, Any], dropout: float | None) -> None:
@@ -132,4 +132,5 @@ def _head(kind: str, head: str, config: Any) -> Any:
         builder = getattr(transformers, name)
         if type(config) in builder._model_mapping:
             return builder
-    raise AutoparError(f"{kind} has none of the heads {', '.join(_HEADS)}", remedy=f"name its head: {kind}/AutoModelFor...:JSON")
+    remedy = f"name its head: {kind}/AutoModelFor...:JSON, or {kind}/AutoModel:JSON"
+    raise AutoparError(f"{kind} has none of the heads {', '.join(_HEADS)}", remedy=remedy)

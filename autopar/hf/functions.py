@@ -58,4 +58,4 @@ def _of_users(spec: str, run: Callable[[], Any]) -> Any:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == file]
         line = f"{file.name}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(file)
         where = Where(source=line)
-        raise AutoparError(f"{spec} raised {type(error).__name__}: {error}", where=where, remedy="mend the function") from error
+        raise AutoparError(f"{spec} raised {type(error).__name__}: {error}", where=where, remedy="correct the function") from error

@@ -57,7 +57,9 @@ def form_and_tokens(model: Any, dtype: torch.dtype, channels: int, sides: Sequen
                     continue
                 pooled = getattr(found, "pooler_output", None)
                 return form, sum(x.numel() for x in tree_leaves(found if pooled is None else pooled) if x is not None) // width
-    raise AutoparError(
-        f"how {type(model).__name__} takes images is not known; the first form that was tried raised {refusals[0]}",
-        remedy="pass --module FILE.py:FUNCTION, which makes its own batch",
-    )
+    raise not_known(f"how {type(model).__name__} takes images is not known; the first form that was tried raised {refusals[0]}")
+
+
+def not_known(what: str) -> AutoparError:
+    """The error of a model of which it is not known what its batches hold."""
+    return AutoparError(what, remedy="pass --module FILE.py:FUNCTION, a function of yours that returns (model, batch)")

@@ -202,8 +202,8 @@ def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """[size, .., d, ..] → [.., size · d, ..]."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    """[size, .., d, ..] → [.., size · d, ..], contiguous: `flatten` alone returns a strided view if d is 1."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _start_gather(x: Tensor, size: int, name: str) -> Started:

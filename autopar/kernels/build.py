@@ -80,7 +80,12 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         raise KernelError("there is no home folder for a cache of kernels", remedy=f"name a folder: {_NAME_ANOTHER}") from error
     except OSError as error:
-        raise KernelError(f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}") from error
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> KernelError:
+    """The error of a folder of libraries that cannot be made or written to."""
+    return KernelError(f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}")
 
 
 def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
@@ -159,7 +164,7 @@ def _build(name: str, command: Sequence[str], files: Sequence[Path], folder: Pat
             report = _read(place, stem)
             return _compile(name, command, files, place, stem) if report is None else Built(place, report, 0.0)
     except OSError as error:
-        raise KernelError(f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}") from error
+        raise _unwritable(error) from error
 
 
 def _read(place: Path, stem: str) -> str | None:
@@ -200,7 +205,8 @@ def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Pa
         status, report = _run(name, line)
         if status != 0:
             what = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
-            raise KernelError(what, remedy="see what the compiler says")
+            variables = " or ".join(variable for variable, _ in COMPILERS.values())
+            raise KernelError(what, remedy=f"see what the compiler says, or name another compiler in {variables}")
         said.write_text(report, encoding="utf-8")
         digest.write_text(_digest(made), encoding="utf-8")
         made.chmod(0o700)

@@ -10,6 +10,7 @@ aten = torch.ops.aten
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """As `autopar.ops.attention` of all queries and of their heads."""
+    q, k, v = _contiguous_rows(q, k, v)
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
@@ -33,6 +34,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `lse` may be of more keys than these, of which q, k and v then have their share."""
+    grad, q, k, v, out = _contiguous_rows(grad, q, k, v, out)
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -52,6 +54,14 @@ def attend_backward(
     else:
         dq, dk, dv = _plain_backward(grad, q, keys, values, out, lse, bias, is_causal, scale)
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
+
+
+def _contiguous_rows(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Operands whose last dim has stride 1, copied if it has another: all kernels assume it and none checks it.
+
+    `torch.nn.functional.scaled_dot_product_attention` calls no such kernel with other strides.
+    """
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in operands)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -68,12 +68,12 @@ def _varies(x: torch.Tensor) -> bool:
 def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
     """Options that hold on two parts of one trial."""
     small, tensors = trial
-    expected = run(small.target, small.args, small.kwargs, tensors, (), ())
+    expected, random = run(small.target, small.args, small.kwargs, tensors, (), ()), torch.Generator("cpu").manual_seed(0)
     for inputs in (*(_likely_splits(small) if careful else _splits(small)), *_partial_sums(call)):
         layouts = [Layout((p,)) for p in inputs]
         if not all(layout.fits(info.shape, (2,)) for layout, info in zip(layouts, small.inputs, strict=True)):
             continue
-        parts = [split(x, layout, (2,)) for x, layout in zip(tensors, layouts, strict=True)]
+        parts = [split(x, layout, (2,), random) for x, layout in zip(tensors, layouts, strict=True)]
         try:
             ranks = [run(small.target, small.args, small.kwargs, [p[(rank,)] for p in parts], (), ()) for rank in range(2)]
         except Exception:  # an op that is not known may raise anything: it does not take these parts

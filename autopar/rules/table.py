@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar import norm_ops, ops, random_ops
+from autopar import extreme_ops, norm_ops, ops, random_ops
 from autopar.rules import families as f
 from autopar.rules import flex, losses, networks, windows
 from autopar.rules.call import argument
@@ -132,6 +132,9 @@ REDUCTIONS: Mapping[Any, f.Family] = {
             aten.prod.dim_int,
         )
     },
+    extreme_ops.is_extreme: f.along(),
+    extreme_ops.is_scattered_extreme: f.scatter(linear=False),
+    extreme_ops.cdist_backward: Row("... p r, ... p _, ... r _ -> ... p _", FIRST),
     **{op: f.along() for op in (aten.sort.default, aten.argsort.stable, aten.topk.default)},
     aten.flip.default: f.along(FIRST),
     aten.cumsum.default: f.along(FIRST),

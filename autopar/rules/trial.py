@@ -42,8 +42,8 @@ def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strateg
     Raises:
         RuleError: where a rank cannot run the op, replicated results differ, or the joined result is not the whole one.
     """
-    ranks = list(itertools.product(*map(range, mesh_shape)))
-    parts = [split(x, layout, mesh_shape) for x, layout in zip(inputs, strategy.inputs, strict=True)]
+    ranks, random = list(itertools.product(*map(range, mesh_shape))), torch.Generator("cpu").manual_seed(0)
+    parts = [split(x, layout, mesh_shape, random) for x, layout in zip(inputs, strategy.inputs, strict=True)]
     local, tolerance = localize(call, strategy, mesh_shape), tolerance_of(call)
     operands = {rank: [p[rank] for p in parts] for rank in ranks}
     expected = run(call.target, call.args, call.kwargs, inputs, (), ())
@@ -102,14 +102,19 @@ def _results(result: Any) -> tuple[torch.Tensor, ...]:
     return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 
-def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> Parts:
+def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], random: torch.Generator) -> Parts:
     """The part of `x` at every coordinate. Partial axes come first, so that ranks which differ only on replicated axes get
-    the same addends."""
+    the same addends.
+
+    Args:
+        random: a generator on the CPU, from which the addends of a partial sum are drawn. The default generator is not used: its
+            numbers belong to the script that compiles a model.
+    """
     partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     addends: Parts = {(): x}
     for axis in partial:
         reduce_op, size = layout.placements[axis].reduce_op, mesh_shape[axis]
-        pieces = {at: _addends(part, reduce_op, size) for at, part in addends.items()}
+        pieces = {at: _addends(part, reduce_op, size, random) for at, part in addends.items()}
         addends = {(*at, i): pieces[at][i] for at in addends for i in range(size)}
     ranks = itertools.product(*map(range, mesh_shape))
     return {rank: _part(addends[tuple(rank[axis] for axis in partial)], layout, mesh_shape, rank).clone() for rank in ranks}
@@ -139,16 +144,17 @@ def _indices(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], ra
     return torch.meshgrid(*found, indexing="ij") if found else ()
 
 
-def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
+def _addends(x: torch.Tensor, reduce_op: str, size: int, random: torch.Generator) -> list[torch.Tensor]:
     """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
     size_of_x = float(x.abs().max()) if x.numel() and x.is_floating_point() else 8.0
     unit = 2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0  # a power of two rounds nothing
-    noise = [(torch.randint(1, 9, x.shape, device=x.device) * unit * (-1) ** i).to(x.dtype) for i in range(size)]
+    drawn = [torch.randint(1, 9, x.shape, generator=random, device="cpu").to(x.device) for _ in range(size)]
+    noise = [(numbers * unit * (-1) ** i).to(x.dtype) for i, numbers in enumerate(drawn)]
     if reduce_op == "sum":
         rest = noise[:-1]
         return [*rest, x - sum(rest, torch.zeros_like(x))]
     sign = -1 if reduce_op == "max" else 1
-    holder = torch.randint(0, size, x.shape, device=x.device)
+    holder = torch.randint(0, size, x.shape, generator=random, device="cpu").to(x.device)
     return [torch.where(holder == i, x, x + sign * n.abs()) for i, n in enumerate(noise)]
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import RuntimeStateError
 from autopar.run.agreement import announced
-from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
+from autopar.run.derivatives import as_given, first_derivatives_only, ran_twice, which_are_plain
 from autopar.run.returned import parts_of
 from autopar.run.stage_calls import StageCalls
 from autopar.run.stage_work import StageWork
@@ -47,10 +46,7 @@ class Answered(torch.autograd.Function):
         calls, works, parameters = ctx.calls, ctx.works, ctx.parameters
         ctx.works = ctx.parameters = None
         if works is None:
-            raise RuntimeStateError(
-                "backward ran a second time through one call, and what it needs has been freed",
-                remedy="call the module again before each backward; one call gives one backward",
-            )
+            raise ran_twice()
         with announced("runs backward", calls.world):
             return (None, None, None, None, *as_given(Answered._gradients(ctx, works, parameters, tangents), ctx.are_plain))
 

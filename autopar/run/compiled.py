@@ -184,7 +184,7 @@ class Compiled(Holder):
                 remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
             )
         if name := self._unfrozen():
-            raise Unfrozen(f"parameter {name!r} was frozen when the program was made and is not now")
+            raise _thawed(name, Unfrozen)
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
         """Whether one of these parameters gets a gradient.
@@ -195,8 +195,11 @@ class Compiled(Holder):
         pairs = list(zip(parameters, tensors, strict=True))
         for parameter, tensor in pairs:
             if parameter.requires_grad and not tensor.requires_grad:
-                raise RuntimeStateError(
-                    f"parameter {tensor.name!r} was frozen when the program was made and is not now",
-                    remedy="set requires_grad before autopar.compile, and compile for training (without inference=True)",
-                )
+                raise _thawed(tensor.name)
         return any(p.requires_grad and t.has_gradient for p, t in pairs)
+
+
+def _thawed(name: str, kind: type[RuntimeStateError] = RuntimeStateError) -> RuntimeStateError:
+    """The error of a parameter that trains, for which the program computes no gradient."""
+    what = f"parameter {name!r} was frozen when the program was made and is not now"
+    return kind(what, remedy="set requires_grad before autopar.compile, and compile for training (without inference=True)")

@@ -50,6 +50,12 @@ def as_given(gradients: Iterable[Tensor | None], are_plain: Iterable[bool]) -> t
     return tuple(gradient.to_local() if plain and isinstance(gradient, DTensor) else gradient for gradient, plain in pairs)
 
 
+def ran_twice() -> RuntimeStateError:
+    """The error of a backward through a call whose backward has run."""
+    what = "backward ran a second time through one call, and what it needs has been freed"
+    return RuntimeStateError(what, remedy="call the module again before each backward; one call gives one backward")
+
+
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` of an autograd function that is refused where its result is to be differentiated again.
 

@@ -51,6 +51,12 @@ def mesh_of(devices: DeviceMesh) -> Mesh:
     return Mesh(dict(zip(names, shape, strict=True)))
 
 
+def check_shape(devices: DeviceMesh, mesh: Mesh) -> None:
+    """Raises MeshError where devices are not in the shape that a program was made for."""
+    if (here := mesh_of(devices)).shape != mesh.shape:
+        raise MeshError(f"the program is for mesh {mesh}, not {here}", remedy=f"plan for the mesh that is there, {here}")
+
+
 def around(
     local: Tensor, devices: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:

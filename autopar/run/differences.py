@@ -16,6 +16,11 @@ _ALIKE = (
 )
 
 
+def _unlike(what: str, ranks: Sequence[int] = ()) -> RankError:
+    """The error of ranks that do different things."""
+    return RankError(what, remedy=_ALIKE, ranks=ranks)
+
+
 class Differences:
     """Of the ranks of a process group, as this one tells of them.
 
@@ -99,7 +104,7 @@ class Differences:
             shown = "; ".join(
                 f"{_ranks(ranks)} {calls[ranks[0]]}" for ranks in groups[:_MOST_SHOWN]
             )
-            return RankError(f"ranks do different things: {shown}{before}", remedy=_ALIKE)
+            return _unlike(f"ranks do different things: {shown}{before}")
         first = next(ranks[0] for ranks in groups if ranks[0] not in others)
         shown = "; ".join(
             f"{_ranks(ranks)} {calls[ranks[0]]}"
@@ -109,7 +114,7 @@ class Differences:
         than = f"rank {first}" if self._num_ranks == 2 else "the others"
         does = "does something" if len(others) == 1 else "do something"
         what = f"{_ranks(others)} {does} else than {than}: {shown}; rank {first} {calls[first]}"
-        return RankError(f"{what}{before}", remedy=_ALIKE, ranks=others)
+        return _unlike(f"{what}{before}", others)
 
     def _groups(self, calls: Mapping[int, Call]) -> list[list[int]]:
         """Ranks that do the same, the largest group first."""

@@ -28,17 +28,25 @@ def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> Non
 
 
 def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
-    """One communication step within one group."""
+    """One communication step within one group.
+
+    Results have the strides of those on real processes (`autopar.kernels.bound`): they are contiguous, and along an axis of size 1
+    they are the operands. Kernels of ops read strides, so a plan is verified with the strides that it will run with.
+    """
     size = len(parts)
+    if size == 1:
+        return parts
     if kind == "slice":
         return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
     if kind == "all_reduce":
-        return [reduce(parts, reduce_op)] * size
+        return [reduce(parts, reduce_op).contiguous()] * size
     if kind == "swap":
-        return swapped(parts, dim)
+        return [part.contiguous() for part in swapped(parts, dim)]
     if kind == "reduce_scatter":
         return _chunks(reduce(parts, reduce_op), dim, size)
-    whole = torch.cat(parts, dim=dim)
+    if dim == to_dim:
+        return parts
+    whole = torch.cat(parts, dim=dim).contiguous()
     return [whole] * size if kind == "all_gather" else _chunks(whole, to_dim, size)
 
 
@@ -46,7 +54,8 @@ def with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
     """Each part with what it asks of its neighbours."""
     lengths = [part.shape[halo.dim] for part in parts]
     whole = torch.cat(parts, dim=halo.dim)
-    return [window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+    windows = (window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths))
+    return [part.contiguous() for part in windows]
 
 
 def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:

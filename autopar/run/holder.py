@@ -104,7 +104,7 @@ class Holder(Drawing):
         if self._world.size() == 1:
             self._unset.check(self.stored)
         else:
-            by_all(lambda: self._unset.check(self.stored), "the compiled module", "see the reason")
+            by_all(lambda: self._unset.check(self.stored), "the compiled module")
         self._awaits_values = False
 
     def _register(

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.errors import MeshError, RuntimeStateError
+from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.agreement import announced
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.compiled import Compiled
-from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
-from autopar.run.device_mesh import agree, groups_of, mesh_of
+from autopar.run.derivatives import as_given, first_derivatives_only, ran_twice, which_are_plain
+from autopar.run.device_mesh import agree, check_shape, groups_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.held import held
@@ -65,8 +65,7 @@ class ParallelModule(Compiled):
         both_modes: bool = False,
         shared: Compiled | None = None,
     ) -> None:
-        if mesh_of(devices).shape != program.mesh.shape:
-            raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
+        check_shape(devices, program.mesh)
         agree(program.plan_hash, "plan", devices)
         groups = groups_of(devices)
         super().__init__((*program.parameters, *program.buffers), devices, model, both_modes=both_modes, shared=shared)
@@ -130,20 +129,18 @@ class ParallelModule(Compiled):
         """
         splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
         if len(splitters) != 1:
-            raise RuntimeStateError(
-                f"inputs split their first dim differently: {dict(self.input_layouts)}",
-                remedy='use batch="global", or slice by pm.input_layouts',
-            )
+            raise self._no_sampler("inputs split their first dim differently")
         num_parts, part, coordinate = 1, 0, self.device_mesh.get_coordinate() or ()
         for axis in splitters.pop():
             size = self.device_mesh.size(axis)
             num_parts, part = num_parts * size, part * size + coordinate[axis]
         if any(tensor.shape[0] % num_parts for tensor in self.program.inputs if tensor.shape):
-            raise RuntimeStateError(
-                f"the batch is split unevenly over {num_parts} ranks: {dict(self.input_layouts)}",
-                remedy='use batch="global", or slice by pm.input_layouts',
-            )
+            raise self._no_sampler(f"the batch is split unevenly over {num_parts} ranks")
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _no_sampler(self, why: str) -> RuntimeStateError:
+        remedy = 'use batch="global", or slice by pm.input_layouts'
+        return RuntimeStateError(f"{why}: {dict(self.input_layouts)}", remedy=remedy)
 
     def _run(
         self, inputs: list[Tensor], parameters: Sequence[Tensor], watched: Watched, *, keep: bool
@@ -226,9 +223,6 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         saved, ctx.saved = ctx.saved, None
         if saved is None:
-            raise RuntimeStateError(
-                "backward ran a second time through one call, and what it needs has been freed",
-                remedy="call the module again before each backward; one call gives one backward",
-            )
+            raise ran_twice()
         ctx.watched.check()
         return (None, None, None, *as_given(ctx.module._gradients(saved, tangents), ctx.are_plain))

@@ -117,10 +117,7 @@ def _check_interleaved(result: Sequence[Placement], layout: Layout) -> None:
     strided = [placement for placement in result if isinstance(placement, _StridedShard)]
     dims = [placement.dim for placement in result if isinstance(placement, Shard | _StridedShard)]
     if len(strided) > 1 or dims.count(strided[0].dim) > 1:
-        raise LayoutError(
-            f"a parameter cannot rest in layout {layout}: torch has no placements for {result}",
-            remedy="let the axes that split a fused dim split one part of it, such as heads, and other axes another dim in mesh order",
-        )
+        raise LayoutError(f"a parameter cannot rest in layout {layout}: torch has no placements for {result}")
 
 
 def storable(shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:

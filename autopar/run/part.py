@@ -27,8 +27,7 @@ class _NoComputing(TorchDispatchMode):
     """Refuses all ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        what = f"it computes with tensors ({func}), of which each rank has its part"
-        raise NoSuchMethod(what, remedy=f"read it {ON_A_COPY}")
+        raise NoSuchMethod(f"it computes with tensors ({func}), of which each rank has its part")
 
 
 class Standing(nn.Module):
@@ -143,7 +142,7 @@ class Standing(nn.Module):
             what = f"{name!r} cannot be set: the program takes {' '.join(map(str, _form(held)))}"
             if isinstance(value, Tensor) and value.shape != held.shape:
                 raise RuntimeStateError(what, remedy=f"do it {ON_A_COPY}; and compile that")
-            remedy = f"pass whole tensors to pm.load_state_dict, or write into what is there: with torch.no_grad(): pm.{name}.copy_(...)"
+            remedy = f"pass whole tensors to pm.load_state_dict, or write into {name!r} under torch.no_grad(): p.copy_(...)"
             raise RuntimeStateError(what, remedy=remedy)
 
     def add_module(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -23,9 +23,12 @@ READS = frozenset({
     torch.equal,
 })  # fmt: skip
 _MIXED = "mixed torch.Tensor and DTensor"  # of torch's refusal, 2.11 to 2.15
-_REMEDY = (
-    'pass outputs="full" to autopar.compile, and outputs come whole on every rank; or gather this one, on every rank: out.full_tensor()'
-)
+
+
+def _in_part(what: str) -> RuntimeStateError:
+    """The error of an output whose part here would be taken for the whole."""
+    whole = 'pass outputs="full" to autopar.compile, and outputs come whole on every rank'
+    return RuntimeStateError(what, remedy=f"{whole}; or gather this one, on every rank: out.full_tensor()")
 
 
 class PartedOutput(DTensor):
@@ -44,14 +47,14 @@ class PartedOutput(DTensor):
         read = func in READS or (func is Tensor.__format__ and not args[0].dim())
         if read and any(_in_parts(x) for x in leaves):
             what = f"{_name(func)} of an output, or of what was computed of it, would read this rank's part alone: it is a DTensor"
-            raise RuntimeStateError(what, remedy=_REMEDY)
+            raise _in_part(what)
         try:
             found = super().__torch_function__(func, types, args, kwargs or {})
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
             what = f"{_name(func)} of an output, which is a DTensor, and a plain tensor"
-            raise RuntimeStateError(what, remedy=_REMEDY) from error
+            raise _in_part(what) from error
         given = {id(x) for x in leaves}
         for x in found if isinstance(found, tuple | list) else (found,):
             if type(x) is DTensor and id(x) not in given:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import RuntimeStateError
 from autopar.run.agreement import announced
-from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
+from autopar.run.derivatives import as_given, first_derivatives_only, ran_twice, which_are_plain
 from autopar.run.scaled_step import ScaledStep
 from autopar.run.stage_calls import StageCalls
 
@@ -41,10 +40,7 @@ class Published(torch.autograd.Function):
         """The gradients for this tangent."""
         made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
         if made is None:
-            raise RuntimeStateError(
-                "backward ran a second time through one call, and its gradients have been handed out",
-                remedy="call the module again before each backward; one call gives one backward",
-            )
+            raise ran_twice()
         with announced("runs backward", ctx.calls.world):
             ctx.calls.check_tangent(tangent)
             gradients = ctx.calls.wrapped(step.gradients(tangent, made))

@@ -101,7 +101,7 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
     return [each[1] for each in said]
 
 
-def by_first(action: Callable[[], Any], where: str, remedy: str) -> Any:
+def by_first(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> Any:
     """What `action` returns, which the first rank alone does; the others wait for it.
 
     Raises:
@@ -110,7 +110,7 @@ def by_first(action: Callable[[], Any], where: str, remedy: str) -> Any:
     return _said(of_all(_outcome(action, remedy) if rank() == 0 else None)[0], where)
 
 
-def by_all(action: Callable[[], Any], where: str, remedy: str) -> list[Any]:
+def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> list[Any]:
     """What `action` returns on each rank, by rank.
 
     Raises:

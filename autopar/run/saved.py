@@ -78,7 +78,7 @@ class Checkpoints:
             RuntimeStateError: where ranks see others.
         """
         self.wait()
-        by_first(self._repair, str(self.folder), "see the reason")
+        by_first(self._repair, str(self.folder))
         for _ in range(int(SEEN_WITHIN_S / PAUSE_S)):
             seen = of_all(tuple(sorted(self._found())))
             if len(set(seen)) == 1:
@@ -145,7 +145,7 @@ class Checkpoints:
         background, self._background = self._background, None
         if background is not None:
             with self._another_run_first():
-                by_all(background.result, str(background.place), "see the reason")
+                by_all(background.result, str(background.place))
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
         """Go on from the newest checkpoint; every rank calls it, with arguments as of `save`.
@@ -162,7 +162,7 @@ class Checkpoints:
             log.warning("not saved to the end, and not loaded: %s", ", ".join(begun))
         if not steps:
             return 0
-        known = by_first(lambda: runs_of(self._found()), str(self.folder), "see the reason")
+        known = by_first(lambda: runs_of(self._found()), str(self.folder))
         self._known = {step: run for step, run in known.items() if step in steps}  # one that is saved meanwhile is of a run that goes on
         holder, place = holder_of(module), self._place(steps[-1])
         about, damage = self._read_about(steps[-1])
@@ -203,7 +203,9 @@ class Checkpoints:
         newest = steps[-1] if step is None else step
         place, (about, damage) = self._place(newest), self._read_about(newest)
         if damage:
-            raise RuntimeStateError(f"{place.name} is damaged: {damage}", where=str(place), remedy="export another step")
+            others = ", ".join(str(each) for each in steps if each != newest)
+            remedy = f"export another step: {others}" if others else "copy it again from where it was saved: there is no other"
+            raise RuntimeStateError(f"{place.name} is damaged: {damage}", where=str(place), remedy=remedy)
         export(place, keys_of_model(place, about.get("tied", {})), Path(folder), dtype, max_file_bytes)
         return int(about["step"])
 
@@ -294,7 +296,7 @@ class Checkpoints:
         try:
             yield
         except RuntimeStateError:
-            by_first(self._check_alone, str(self.folder), "see the reason")
+            by_first(self._check_alone, str(self.folder))
             raise
 
     def _finish(self, saving: Saving, sums: Mapping[str, int]) -> None:

@@ -61,8 +61,11 @@ class ValueState:
         tensors = Tensors()
         encode(self.value(), (self.name,), tensors)
         for name, tensor in tensors.sharded.items():
-            if tensor.device_mesh.size() != num_ranks() or any(p.is_partial() for p in tensor.placements):
-                what = f"{name} of {self.name} is of one stage, of {tensor.device_mesh.size()} of {num_ranks()} ranks, or not summed up"
+            if any(p.is_partial() for p in tensor.placements):
+                what = f"{name} of {self.name} is not summed up: each rank has a term of it"
+                raise RuntimeStateError(what, remedy="save what x.full_tensor() returns, which every rank calls")
+            if tensor.device_mesh.size() != num_ranks():
+                what = f"{name} of {self.name} is of one stage, of {tensor.device_mesh.size()} of {num_ranks()} ranks"
                 remedy = "save the module or the optimizer that it is of under a name of its own; copies of weights as AveragedModel(pm)"
                 raise RuntimeStateError(what, remedy=remedy)
         return {_key(name): checkpointable(tensor) for name, tensor in tensors.sharded.items()}
@@ -112,7 +115,7 @@ def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> l
     parts: list[Saved] = [ModuleState(holder)] if weights else []
     if optimizer is None:
         return parts
-    by_all(lambda: _check_own(holder, optimizer), "what is saved", "see the reason")
+    by_all(lambda: _check_own(holder, optimizer), "what is saved")
     return [*parts, OptimizerState(optimizer, holder)]
 
 
@@ -175,7 +178,7 @@ def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Save
             part.state()
         made.append((parts, _encoded(parts)))
 
-    by_all(collect, "what is saved with the model", "see the reason")
+    by_all(collect, "what is saved with the model")
     parts, written = made[0]
     for part in parts.values():
         if isinstance(part, ModuleState) and isinstance(part.module, Holder):

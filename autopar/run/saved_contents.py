@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from autopar.errors import RuntimeStateError
 from autopar.json_text import read_json
-from autopar.run.saved_tensors import SUFFIX
+from autopar.run.saved_tensors import SUFFIX, damaged
 from autopar.run.saved_values import decode
 
 CONTENTS = "contents.json"
@@ -53,7 +52,6 @@ class SavedBox:
 
 _FILE = re.compile(rf"rank_\d{{5,9}}\{SUFFIX}")
 _MOST_DIMS = 64
-_REMEDY = "take another checkpoint, or copy it again"
 
 
 def name_file(rank: int) -> str:
@@ -104,7 +102,7 @@ def read_contents(place: Path) -> Metadata:
     try:
         metadata = _metadata_of(read_json(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise RuntimeStateError(f"{CONTENTS} of the checkpoint is damaged: {error}", where=str(path), remedy=_REMEDY) from error
+        raise damaged(f"{CONTENTS} of the checkpoint is damaged: {error}", path) from error
     check_boxes(metadata, path)
     return metadata
 
@@ -121,8 +119,7 @@ def check_boxes(metadata: Metadata, path: Path) -> None:
     """
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and (fault := _find_fault(tensor)):
-            what = f"{path.name} of the checkpoint is damaged: the parts of {key} {fault}"
-            raise RuntimeStateError(what, where=str(path), remedy=_REMEDY)
+            raise damaged(f"{path.name} of the checkpoint is damaged: the parts of {key} {fault}", path)
 
 
 def _metadata_of(data: Any) -> Metadata:

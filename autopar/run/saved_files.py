@@ -70,7 +70,7 @@ def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
     Raises:
         RuntimeStateError: on all ranks, where it is of another format, or some rank does not see it.
     """
-    about, damage = by_first(lambda: _read(place), str(place), "see the reason")
+    about, damage = by_first(lambda: _read(place), str(place))
     if damage:
         return {}, damage
     mine = {name: wanted for name, wanted in sorted(about["files"].items())[rank() :: num_ranks()]}
@@ -89,7 +89,9 @@ def _read(place: Path) -> tuple[Mapping[str, Any], str]:
         return {}, f"{ABOUT} cannot be read ({type(error).__name__}: {error})"
     if about.get("format") != FORMAT or about.get("version") not in (VERSION, OLD_VERSION):
         what = f"the checkpoint is of format {about.get('format')!r:.40}, version {about.get('version')!r:.40}"
-        raise RuntimeStateError(what, remedy=f"this autopar reads {FORMAT!r}, versions {OLD_VERSION} and {VERSION}")
+        written = f"autopar {about['autopar']:.40}, which" if isinstance(about.get("autopar"), str) else "the version of autopar that"
+        remedy = f"read it with {written} wrote it; this one reads {FORMAT!r}, versions {OLD_VERSION} and {VERSION}"
+        raise RuntimeStateError(what, remedy=remedy)
     if about.pop("checksum", None) != _own_checksum(about):
         return {}, f"{ABOUT} is not as it was written"
     if fault := _find_fault(about):

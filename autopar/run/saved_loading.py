@@ -24,9 +24,7 @@ from autopar.run.saved_contents import CONTENTS, SavedBox, SavedValues, name_box
 from autopar.run.saved_parts import done, find_reasons, no_warning_if_alone
 from autopar.run.saved_reader import FILE as OLD_CONTENTS
 from autopar.run.saved_reader import OldPlanner, OldReader
-from autopar.run.saved_tensors import TensorFile
-
-REMEDY = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
+from autopar.run.saved_tensors import UNSAFE, TensorFile
 
 
 def read_metadata(place: Path) -> Metadata:
@@ -62,7 +60,7 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
     if alone:
         found.append(read_metadata(place))
     else:
-        by_all(lambda: found.append(read_metadata(place)), str(place), REMEDY)
+        by_all(lambda: found.append(read_metadata(place)), str(place), UNSAFE)
     is_old = not isinstance(found[0].planner_data, SavedValues)
     reader, planner = (OldReader(place, found[0]), OldPlanner()) if is_old else (Reader(place, found[0]), Planner())
     try:
@@ -72,7 +70,7 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
         reason, remedy = find_reasons(error)
         changed = ". What it was read into is in part overwritten" if getattr(reader, "has_begun", True) else ""
         what = f"the checkpoint was not read: {reason}"
-        raise RuntimeStateError(what, where=str(place), remedy=(remedy or REMEDY) + changed) from error
+        raise RuntimeStateError(what, where=str(place), remedy=(remedy or UNSAFE) + changed) from error
 
 
 class Reader(StorageReader):

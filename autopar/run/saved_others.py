@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import RuntimeStateError
 from autopar.json_text import read_json
 from autopar.run.saved_parts import Copy, write_bytes
-from autopar.run.saved_tensors import TensorFile, write_tensors
+from autopar.run.saved_tensors import TensorFile, damaged, unsafe, write_tensors
 from autopar.run.saved_values import Tensors, decode, encode
 
 OTHERS, TENSORS, OLD_OTHERS = "others.json", "others.safetensors", "others.pt"
 _FORMAT, _VERSION = "autopar-others", 1
-_REMEDY = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
 
 
 VALUE, MODULE, OPTIMIZER = "value", "module", "optimizer"
@@ -149,8 +147,7 @@ def _damage_of(path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        what = f"{path.name} of the checkpoint is damaged: {error}"
-        raise RuntimeStateError(what, where=str(path), remedy="take another checkpoint, or copy it again") from error
+        raise damaged(f"{path.name} of the checkpoint is damaged: {error}", path) from error
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -172,7 +169,7 @@ def _read_old(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # pickle and torch raise many classes for what they do not take
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise RuntimeStateError(f"{path.name} of the checkpoint is refused: {said}", where=str(path), remedy=_REMEDY) from error
+        raise unsafe(f"{path.name} of the checkpoint is refused: {said}", path) from error
     if not isinstance(found, dict):
         raise ValueError(f"it is a {type(found).__name__}")
     return found

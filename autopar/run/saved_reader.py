@@ -20,10 +20,10 @@ from torch.futures import Future
 
 from autopar.errors import RuntimeStateError
 from autopar.run.saved_contents import check_boxes
+from autopar.run.saved_tensors import unsafe
 
 FILE = ".metadata"
 _PARTS = "torch.distributed.checkpoint.metadata"
-_REMEDY = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
 _ALLOWED = frozenset(
     {
         (_PARTS, "BytesStorageMetadata"),
@@ -72,7 +72,6 @@ class OldReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read as torch does.
 
@@ -86,7 +85,7 @@ class OldReader(FileSystemReader):
         except Exception as error:  # torch raises many classes for what it cannot read
             names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
             what = f"{', '.join(names[:3])} cannot be read ({type(error).__name__}: {_first_line(error)})"
-            raise RuntimeStateError(what, where=str(self.path), remedy=_REMEDY) from error
+            raise unsafe(what, Path(self.path)) from error
 
 
 class OldPlanner(DefaultLoadPlanner):
@@ -105,7 +104,7 @@ class OldPlanner(DefaultLoadPlanner):
             found = torch.load(value, weights_only=True)
         except Exception as error:  # pickle and torch raise many classes for what they do not take
             what = f"{read_item.dest_index.fqn} of the checkpoint is refused: {_first_line(error)}"
-            raise RuntimeStateError(what, remedy=_REMEDY) from error
+            raise unsafe(what, None) from error
         safe = io.BytesIO()  # written anew, since torch reads it once more, as any pickle
         torch.save(found, safe)
         safe.seek(0)
@@ -126,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
             return found
         what = f"{FILE} of the checkpoint is refused: it would make or call {module}.{name}"
-        raise RuntimeStateError(what, where=str(self._place), remedy=_REMEDY)
+        raise unsafe(what, self._place)
 
 
 def _check_form(metadata: Metadata, place: Path) -> None:
@@ -139,7 +138,7 @@ def _check_form(metadata: Metadata, place: Path) -> None:
             raise TypeError(f"it names {outside[:1] or kinds}")
         check_boxes(metadata, place)
     except (AttributeError, TypeError, ValueError) as error:
-        raise RuntimeStateError(f"{FILE} of the checkpoint is damaged: {error}", where=str(place), remedy=_REMEDY) from error
+        raise unsafe(f"{FILE} of the checkpoint is damaged: {error}", place) from error
 
 
 def _unpickled(file: IO[bytes], place: Path) -> Metadata:
@@ -149,10 +148,10 @@ def _unpickled(file: IO[bytes], place: Path) -> Metadata:
         raise
     except Exception as error:  # a broken pickle raises many classes
         what = f"{FILE} of the checkpoint cannot be read: {_first_line(error)}"
-        raise RuntimeStateError(what, where=str(place), remedy=_REMEDY) from error
+        raise unsafe(what, place) from error
     if not isinstance(found, Metadata):
         what = f"{FILE} of the checkpoint is refused: it is a {type(found).__name__}"
-        raise RuntimeStateError(what, where=str(place), remedy=_REMEDY)
+        raise unsafe(what, place)
     return found
 
 

@@ -25,7 +25,19 @@ _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: _BYTES, torch.bool: "BOOL",
 }  # fmt: skip
-_REMEDY = "take another checkpoint, or copy the file again"
+UNSAFE = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
+"""What to do about a file that would run code, or that no version of this wrote."""
+
+
+def damaged(what: str, path: Path) -> RuntimeStateError:
+    """The error of a file of a checkpoint that is not as it was written."""
+    remedy = "take another checkpoint, or copy this one again from where it was saved"
+    return RuntimeStateError(what, where=str(path), remedy=remedy)
+
+
+def unsafe(what: str, place: Path | None) -> RuntimeStateError:
+    """The error of a file of a checkpoint that would run code, or that no version of this wrote."""
+    return RuntimeStateError(what, where=None if place is None else str(place), remedy=UNSAFE)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
@@ -133,4 +145,4 @@ class TensorFile:
         return whole[box] if box else whole
 
     def _refuse(self, fault: str) -> RuntimeStateError:
-        return RuntimeStateError(f"{self._path.name} {fault}", where=str(self._path), remedy=_REMEDY)
+        return damaged(f"{self._path.name} {fault}", self._path)

@@ -31,7 +31,7 @@ def local_part(full: Tensor, layout: Layout, mesh_shape: Sequence[int], view: Se
     if math.prod(view) != full.numel():
         raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be seen as {tuple(view)}")
     if layout.has_partial or layout.special:
-        raise LayoutError(f"a full tensor has no parts in layout {layout}", remedy="split into shards and replicas only")
+        raise LayoutError(f"a full tensor has no parts in layout {layout}")
     part = full.reshape(tuple(view))
     for dim, size in enumerate(view):
         start, length = local_range(size, layout, dim, mesh_shape, coordinate)
@@ -105,5 +105,5 @@ def _equal(a: Tensor, b: Tensor, tolerance: float) -> bool:
     rounds = a.is_floating_point() or a.is_complex()
     if not rounds or tolerance == 0.0 or a.numel() == 0:
         return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if rounds else torch.equal(a, b)
-    scale = max(a.abs().max().item(), 1e-30)
+    scale = max(a.abs().nan_to_num(0.0, 0.0).max().item(), 1e-30)  # of what is finite
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)

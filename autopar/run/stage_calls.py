@@ -217,5 +217,5 @@ class StageCalls:
         if self._num_backwards & (self._num_backwards - 1):
             watched.check()
             return
-        by_all(watched.check, "backward", remedy="run backward before what changes parameters, outputs or inputs")
+        by_all(watched.check, "backward")
         check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self.world)

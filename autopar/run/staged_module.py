@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from autopar import random_ops
-from autopar.errors import MeshError, RuntimeStateError
+from autopar.errors import RuntimeStateError
 from autopar.kernels.binding import bind
 from autopar.run.agreement import announced
 from autopar.run.answered import Answered
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_over_stages
 from autopar.run.compiled import Compiled
-from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
+from autopar.run.device_mesh import agree, check_shape, groups_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.loss_scale import LossScale
 from autopar.run.overflows import share_overflows
@@ -78,8 +78,7 @@ class StagedModule(Compiled):
         both_modes: bool = False,
         shared: Compiled | None = None,
     ) -> None:
-        if mesh_of(devices).shape != program.mesh.shape:
-            raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
+        check_shape(devices, program.mesh)
         if batch != "global":
             what = f"batch={batch!r}: a plan with microbatches takes whole batches, of which each stage takes its parts"
             raise RuntimeStateError(what, remedy='pass batch="global"')

@@ -69,8 +69,7 @@ class WeightFiles:
                         known[name], shapes[name], dtypes[name] = file, tuple(part.get_shape()), part.get_dtype()
         missing = [name for name in indexed or () if name not in known]
         if missing:
-            what = f"the index says that {missing[0]!r} is in a file that does not hold it"
-            raise RuntimeStateError(what, where=str(path), remedy="download or copy the files again")
+            raise _damaged(f"the index says that {missing[0]!r} is in a file that does not hold it", path)
         return WeightFiles(path, known, shapes, dtypes)
 
     def read(self, pieces: Iterable[Piece]) -> None:
@@ -106,9 +105,13 @@ def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = [path.parent / name for name in sorted(set(index.values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"the index cannot be read ({type(error).__name__}: {error})"
-        raise RuntimeStateError(what, where=str(path), remedy="download or copy it again") from error
+        raise _damaged(f"the index cannot be read ({type(error).__name__}: {error})", path) from error
     return files, index
+
+
+def _damaged(what: str, path: Path) -> RuntimeStateError:
+    """The error of a file that is not what was written."""
+    return RuntimeStateError(what, where=str(path), remedy="download or copy it again, and the files that it goes with")
 
 
 def _none_of(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
@@ -134,8 +137,7 @@ class _opened:
             self._content = safe_open(self._file, framework="pt")
             return self._content.__enter__()
         except (OSError, SafetensorError) as error:
-            what = f"it cannot be read ({type(error).__name__}: {error})"
-            raise RuntimeStateError(what, where=str(self._file), remedy="download or copy it again") from error
+            raise _damaged(f"it cannot be read ({type(error).__name__}: {error})", self._file) from error
 
     def __exit__(self, *raised: Any) -> None:
         self._content.__exit__(*raised)

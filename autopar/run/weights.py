@@ -99,7 +99,7 @@ def load_weights(
         found["pieces"], missing = _matched(holder, files, rename or _same, strict=strict, wanted=names)
         return {piece.name for piece in found["pieces"]}, missing
 
-    matched = by_all(match, str(path), "see the reason")
+    matched = by_all(match, str(path))
     with progress_of_long("reading weights"):
         by_all(lambda: found["files"].read(found["pieces"]), str(path), _HALF)
     missing = tuple(dict.fromkeys(name for _, names in matched for name in names))
@@ -172,7 +172,7 @@ def _writing_into(folder: Path) -> Iterator[Path]:
 
 def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Whole tensors of a checkpoint, in files; each rank writes some of these."""
-    known = by_first(lambda: read_metadata(place).state_dict_metadata, str(place), "see the reason")
+    known = by_first(lambda: read_metadata(place).state_dict_metadata, str(place))
     written, facts = folder / _PART, {name: cast(TensorStorageMetadata, known[key]) for name, key in keys.items()}
     dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items()}
     sizes = {name: math.prod(facts[name].size) * of.itemsize for name, of in dtypes.items()}
@@ -186,7 +186,7 @@ def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torc
 
     with progress_of_long("writing weights"):
         by_all(write, str(folder), _KEPT)
-    by_first(lambda: put_in_place(written, folder, files, sum(sizes.values())), str(folder), "see the reason")
+    by_first(lambda: put_in_place(written, folder, files, sum(sizes.values())), str(folder))
 
 
 def _written_in(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -10,19 +10,21 @@ Many choices have one peak, and most of them move tensors for nothing, which tak
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.choices import Choices
 from autopar.problem import Problem
-from autopar.solve.engine import Engine, Relaxation
+from autopar.solve.engine import Columns, Engine, Relaxation
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import Formulation
 from autopar.solve.memory import BudgetRow, budget_rows
 from autopar.solve.rows import Rows
 
-_SHARES = (1e-6, 1e-3, 1e-2, np.inf)  # restricted programs: largest reduced cost, as a share of the bound
+_FIRST_SHARE = 1e-6  # of the bound: columns whose reduced costs are no larger form the first restricted program
+_GROWTH = 1.25  # columns of each further restricted program, as a multiple of those before
 _ROUNDS, _NODES = 6, 50
 
 
@@ -138,12 +140,24 @@ def _matrix(program: Formulation, engine: Engine, rows: list[BudgetRow], most: f
     return Rows.of(lines)
 
 
+def _growing(relaxation: Relaxation) -> Iterator[Columns]:
+    """Sets of columns with the smallest reduced costs, each larger than the one before; the last has all columns.
+
+    A restricted program without a solution takes a small part of the time that one with too many columns does, so sets grow slowly.
+    """
+    ascending = np.sort(relaxation.reduced)
+    size = int(np.searchsorted(ascending, _FIRST_SHARE * relaxation.bound, "right"))
+    while size < len(ascending):
+        yield relaxation.reduced <= ascending[max(size - 1, 0)]
+        size = int(size * _GROWTH) + 1
+    yield np.ones(len(ascending), bool)
+
+
 def _plan(
     problem: Problem, program: Formulation, engine: Engine, matrix: Rows, relaxation: Relaxation, *, quick: bool = False
 ) -> tuple[Choices | None, tuple[int, ...]]:
     """A plan with a small peak and its budget rows, or nothing."""
-    for share in _SHARES:
-        columns = relaxation.reduced <= share * relaxation.bound
+    for columns in _growing(relaxation):
         columns[engine.column["peak"]] = True
         found = engine.restricted(columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES, quick=quick)
         if found.values is not None:

@@ -20,11 +20,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.constraints import Parallelism
-from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import axis_options
 from autopar.strategies.clusters import Ref
-from autopar.strategies.labels import Spread
+from autopar.strategies.labels import Spread, nothing_to_split
 from autopar.strategies.reading import Read, product_of
 from autopar.strategies.spreading import Policy, spread
 
@@ -65,8 +64,7 @@ def by_columns(graph: Read, plan: Parallelism) -> Spread:
             if not _try_next(graph, nodes, tried, ends, ""):
                 break
     if not found.contracted:
-        what = f"{plan}: there is no chain from one linear to another that could be split"
-        raise ConstraintError(what, remedy="leave the constraint out for this model")
+        raise nothing_to_split(plan, "there is no chain from one linear to another that could be split")
     if tried.whole:
         places = {
             graph.nodes[by].meta["key"]: re.sub(r"\{\d+\}", "*", pattern.partition("/")[0]) for pattern, by in sorted(tried.whole.items())

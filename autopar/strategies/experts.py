@@ -19,7 +19,7 @@ from autopar.constraints import Parallelism
 from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption, where_of
-from autopar.strategies.labels import Row, Spread
+from autopar.strategies.labels import Row, Spread, nothing_to_split
 from autopar.strategies.reading import Read
 from autopar.strategies.samples import SampleWalk
 from autopar.strategies.spreading import Policy
@@ -40,8 +40,8 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, batch: int, sizes
         raise ConstraintError(what, remedy="name one axis, or leave out tokens=: beside the one that dispatches, others gather")
     nodes = [node for node in graph.nodes.values() if node.target in _WEIGHTS]
     if not nodes:
-        what = f"{plan}: the model has no experts to split; they would be those of transformers' experts modules without biases"
-        raise ConstraintError(what, remedy="leave the constraint out for this model")
+        why = "the model has no experts to split; they would be those of transformers' experts modules without biases"
+        raise nothing_to_split(plan, why)
     for node in nodes:
         num = graph.calls[node.name].inputs[_WEIGHTS[node.target]].shape[0]
         if num % math.prod(sizes):

@@ -27,11 +27,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.constraints import Parallelism
-from autopar.errors import ConstraintError
 from autopar.layout import PARTIAL, REPLICATE
 from autopar.rules import AxisOption, axis_options
 from autopar.strategies.clusters import HEADS, Ref
-from autopar.strategies.labels import Spread, label_of
+from autopar.strategies.labels import Spread, label_of, nothing_to_split
 from autopar.strategies.reading import Read, product_of
 from autopar.strategies.spreading import Policy, Walk
 
@@ -49,7 +48,7 @@ def walk_sides(graph: Read, plan: Parallelism) -> dict[Side, Spread]:
         ConstraintError: where the model has no product with a weight.
     """
     if not any(product_of(graph, node) for node in graph.nodes.values()):
-        raise ConstraintError(f"{plan}: the model has no linear to split", remedy="leave the constraint out for this model")
+        raise nothing_to_split(plan, "the model has no linear to split")
     walks = {side: _Side(graph, side) for side in SIDES[plan.kind or ""] if side is not None}
     found = {side: walk.run() for side, walk in walks.items()}
     aside = dict.fromkeys(name for walk in walks.values() for name in walk.aside)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.constraints import Parallelism
+from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.mirrored import Mirrored
 from autopar.strategies.clusters import Ref
@@ -67,3 +69,12 @@ class Spread:
     gathering: set[str] = field(default_factory=set)
     uneven: str = ""
     failure: Failure | None = None
+
+
+def nothing_to_split(plan: Parallelism, why: str, wish: str = "the constraint") -> ConstraintError:
+    """The error of a model that has nothing that a named plan could split.
+
+    Args:
+        wish: what of the plan asks for it.
+    """
+    return ConstraintError(f"{plan}: {why}", remedy=f"leave {wish} out for this model")

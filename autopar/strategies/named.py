@@ -25,7 +25,7 @@ from autopar.strategies.columns import by_columns
 from autopar.strategies.context import along_sequence
 from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
-from autopar.strategies.labels import Row, Spread
+from autopar.strategies.labels import Row, Spread, nothing_to_split
 from autopar.strategies.reading import Read, read
 from autopar.strategies.samples import SampleWalk, check_batch, notes_on
 from autopar.strategies.sequence import with_sequence
@@ -175,8 +175,7 @@ def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
     """Every input is split over its dim 1, the sequence, and all that follows from them but what reads all of it."""
     found = along_sequence(graph)
     if found is None:
-        what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
-        raise ConstraintError(what, remedy="leave the constraint out for this model")
+        raise nothing_to_split(plan, "no input has a sequence to split; its dim 1 would be it")
     if found.failure is not None:
         _refuse_part(graph, plan, found)
     return found

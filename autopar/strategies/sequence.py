@@ -20,10 +20,9 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.constraints import Parallelism
-from autopar.errors import ConstraintError
 from autopar.strategies.clusters import HEADS, Ref
 from autopar.strategies.context import along_sequence, read_otherwise
-from autopar.strategies.labels import Row, Spread
+from autopar.strategies.labels import Row, Spread, nothing_to_split
 from autopar.strategies.reading import Read
 from autopar.strategies.spreading import LOSS_SUMS
 
@@ -40,8 +39,7 @@ def with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
     """
     along = along_sequence(graph, gathers=True)
     if along is None:
-        what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
-        raise ConstraintError(what, remedy="leave sequence=True out for this model")
+        raise nothing_to_split(plan, "no input has a sequence to split; its dim 1 would be it", "sequence=True")
     found = beside_chains(graph, chains, along)
     whole = [i.path for i in graph.trace.inputs if len(i.shape) > 1 and not isinstance(along.labels.get((i.node, 0)), Shard)]
     if whole:

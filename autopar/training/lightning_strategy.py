@@ -181,7 +181,7 @@ class LightningStrategy(WholeBatches):
     def _save_beside(self, path: Path, step: int) -> None:
         beside = self._beside(path)
         if any(later > step for later in beside.steps()):  # of the file that is about to be replaced
-            by_first(lambda: shutil.rmtree(beside.folder), str(beside.folder), "see the reason")
+            by_first(lambda: shutil.rmtree(beside.folder), str(beside.folder))
             beside = self._beside(path)
         for optimizer in self.optimizers:
             beside.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))

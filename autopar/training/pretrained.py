@@ -59,7 +59,7 @@ def load_adapter(module: nn.Module, model: nn.Module, folder: str | Path) -> Non
     adapter = _active(model)
     named = Path(folder) / adapter / _ADAPTER
     path = named if named.is_file() else Path(folder) / _ADAPTER
-    names = by_first(lambda: _fitting(model, adapter, path), str(path), "see the reason")
+    names = by_first(lambda: _fitting(model, adapter, path), str(path))
     load_weights(module, path, rename=lambda name: names.get(name, name), names=set(names))
 
 
@@ -75,7 +75,7 @@ def names_saved(model: nn.Module) -> Collection[str] | None:
     """
     if not is_peft(model):
         return None
-    found: Collection[str] | None = by_first(lambda: _all_keys(model), "the model", "see the reason")
+    found: Collection[str] | None = by_first(lambda: _all_keys(model), "the model")
     return found
 
 

@@ -128,7 +128,8 @@ class Trainer(transformers.Trainer):
             made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
             batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
             if not batches:
-                raise RuntimeStateError("the data has no batch", remedy="pass a dataset that has samples, or example_inputs=")
+                remedy = "pass a dataset of a batch at least, or leave dataloader_drop_last out"
+                raise RuntimeStateError("the data has no batch", remedy=remedy)
             inputs = self._prepare_inputs(batches[0])
             found = first_call(self.model, lambda model: self.compute_loss(model, inputs, num_items_in_batch=num_items))
         if found is not None:
@@ -202,8 +203,9 @@ class Trainer(transformers.Trainer):
         """As transformers has it, with whole logits on every rank."""
         self.accelerator.observed = find_batch_size(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        if not prediction_loss_only and isinstance(logits, tuple) and not logits and self._compile_options.get("outputs") != "full":
-            what = "the compiled model returns nothing but its loss, as it does in several microbatches"
+        returned = logits if isinstance(logits, tuple) else (logits,)
+        if not prediction_loss_only and all(x is None for x in returned) and self._compile_options.get("outputs") != "full":
+            what = "the compiled model returns nothing but its loss, as outputs=\"loss\" asks, or as it may in several microbatches"
             raise RuntimeStateError(what, remedy='pass compile_options={"outputs": "full"}, or set prediction_loss_only=True')
         whole = tree_map_only(DTensor, lambda x: x.full_tensor(), logits)
         return loss, whole, labels
@@ -222,7 +224,7 @@ class Trainer(transformers.Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         save = super()._save_rng_state  # all ranks draw the same numbers
-        by_first(lambda: save(output_dir), str(output_dir), "see the reason")
+        by_first(lambda: save(output_dir), str(output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.errors import ValidationError
 from autopar.plans import Plan
 from autopar.run.program import Program, ProgramTensor
-from autopar.validation.states import REMEDY
+from autopar.validation.states import invalid
 
 Facts = Mapping[str, object]
 
@@ -23,20 +22,16 @@ def check_borders(trace: Trace, plan: Plan, program: Program) -> None:
         ValidationError: naming the first tensor that is not the trace's, and in what.
     """
     if program.mesh != plan.mesh:
-        raise ValidationError(
-            f"the program is for mesh {program.mesh}, the plan for {plan.mesh}", remedy=REMEDY
-        )
+        raise invalid(f"the program is for mesh {program.mesh}, the plan for {plan.mesh}")
     for kind, tensors, due in _pairs(trace, program):
         if len(tensors) != len(due):
-            raise ValidationError(
-                f"the program has {len(tensors)} {kind}s, the model {len(due)}", remedy=REMEDY
-            )
+            raise invalid(f"the program has {len(tensors)} {kind}s, the model {len(due)}")
         for tensor, facts in zip(tensors, due, strict=True):
             for name, value in facts.items():
                 found = getattr(tensor, name)
                 if found != value:
                     what = f"{kind} {tensor.name!r} has {name} {found!r}, where {value!r} is due"
-                    raise ValidationError(what, remedy=REMEDY)
+                    raise invalid(what)
 
 
 def _pairs(

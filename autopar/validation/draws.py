@@ -9,11 +9,10 @@ from torch import fx
 
 from autopar import random_ops
 from autopar.capture.trace import Trace
-from autopar.errors import ValidationError
 from autopar.rules import where_of
 from autopar.validation.generator import check_generator
 from autopar.validation.law import DRAWS
-from autopar.validation.states import REMEDY
+from autopar.validation.states import invalid
 
 _ADD = torch.ops.aten.add.Scalar
 _LARGEST = 2**31
@@ -33,11 +32,9 @@ def check_draws(trace: Trace) -> None:
             here = node.args[0], number
             if here in seen:
                 what = f"{node.meta['key']} draws the numbers of {seen[here].meta['key']}: both are draw {number} of a step"
-                raise ValidationError(what, where=where_of(node), remedy=REMEDY)
+                raise invalid(what, where_of(node))
             if type(number) is not int or not 0 <= number < _LARGEST:
-                raise ValidationError(
-                    f"{node.meta['key']} is draw {number!r}", where=where_of(node), remedy=REMEDY
-                )
+                raise invalid(f"{node.meta['key']} is draw {number!r}", where_of(node))
             seen[here] = node  # type: ignore[index]
     if seen:
         _check_state(trace, {node for node, _ in seen})
@@ -55,7 +52,6 @@ def _check_state(trace: Trace, states: set[fx.Node]) -> None:
         and after.args[1] == 1
     )
     if {state.name for state in states} != held or not goes_on:
-        raise ValidationError(
-            "random draws do not all follow from one state that goes on by one at each call",
-            remedy=REMEDY,
+        raise invalid(
+            "random draws do not all follow from one state that goes on by one at each call"
         )

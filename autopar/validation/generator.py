@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar import random_ops
 from autopar.errors import ValidationError
-from autopar.validation.states import REMEDY
+from autopar.validation.states import invalid
 
 _ROWS, _COLUMNS = 48, 64
 _FAR = 6.0 / (_ROWS * _COLUMNS) ** 0.5
@@ -87,4 +87,4 @@ def _check_parts(kind: Callable[..., Tensor]) -> None:
 
 
 def _error(kind: Callable[..., Tensor], why: str) -> ValidationError:
-    return ValidationError(f"random numbers of {kind.__name__}: {why}", remedy=REMEDY)
+    return invalid(f"random numbers of {kind.__name__}: {why}")

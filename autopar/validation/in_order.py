@@ -21,7 +21,7 @@ from autopar.errors import ValidationError
 from autopar.run.orders import Action, orders
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.stage_work import StageWork
-from autopar.validation.states import REMEDY
+from autopar.validation.states import invalid
 
 _DEVICE = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
         ready = [actions for actions in left if actions and _is_ready(stages, actions[0])]
         if not ready:
             waiting = ", ".join(f"{a[0].kind} of stage {a[0].stage}" for a in left if a)
-            raise ValidationError(f"ranks wait for each other: {waiting}", remedy=REMEDY)
+            raise invalid(f"ranks wait for each other: {waiting}")
         for actions in ready:
             _run(stages, actions.pop(0))
     for stage in stages:
@@ -137,7 +137,7 @@ class _Stage:
     def error(self, number: int, why: str) -> ValidationError:
         """Of this stage."""
         what = f"stage {self.stage} at microbatch {number} of {self.num}: {why}"
-        return ValidationError(what, remedy=REMEDY)
+        return invalid(what)
 
     def _check(self, what: str, found: Sequence[Any], due: Sequence[Any]) -> None:
         for one, other in zip(found, due, strict=True):

@@ -26,7 +26,7 @@ from autopar.run.program import Count, Microbatches
 from autopar.validation.in_time import TERM, WHOLE, TimePlacement, split_dim
 from autopar.validation.matching import OF_BATCH, TIMES, Match, Matching, without
 from autopar.validation.report import Validation
-from autopar.validation.states import REMEDY, Ref
+from autopar.validation.states import Ref, invalid
 from autopar.validation.time_placements import placements_in_time
 from autopar.validation.traced import Nodes, Traced
 
@@ -96,10 +96,8 @@ class _InTime:
             elif i.path in how.inputs:
                 dim = how.inputs[i.path]
                 if split_dim(sizes[i.path], i.shape, how.num) != dim:
-                    raise ValidationError(
-                        f"input {i.path!r} of shape {sizes[i.path]} is not {how.num} times {i.shape} along dim {dim}",
-                        remedy=REMEDY,
-                    )
+                    of_batch = f"input {i.path!r} of shape {sizes[i.path]}"
+                    raise invalid(f"{of_batch} is not {how.num} times {i.shape} along dim {dim}")
                 self.placed[i.node, 0] = TimePlacement("split", dim)
             else:
                 self.placed[i.node, 0] = (
@@ -117,10 +115,8 @@ class _InTime:
         if is_loss:
             weights = {1.0: 0, 1.0 / self.how.num: -1}
             if self.how.weight not in weights:
-                raise ValidationError(
-                    f"the loss of a microbatch weighs {self.how.weight}, of {self.how.num}",
-                    remedy=REMEDY,
-                )
+                weight, num = self.how.weight, self.how.num
+                raise invalid(f"the loss of a microbatch weighs {weight}, of {num}")
             return TimePlacement("whole", power=weights[self.how.weight])
         kind, dim = self.how.outputs.get(path, ("open", -1))
         if kind == "split":
@@ -276,9 +272,8 @@ class _InTime:
         due = (TERM, TimePlacement("whole", power=-1))
         for p, w in zip(self.part.trace.parameters, self.whole.trace.parameters, strict=True):
             if p.name != w.name or (p.gradient is None) != (w.gradient is None):
-                raise ValidationError(
-                    f"the microbatch's graph has parameter {p.name!r} where the batch's has {w.name!r}",
-                    remedy=REMEDY,
+                raise invalid(
+                    f"the microbatch's graph has parameter {p.name!r} where the batch's has {w.name!r}"
                 )
             if p.gradient is not None and w.gradient is not None:
                 own = self.whole.results[w.gradient]

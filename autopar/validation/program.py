@@ -16,14 +16,13 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.trace import Trace
-from autopar.errors import ValidationError
 from autopar.layout import Layout, Strategy
 from autopar.plans import Plan
 from autopar.run.program import Program, ProgramTensor
 from autopar.validation.borders import check_borders
 from autopar.validation.draws import check_draws
 from autopar.validation.report import Validation
-from autopar.validation.states import REMEDY, State, Sum, shown
+from autopar.validation.states import State, Sum, invalid, shown
 from autopar.validation.storage import Memory, check_apart, check_writes
 from autopar.validation.traced import Traced
 from autopar.validation.walk import Walk
@@ -121,19 +120,15 @@ class _Program:
         found = []
         for tensor in self.program.sums:
             if tensor.name not in self.gradients:
-                raise ValidationError(
-                    f"there is a sum for {tensor.name!r}, which has no gradient", remedy=REMEDY
-                )
+                raise invalid(f"there is a sum for {tensor.name!r}, which has no gradient")
             ref, _ = self.gradients[tensor.name]
             own = self.traced.value(ref).dtype
             if own.is_floating_point and max(own.itemsize, 4) > tensor.dtype.itemsize:
                 what = f"gradients of {tensor.name!r} are added up in {tensor.dtype}, and come in {own}: fp32 is due at least"
-                raise ValidationError(what, remedy=REMEDY)
+                raise invalid(what)
             found.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
         if self.program.accumulates and [s.parameter for s in found] != list(self.gradients):
-            raise ValidationError(
-                "the program has no sum for some parameter that has a gradient", remedy=REMEDY
-            )
+            raise invalid("the program has no sum for some parameter that has a gradient")
         return found
 
     # What comes out.
@@ -148,9 +143,9 @@ class _Program:
             self._check(f"output {path!r}", made[position], State(ref, tensor.layout, tensor.dtype))
         layouts = {t.name: t for t in self.program.buffers}
         if tuple(self.trace.mutated) != self.program.mutated:
-            raise ValidationError(
-                f"the program writes buffers {self.program.mutated}, the model {tuple(self.trace.mutated)}",
-                remedy=REMEDY,
+            written = self.program.mutated
+            raise invalid(
+                f"the program writes buffers {written}, the model {tuple(self.trace.mutated)}"
             )
         for number, (name, place) in enumerate(self.trace.mutated.items(), len(due)):
             ref = self.traced.ref(self.traced.results[place])
@@ -208,9 +203,7 @@ class _Program:
 
     def _check(self, what: str, found: object, due: object) -> None:
         if found != due:
-            raise ValidationError(
-                f"{what} is {shown(found)}, where {shown(due)} is due", remedy=REMEDY
-            )
+            raise invalid(f"{what} is {shown(found)}, where {shown(due)} is due")
 
     # Borders and memory.
 
@@ -233,10 +226,8 @@ class _Program:
     def _check_border(self, kind: str, tensor: ProgramTensor, planned: Strategy | None) -> None:
         layouts = () if planned is None else planned.inputs if kind == "output" else planned.outputs
         if layouts != (tensor.layout,) or tensor.layout.has_partial or tensor.layout.special:
-            raise ValidationError(
-                f"{kind} {tensor.name!r} lies as {tensor.layout}, the plan has it as {layouts}",
-                remedy=REMEDY,
-            )
+            lies = f"{kind} {tensor.name!r} lies as {tensor.layout}"
+            raise invalid(f"{lies}, the plan has it as {layouts}")
 
     def _check_memory(self, forward_memory: Memory) -> None:
         program, mesh_shape = self.program, self.program.mesh.shape

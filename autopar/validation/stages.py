@@ -18,7 +18,7 @@ from torch import fx
 from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
 from autopar.rules import where_of
-from autopar.validation.states import REMEDY
+from autopar.validation.states import invalid
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -111,23 +111,20 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
     returned = {(o.path, o.node) for stage in stages for o in stage.outputs if not o.crosses}
     for o in part.outputs:
         if (o.path, o.node) not in returned:
-            raise ValidationError(f"no stage returns output {o.path!r}", remedy=REMEDY)
+            raise invalid(f"no stage returns output {o.path!r}")
     for stage in (part, *stages):  # of a buffer that a stage changes it returns the new value
         for name, position in stage.mutated.items():
             if _results(stage)[position].name != _results(part)[part.mutated[name]].name:
-                raise ValidationError(
-                    f"a stage writes buffer {name!r} with another value than the model",
-                    remedy=REMEDY,
-                )
+                raise invalid(f"a stage writes buffer {name!r} with another value than the model")
     written = {name for stage in stages for name in stage.mutated}
     if missing := sorted(part.mutated.keys() - written):
-        raise ValidationError(f"no stage writes buffer {missing[0]!r}", remedy=REMEDY)
+        raise invalid(f"no stage writes buffer {missing[0]!r}")
     for p in part.parameters:
         due = Counter(_terms(_results(part)[p.gradient])) if p.gradient is not None else Counter()
         found = Counter(term for stage in stages for term in _stage_terms(stage, p.name))
         if found != due:
             what = f"the stages' gradients of {p.name!r} are {_listed(found)}, where {_listed(due)} is due"
-            raise ValidationError(what, remedy=REMEDY)
+            raise invalid(what)
 
 
 def _stage_terms(stage: Trace, parameter: str) -> Iterator[str]:
@@ -158,13 +155,11 @@ def _error(node: fx.Node, number: int, why: str) -> ValidationError:
     what = (
         f"{node.meta.get('key', node.name)} in the trace of stage {number} is not justified: {why}"
     )
-    return ValidationError(what, where=where_of(node), remedy=REMEDY)
+    return invalid(what, where_of(node))
 
 
 def _missing(stage: Trace, number: int, name: str, why: str) -> ValidationError:
     node = next((n for n in stage.graph.nodes if n.name == name), None)
     if node is None:
-        return ValidationError(
-            f"{name} at the border of stage {number} is not justified: {why}", remedy=REMEDY
-        )
+        return invalid(f"{name} at the border of stage {number} is not justified: {why}")
     return _error(node, number, why)

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import ValidationError
+from autopar.errors import ValidationError, Where
 from autopar.layout import Layout
 from autopar.rules import where_of
 
 Ref = tuple[str, int]
 """A traced value: the name of the node that makes it, and which of its results it is."""
-REMEDY = "report the model and the plan: the emitted program is not what the plan says"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +85,21 @@ class Place:
     before: int = 0
 
 
+def invalid(what: str, where: Where | None = None) -> ValidationError:
+    """The error of an emitted program that is not what its plan says: a fault of emission, or of
+    whoever changed the program.
+    """
+    remedy = (
+        "if the program was changed by hand, validate it as `emit` makes it of the plan; "
+        "if not, report the model and the plan"
+    )
+    return ValidationError(what, where=where, remedy=remedy)
+
+
 def unjustified(node: fx.Node, phase: str, why: str) -> ValidationError:
     """The error that names a node of an emitted graph and says why its value does not follow."""
     name = str(node.meta.get("key") or node.name)
-    return ValidationError(
-        f"{name} in the {phase} graph is not justified: {why}", where=where_of(node), remedy=REMEDY
-    )
+    return invalid(f"{name} in the {phase} graph is not justified: {why}", where_of(node))
 
 
 def shown(state: object) -> str:

@@ -5,7 +5,6 @@ the whole batch.
 from __future__ import annotations
 
 from autopar.capture.trace import Trace
-from autopar.errors import ValidationError
 from autopar.garbage import collected_seldom
 from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
@@ -15,7 +14,7 @@ from autopar.validation.microbatches import validate_microbatches
 from autopar.validation.program import validate_program
 from autopar.validation.report import Validation
 from autopar.validation.stages import check_stages
-from autopar.validation.states import REMEDY
+from autopar.validation.states import invalid
 
 
 @collected_seldom()
@@ -44,7 +43,7 @@ def _validate_staged(
     part = program.trace
     if program.microbatches.num != pipeline.num_microbatches:
         what = f"the program has {program.microbatches.num} microbatches, the plan {pipeline.num_microbatches}"
-        raise ValidationError(what, remedy=REMEDY)
+        raise invalid(what)
     found = validate_microbatches(trace, part, program.microbatches, promised=pipeline.independent)
     stages = cut(part, pipeline.positions).stages if pipeline.positions else (part,)
     check_stages(part, stages)
@@ -55,7 +54,7 @@ def _validate_staged(
     _check_shared(stages, program)
     if program.schedule != pipeline.schedule:
         what = f"the program runs as {program.schedule!r}, the plan as {pipeline.schedule!r}"
-        raise ValidationError(what, remedy=REMEDY)
+        raise invalid(what)
     check_order(program, pipeline.schedule, pipeline.num_ranks)
     return found
 
@@ -68,7 +67,7 @@ def _check_sums(program: StagedProgram) -> None:
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
             what = f"stage {number} adds up no gradients of {program.microbatches.num} microbatches, {trained[0]!r} among them"
-            raise ValidationError(what, remedy=REMEDY)
+            raise invalid(what)
 
 
 def _check_crossings(program: StagedProgram) -> None:
@@ -79,7 +78,7 @@ def _check_crossings(program: StagedProgram) -> None:
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
             what = f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as {arriving.get(name)}"
-            raise ValidationError(what, remedy=REMEDY)
+            raise invalid(what)
 
 
 def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
@@ -94,10 +93,8 @@ def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
     if dict(program.shared) != due:
         name = next(n for n in (*due, *program.shared) if due.get(n) != program.shared.get(n))
         what = f"the gradient of {name!r} is added over stages {program.shared.get(name, ())}, and stages {due.get(name, ())} hold it"
-        raise ValidationError(what, remedy=REMEDY)
+        raise invalid(what)
     for name, held in due.items():
         rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}
         if len(rests) > 1:
-            raise ValidationError(
-                f"the copies of {name!r} in stages {held} rest in different layouts", remedy=REMEDY
-            )
+            raise invalid(f"the copies of {name!r} in stages {held} rest in different layouts")

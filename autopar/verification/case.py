@@ -222,7 +222,8 @@ class Case:
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__)
             where = f" with parameters in {self.own} and buffers as they are" if as_asked else ""
-            remedy = "verify in a wider dtype: pass dtype=torch.float64" if as_asked else "verify in the model's own dtype: pass dtype=None"
+            # In another dtype than its own nobody is told: it is verified in its own then.
+            remedy = "verify in a wider dtype: pass dtype=torch.float64"
             raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
 
     def _backward(self, outputs: Mapping[str, Any], answers: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from benchmarks.faults.programs import Recipe
 from benchmarks.ranks import run_ranks
 
 TOLERANCE, LIMIT_S = 1e-3, 200.0  # of float32, relative to the largest gradient
-MAX_RANKS = 3
+MAX_RANKS = 4
 ROUNDED = ("dropout", "autocast", "casts")  # steps whose plain results are others
 
 

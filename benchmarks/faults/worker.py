@@ -28,6 +28,7 @@ from benchmarks.faults.judging import CRASH, FAILED, HANG, judge
 KINDS = {
     "losses": "loss_cases",
     "models": "model_cases",
+    "processes": "process_cases",
     "files": "file_cases",
     "checkpoints": "checkpoint_cases",
     "ranks": "rank_cases",

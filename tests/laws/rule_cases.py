@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from flex import FLEX_KINDS, flex_functions
 
-from autopar import norm_ops, ops, random_ops
+from autopar import extreme_ops, norm_ops, ops, random_ops
 
 aten = torch.ops.aten
 FLOAT = torch.float64
@@ -369,6 +369,19 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten.stack.default: lambda s: on([real(s.a, s.b), real(s.a, s.b)], -1),
     aten.constant_pad_nd.default: [lambda s: on(real(s.a, s.b), [0, 1], -100.0), lambda s: on(real(s.a, s.b), [0, 0, 1, 1])],
     aten.repeat.default: lambda s: on(real(s.a, s.b), [2, 1, 3]),
+    extreme_ops.is_extreme: [
+        lambda s: on(real(s.a, s.b, s.c), [1], "max"),
+        lambda s: on(real(s.a, s.b, s.c), [], "min"),
+        lambda s: on(real(s.a, s.b, s.c), [0, 2], "min"),
+        lambda s: on(real(s.a, s.b), [], "median"),
+    ],
+    extreme_ops.is_scattered_extreme: [
+        lambda s: on(real(s.a, s.b), ids(s.b, s.a, s.c), real(s.a, s.c), 1, "amax", True, True),
+        lambda s: on(real(s.a, s.b), ids(s.b, s.a, s.c), real(s.a, s.c), 1, "amin", True, False),
+    ],
+    extreme_ops.cdist_backward: lambda s: on(
+        real(s.a, s.b, s.c), real(s.a, s.b, s.d), real(s.a, s.c, s.d), math.inf
+    ),
     norm_ops.channel_sum: [lambda s: on(real(s.a, s.b)), lambda s: on(real(s.a, s.b, s.c, s.d))],
     norm_ops.squared_deviation: lambda s: on(real(s.a, s.b, s.c), real(s.b)),
     norm_ops.scaled_product: lambda s: on(real(s.a, s.b, s.c), real(s.a, s.b, s.c), real(s.b), real(s.b)),

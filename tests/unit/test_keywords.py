@@ -27,13 +27,13 @@ anything: Any = autopar
         (lambda: anything.compile(MODEL, 1, optimiser="sgd"), "autopar.compile takes no argument 'optimiser'", "did you mean optimizer="),
         (lambda: anything.compile(MODEL, 1, zzz=1), "autopar.compile takes no argument 'zzz'", "it takes model, mesh, example_inputs"),
         (lambda: layout("*.up", wieght="S(0)"), "layout takes no argument 'wieght'", "did you mean weight="),  # type: ignore[call-arg]
-        (lambda: layout(weight="S(0)"), "autopar.constraints.layout misses 'pattern'", "'Constraints' in the README"),  # type: ignore[call-arg]
+        (lambda: layout(weight="S(0)"), "autopar.constraints.layout misses 'pattern'", "docs/constraints.md list the arguments"),  # type: ignore[call-arg]
     ],
 )
 def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_name(call: Callable[[], Any], what: str, remedy: str) -> None:
     with pytest.raises(ArgumentError, match=what) as refused:
         call()
-    assert remedy in refused.value.remedy and "help(" in refused.value.remedy and "README" in refused.value.remedy
+    assert remedy in refused.value.remedy and "help(" in refused.value.remedy and "docs/" in refused.value.remedy
     assert isinstance(refused.value, TypeError)  # what Python itself raises
 
 

@@ -6,6 +6,7 @@ import ast
 import gc
 import importlib
 import inspect
+import random
 import subprocess
 import sys
 import weakref
@@ -148,3 +149,11 @@ def test_a_module_that_keeps_an_exception_of_its_import_keeps_nothing_of_its_imp
     assert imported_apart("keeps_an_exception") is module
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         imported_apart("no_such_module")
+
+
+def test_an_import_leaves_the_scripts_random_numbers_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "draws_when_imported.py").write_text("from random import getrandbits\n\nNUMBER = getrandbits(24)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = random.getstate()
+    assert imported_apart("draws_when_imported").NUMBER >= 0
+    assert random.getstate() == before

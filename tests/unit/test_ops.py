@@ -364,6 +364,42 @@ def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: i
         torch.testing.assert_close(got, leaf.grad, rtol=1e-8, atol=1e-9)
 
 
+def strided(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values with other strides."""
+    if how == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if how == "reversed":
+        return x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    if how == "every other":
+        wide = torch.stack([x, torch.full_like(x, float("nan"))], -1).flatten(-2)
+        return wide[..., ::2]
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["transposed", "reversed", "every other"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad", "out", "mask"])
+def test_attention_is_the_same_for_operands_of_any_strides(
+    which: str, how: str, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    named = {
+        name: torch.randn(3, 2, 16, 16, generator=generator, dtype=dtype)
+        for name in ("q", "k", "v", "grad", "mask")
+    }
+    q, k, v, grad, mask = named.values()
+    out, lse = ops.attention(q, k, v, mask, False, 0.3)
+    wanted = ops.attention_backward(grad, q, k, v, out, lse, mask, False, 0.3)
+    named = {**named, "out": out, which: strided({**named, "out": out}[which], how)}
+    q, k, v, grad, mask, other = named.values()
+    assert named[which].stride(-1) != 1
+    found, _ = ops.attention(q, k, v, mask, False, 0.3)
+    torch.testing.assert_close(found, out)
+    gradients = ops.attention_backward(grad, q, k, v, other, lse, mask, False, 0.3)
+    for got, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_the_plain_attention_of_other_devices_is_the_same() -> None:
     q, k, v, grad = (torch.randn(2, 4, 6, 8, dtype=torch.float64) for _ in range(4))
     out, lse = ops.attention(q, k, v, None, True, 0.3)

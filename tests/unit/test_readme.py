@@ -1,7 +1,13 @@
-"""What the README shows is what happens: its commands run, its output is theirs, its links and targets exist."""
+"""What the README and the documentation show is what happens.
+
+Commands run and print what the README says. Python code of every page runs. Links, anchors, make targets, modules
+and names exist. The reference of the command line is the one that the commands give.
+"""
 
 from __future__ import annotations
 
+import html
+import importlib
 import re
 import shlex
 import subprocess
@@ -10,31 +16,46 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.cli
+import typer.main
 
-from autopar import cli
+import autopar
+from autopar import cli, constraints
 
 ROOT = Path(__file__).parents[2]
-READMES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("*/README.md") if not path.parent.name.startswith("."))]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+READMES = [
+    ROOT / "README.md",
+    *sorted(p for p in ROOT.glob("*/README.md") if not p.parent.name.startswith(".")),
+]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+def blocks(text: str, language: str) -> list[str]:
+    """The code blocks of a language; of Python, "python" blocks are run and "py" blocks are excerpts."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def _session() -> Iterator[tuple[str, list[str]]]:
-    """(command, lines that it is said to print) of the console blocks."""
-    for block in _blocks("console"):
+def session() -> Iterator[tuple[str, list[str]]]:
+    """Each command of the README's console blocks, with the lines that it should print."""
+    for block in blocks(TEXT, "console"):
         for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *lines = step.splitlines()
             yield command, [line for line in lines if line.strip()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
 
 
 def test_the_commands_print_what_the_readme_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for command, lines in _session():
+    for command, lines in session():
         monkeypatch.setattr(sys, "argv", shlex.split(command))
         with pytest.raises(SystemExit) as exit_:
             cli.main()
@@ -48,15 +69,39 @@ def test_the_commands_print_what_the_readme_says(
 
 @pytest.mark.multiproc
 def test_the_one_liner_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_blocks("python")[0], encoding="utf-8")
-    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    command = [sys.executable, "-m", "autopar", "run", "-n", "2", "train.py"]
-    together = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    (tmp_path / "train.py").write_text(blocks(TEXT, "python")[0], encoding="utf-8")
+    alone = run([sys.executable, "train.py"], tmp_path)
+    together = run([sys.executable, "-m", "autopar", "run", "-n", "2", "train.py"], tmp_path)
     assert "not parallelized" not in together.stderr, "what the first example shows is distributed"
     said = re.findall(r"step \d+: loss [\d.]+", alone.stdout)
     assert len(said) == 3
-    # two processes share one terminal: what each says is whole, the ends of lines may meet
+    # Two processes share one terminal: what each prints is whole, the ends of lines may meet.
     assert sorted(re.findall(r"step \d+: loss [\d.]+", together.stdout)) == sorted(said * 2)
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and show what it printed if it fails."""
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert not found.returncode, found.stderr[-3000:]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    code = blocks(page.read_text(encoding="utf-8"), "python")
+    if code:
+        (tmp_path / "page.py").write_text("\n".join(code), encoding="utf-8")
+        run([sys.executable, "-W", "ignore", "page.py"], tmp_path)
+
+
+@pytest.mark.multiproc
+def test_the_training_loop_resumes_on_two_processes(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    text = blocks(page, "python")[0].replace("range(start, 10)", "range(start, int(sys.argv[1]))")
+    (tmp_path / "train.py").write_text("import sys\n" + text, encoding="utf-8")
+    run([sys.executable, "train.py", "5"], tmp_path)
+    resumed = run([sys.executable, "-m", "autopar", "run", "-n", "2", "train.py", "10"], tmp_path)
+    assert re.findall(r"^step (\d): loss", resumed.stdout, re.MULTILINE) == list("56789")
 
 
 def test_every_make_target_and_module_that_is_named_exists() -> None:
@@ -64,19 +109,46 @@ def test_every_make_target_and_module_that_is_named_exists() -> None:
     for target in re.findall(r"^make (\w+)", TEXT, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     measured = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    for module in re.findall(r"python -m (benchmarks\.[a-z_]+)", TEXT + measured):
+    texts = [TEXT, measured, *(page.read_text(encoding="utf-8") for page in PAGES)]
+    for module in re.findall(r"python -m (benchmarks\.[a-z_]+)", "\n".join(texts)):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_every_link_leads_somewhere(readme: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text(encoding="utf-8")):
-        assert link.startswith("https://") or (readme.parent / link).exists(), link
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
 
 
-def test_every_command_of_the_command_line_is_named() -> None:
-    commands = {command.name for command in cli.app.registered_commands}
-    named = re.search(r"`autopar --help` lists the commands: (.*?)\.", TEXT, re.DOTALL)
-    assert named is not None
-    assert set(re.findall(r"`([\w-]+)`", named[1])) == commands
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 200
+
+
+def test_the_site_lists_every_page_once() -> None:
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == [page.name for page in PAGES]
+
+
+def test_the_reference_of_the_command_line_is_that_of_the_commands() -> None:
+    command = typer.main.get_command(cli.app)
+    written = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="autopar")
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert html.unescape(page).strip() == written.strip(), "run `make docs` to write it again"
+
+
+def test_the_python_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    for path in listed:
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+    names = {path.rpartition(".")[2] for path in listed}
+    public = {name for name in (*dir(autopar), *dir(constraints)) if not name.startswith("_")}
+    assert public - names <= {"AutoparError", "Layout", "constraints", "read_constraint", "rules"}

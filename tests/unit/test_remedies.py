@@ -20,16 +20,27 @@ from autopar.errors import AutoparError
 from tests.support import (
     remedy_programs_api,
     remedy_programs_capture,
+    remedy_programs_commands,
     remedy_programs_constraints,
     remedy_programs_forward,
     remedy_programs_inputs,
+    remedy_programs_kernels,
+    remedy_programs_lightning,
+    remedy_programs_modules,
     remedy_programs_planning,
     remedy_programs_plans,
+    remedy_programs_proofs,
+    remedy_programs_ranks,
+    remedy_programs_saved,
     remedy_programs_stages,
+    remedy_programs_steps,
+    remedy_programs_strategies,
+    remedy_programs_training,
+    remedy_programs_weights,
 )
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 342  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 11  # lower it with each program that is added
 PARTS = (
     remedy_programs_capture,
     remedy_programs_inputs,
@@ -39,6 +50,17 @@ PARTS = (
     remedy_programs_plans,
     remedy_programs_stages,
     remedy_programs_forward,
+    remedy_programs_commands,
+    remedy_programs_saved,
+    remedy_programs_modules,
+    remedy_programs_steps,
+    remedy_programs_weights,
+    remedy_programs_ranks,
+    remedy_programs_training,
+    remedy_programs_lightning,
+    remedy_programs_strategies,
+    remedy_programs_kernels,
+    remedy_programs_proofs,
 )
 PROGRAMS = {place: program for part in PARTS for place, program in part.PROGRAMS.items()}
 

@@ -15,6 +15,7 @@ from autopar.capture.passes.batch_norm import replace_group_norm_backward, split
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.experts import see_experts
+from autopar.capture.passes.extremes import replace_extremes
 from autopar.capture.passes.fused import separate_fused_projections
 from autopar.capture.passes.likelihood import split_likelihood
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
@@ -35,6 +36,7 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("attention", replace_attention),
     ("batch norms", split_batch_norm),
     ("group norms", replace_group_norm_backward),
+    ("extremes", replace_extremes),
     ("root-mean-square norms", split_rms_norms),
     ("loss", split_cross_entropy),
     ("likelihood", split_likelihood),

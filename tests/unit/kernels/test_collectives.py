@@ -58,6 +58,42 @@ def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(step: Callable[...,
     assert result.is_contiguous()
 
 
+STRIDED = [
+    (step, shape, permutation)
+    for step in STEPS
+    for shape in [(3, 1, 16, 4), (1, 1, 16, 4), (3, 2, 1, 4), (1, 3, 4, 1), (2, 3, 4, 4)]
+    for permutation in [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)]
+]
+
+
+@pytest.mark.parametrize(("step", "shape", "permutation"), STRIDED)
+@pytest.mark.parametrize("dim", range(4))
+def test_results_are_contiguous_whatever_the_strides_and_lengths_of_the_operand(
+    step: Callable[..., torch.Tensor], shape: tuple[int, ...], permutation: tuple[int, ...], dim: int
+) -> None:
+    """Kernels of ops assume strides. The lockstep interpreter, which verifies plans, returns contiguous tensors."""
+    x = torch.empty([shape[i] for i in permutation]).permute([permutation.index(i) for i in range(4)])
+    assert x.shape == shape
+    settings: dict[Any, list[tuple[Any, ...]]] = {
+        all_gather: [(dim, 1)],
+        reduce_scatter: [(dim, "sum", 1)],
+        all_reduce: [("sum", 1)],
+        all_to_all: [(dim, to_dim, 1) for to_dim in range(4) if to_dim != dim],
+        swap: [(dim, 1)],
+        halo: [(dim, 1, 1, False, 1)],
+        shard: [(dim, 1)],
+    }
+    split = {reduce_scatter: dim, shard: dim}
+    for arguments in settings[step]:
+        to_dim = arguments[1] if step is all_to_all else split.get(step)
+        size = 2 if to_dim is None else shape[to_dim]  # a part is one element long
+        if size == 1 or (step is swap and shape[dim] % 2):
+            continue
+        with use_groups(fake_groups(Mesh({"data": 1, "tensor": size}))):
+            result = step(x, *arguments)
+        assert result.stride() == torch.empty(result.shape).stride(), arguments
+
+
 @pytest.mark.parametrize("step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__)
 def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(step: Callable[..., torch.Tensor]) -> None:
     arguments, shape = CALLS[step]

@@ -51,3 +51,12 @@ def test_a_view_of_another_size_and_partial_sums_cannot_be_split() -> None:
         split(torch.zeros(4), Layout.parse("R R"), MESH, (5,))
     with pytest.raises(LayoutError, match="no parts"):
         split(torch.zeros(4), Layout.parse("P R"), MESH)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_replicas_that_are_not_finite_are_compared(value: float) -> None:
+    mesh, layout = Mesh({"a": 2}), Layout.replicated(1)
+    x = torch.tensor([1.0, value])
+    assert join([x, x.clone()], layout, mesh, (2,), 1e-6).isfinite().tolist() == [True, False]
+    with pytest.raises(VerificationError, match="replicas on mesh axis 'a' differ"):
+        join([x, torch.tensor([2.0, value])], layout, mesh, (2,), 1e-6)

@@ -1,0 +1,92 @@
+"""Gradients of extremes, which go to the elements that equal them, however these are computed again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import autopar
+from autopar import extreme_ops
+from autopar.capture import capture
+from benchmarks.common import load_profile
+from benchmarks.random_plans import prepare, random_plan
+
+EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda h: h.amax(1),
+    "amin, kept": lambda h: h.amin((0, 1), keepdim=True),
+    "max": lambda h: h.max(),
+    "min": lambda h: h.min(),
+    "aminmax": lambda h: h.aminmax(dim=1)[0],
+    "infinity norm": lambda h: torch.linalg.vector_norm(h, math.inf, dim=1),
+    "infinity norm of all": lambda h: h.norm(math.inf),
+    "smallest magnitude": lambda h: torch.linalg.vector_norm(h, -math.inf, dim=-1),
+    "median": lambda h: h.median(),
+    "nanmedian": lambda h: h.nanmedian(),
+    "matrix norm": lambda h: torch.linalg.matrix_norm(h, 1),
+    "normalize": lambda h: F.normalize(h, p=math.inf, dim=1),
+    "pairwise distance": lambda h: F.pairwise_distance(h, h.roll(1, 0), p=math.inf),
+    "distances": lambda h: torch.cdist(h, h.roll(1, 0), p=math.inf),
+    "own distances": lambda h: F.pdist(h, p=math.inf),
+    "scattered": lambda h: torch.zeros(4, 6).scatter_reduce(
+        0, INDEX[:, None].expand(12, 6), h, "amax", include_self=False
+    ),
+    "indexed": lambda h: torch.zeros(4, 6).index_reduce(0, INDEX, h, "amin", include_self=False),
+    "segments": lambda h: torch.segment_reduce(h, "max", lengths=torch.tensor([2, 10])),
+}
+INDEX = torch.arange(12).remainder(4)
+COMPARED = {
+    torch.ops.aten.eq.Tensor,
+    torch.ops.aten._cdist_backward.default,
+    torch.ops.aten._pdist_backward.default,
+    torch.ops.aten._segment_reduce_backward.default,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.extreme = nn.Linear(16, 6), EXTREMES[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extreme(self.linear(x)).square().mean()
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(12, 16, generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_no_op_compares_a_value_with_its_extreme_of_another_op(name: str) -> None:
+    graph = capture(Model(name), (), batch()).graph
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    assert not targets & COMPARED
+    assert any(getattr(target, "__module__", "") == extreme_ops.__name__ for target in targets)
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_gradients_are_those_of_the_plain_model_under_plans_that_compute_values_again(
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    model, mesh = Model(name), autopar.Mesh({"a": 2, "b": 2})
+    prepared = prepare(model, batch(), mesh, load_profile("cpu-gloo-frictionless"))
+    for seed in range(3):
+        plan, _ = random_plan(prepared, seed, recompute_otherwise=True)
+        found = autopar.verify(plan, model, batch())
+        assert found.ok, found
+
+
+def test_values_that_are_no_extremes_of_each_other_are_compared_as_they_are() -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            columns = x.amax(0)
+            return torch.where(x == columns.unsqueeze(1), x, -x).sum()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    graph: fx.Graph = capture(Other(), (x,), {}).graph
+    assert any(node.target is torch.ops.aten.eq.Tensor for node in graph.nodes)

@@ -1,0 +1,378 @@
+"""Programs for the remedies of commands: models that are named, files, reports, measuring, and starting processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from autopar import HardwareProfile, hf
+from autopar.cli.models import built, turning_of
+from autopar.cli.options import check_dtype, check_named, check_there
+from autopar.cli.plan import _check_stages
+from autopar.cli.planning import _save
+from autopar.explanation import explain
+from autopar.report.canvas import canvas
+from autopar.report.page import report
+from autopar.run import measure as measuring
+from autopar.run.launching import launch
+from autopar.run.measure_ops import CPU, GPU, Sizes, compute_measurements
+from autopar.run.measure_profile import COLLECTIVES
+from autopar.training.libraries import LEAST, library
+from tests.support.made_plan import made_plan
+from tests.support.remedy_programs import Program
+
+_SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TEXT = {**_SIZES, "vocab_size": 16}
+_VISION = {**_SIZES, "image_size": 16, "patch_size": 8}
+_FUNCTIONS = """
+import torch
+
+def made():
+    return torch.nn.Linear(4, 4), {"input": torch.ones(8, 4)}
+
+def nothing():
+    return 3
+
+def raises():
+    raise ValueError("no such size")
+"""
+
+
+def _named(kind: str, settings: Any, **how: Any) -> Callable[[], object]:
+    """The model of a configuration, on meta."""
+    text = settings if isinstance(settings, str) else json.dumps(settings)
+    return lambda: hf.build(f"{kind}:{text}", **{"batch": 2, **how})
+
+
+def _within(make: Callable[[Path], object]) -> Callable[[], object]:
+    """In a folder that holds `model.py`, a text, and a plan."""
+
+    def program() -> object:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for file in ("model.py", "model.txt"):
+                (folder / file).write_text(_FUNCTIONS)
+            made_plan().save(folder / "plan.json")
+            return make(folder)
+
+    return program
+
+
+def _function(of: str) -> Callable[[], object]:
+    """The model of a function, as --module names it."""
+    return _within(lambda folder: hf.load_function(f"{folder}/{of}"))
+
+
+def _built(config: str | None, of: str | None, batch: int | None) -> Callable[[], object]:
+    def make(folder: Path) -> object:
+        function = None if of is None else f"{folder}/{of}"
+        return built(
+            config, None, function, batch, None, None, "meta", inference=False, precision=None
+        )
+
+    return _within(make)
+
+
+def _without_transformers() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        return built(
+            f"llama:{json.dumps(_TEXT)}", None, None, 2, 4, None, "meta",
+            inference=False, precision=None,
+        )  # fmt: skip
+
+
+def _installed(version: str | None) -> Callable[[], object]:
+    """A library of this version; None for none."""
+
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    def program() -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", found)
+            return library("accelerate", "this program")
+
+    return program
+
+
+def _drawn(with_matplotlib: bool) -> Callable[[], object]:
+    def program() -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            if not with_matplotlib:
+                patch.setitem(sys.modules, "matplotlib.figure", None)
+            return canvas(2.0, 2.0)
+
+    return program
+
+
+def _launched(script: str = "model.py", fails: bool = False, **how: Any) -> Callable[[], object]:
+    """Start a script, with a torchrun that starts nothing."""
+
+    def run(name: str, run_name: str) -> None:
+        if fails:
+            failure = ProcessFailure(local_rank=1, pid=1, exitcode=3, error_file="")
+            raise ChildFailedError("train", {1: failure})
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [])
+            patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
+            patch.setattr(runpy, "run_module", run)
+            launch(folder / script, [], num_processes=2, **how)
+
+    return _within(make)
+
+
+def _points(sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
+    """Made-up times of all that is measured."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number, (kind, point, _) in enumerate(compute_measurements(sizes)):
+        found.setdefault(kind, []).append({**point, "time_s": 1e-6 * (number + 1)})
+    for kind in COLLECTIVES if sizes is CPU else ():
+        found[kind] = [
+            {"num_devices": n, "bytes": b, "time_s": 1e-4 * n + b * 1e-9}
+            for n in (2, 4)
+            for b in (1024, 2**20)
+        ]
+    if sizes is GPU:
+        found["host"] = [{"step_bytes_per_s": 3e11, "copy_bytes_per_s": 5e10}]
+    return found
+
+
+def _measured(device: str, gpu: bool = True, **how: Any) -> Callable[[], object]:
+    """Measure a machine whose times are made up."""
+    chip = SimpleNamespace(name="NVIDIA H200", total_memory=2**37)
+
+    def run(device: str, world_size: int, folder: Path) -> object:
+        return _points(CPU if device == "cpu" else GPU)
+
+    def make(folder: Path) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measuring, "_run_workers", run)
+            patch.setattr(torch.cuda, "is_available", lambda: gpu)
+            patch.setattr(torch.cuda, "device_count", lambda: int(gpu))
+            patch.setattr(torch.cuda, "get_device_name", lambda index=0: chip.name)
+            patch.setattr(torch.cuda, "get_device_properties", lambda index: chip)
+            return measuring.measure(device, out=folder / "out.json", **how)
+
+    return _within(make)
+
+
+def _waited(code: int | None) -> Callable[[], object]:
+    """Wait for a measuring process that ends so, or not at all."""
+
+    def make(folder: Path) -> object:
+        (folder / "stderr0").write_text("no memory left")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measuring, "LIMIT_S", -1.0)
+            worker: Any = SimpleNamespace(poll=lambda: code)
+            return measuring._wait([worker], folder)
+
+    return _within(make)
+
+
+def _local(measured: bool) -> Callable[[], object]:
+    """The profile of a machine, that is measured or not."""
+
+    def make(folder: Path) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AUTOPAR_HOME", str(folder))
+            if measured:
+                path = HardwareProfile.local_path()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(HardwareProfile.read("cpu-gloo")))
+            return HardwareProfile.load("local")
+
+    return _within(make)
+
+
+def _reported(name: str) -> Callable[[], object]:
+    return _within(lambda folder: report(made_plan(), folder / name))
+
+
+_NAMES = (None, "gpt2", None, None)
+
+MODELS: dict[str, Program] = {
+    "hf/batches.py _Sizes.length 0": Program(
+        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
+        'set "max_position_embeddings": 2048',
+        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1, "max_position_embeddings": 2048}, seq=2048),
+    ),
+    "hf/batches.py _Sizes.length 0 | shorter": Program(
+        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
+        "--seq of at most 1024",
+        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=1024),
+    ),
+    "hf/batches.py _tokens 0": Program(
+        _named("llava", {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "image_token_id": 15}, seq=4),
+        "--seq of more than 4",
+        _named("llava", {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "image_token_id": 15}, seq=5),
+    ),
+    "hf/images.py not_known 0": Program(
+        _named("bert/AutoModelForMultipleChoice", _TEXT, seq=4),
+        "a function of yours that returns (model, batch)",
+        _function("model.py:made"),
+    ),
+    "hf/building.py build 0": Program(
+        _named("llama/AutoModelForMaskedLM", _TEXT, seq=4), "correct the head", _named("llama/AutoModelForCausalLM", _TEXT, seq=4)
+    ),
+    "hf/building.py _config 0": Program(
+        _named("lama", _TEXT), "for example llama", _named("llama", _TEXT, seq=4)
+    ),
+    "hf/building.py _config 1": Program(
+        _named("llama", {**_TEXT, "hiden_size": 16}), "did you mean hidden_size", _named("llama", {**_TEXT, "hidden_size": 16}, seq=4)
+    ),
+    "hf/building.py _config 1 | none is close": Program(
+        _named("llama", {**_TEXT, "qqq": 16}),
+        "name one of transformers.LlamaConfig",
+        _named("llama", {**_TEXT, "rms_norm_eps": 1e-6}, seq=4),
+    ),
+    "hf/building.py _config 2": Program(
+        _named("llama", {**_TEXT, "num_attention_heads": 3}),
+        "correct the settings",
+        _named("llama", {**_TEXT, "num_attention_heads": 4}, seq=4),
+    ),
+    "hf/building.py _head 0": Program(
+        _named("bert/Bert", _TEXT), "AutoModelForMaskedLM", _named("bert/AutoModelForMaskedLM", _TEXT, seq=4)
+    ),
+    "hf/building.py _head 1": Program(
+        _named("clip_vision_model", _VISION), "clip_vision_model/AutoModel:JSON", _named("clip_vision_model/AutoModel", _VISION)
+    ),
+    "hf/functions.py load_function 0": Program(
+        _function("model.py"), "a Python file and a function in it", _function("model.py:made")
+    ),
+    "hf/functions.py load_function 1": Program(
+        _function("absent.py:made"), "then a colon and a function in it", _function("model.py:made")
+    ),
+    "hf/functions.py load_function 2": Program(
+        _function("model.txt:made"), "ends in .py", _function("model.py:made")
+    ),
+    "hf/functions.py load_function 3": Program(
+        _function("model.py:build"), "a function that returns (model, batch)", _function("model.py:made")
+    ),
+    "hf/functions.py load_function 4": Program(
+        _function("model.py:nothing"), "an nn.Module and its example inputs", _function("model.py:made")
+    ),
+    "hf/functions.py _of_users 0": Program(
+        _function("model.py:raises"), "correct the function", _function("model.py:made")
+    ),
+    "hf/specs.py parse 0": Program(
+        lambda: hf.build("nothing"), "write TYPE:JSON", _named("llama", _TEXT, seq=4)
+    ),
+    "hf/specs.py parse 1": Program(
+        _named("llama", "{'hidden_size': 8}"), "in double quotes", _named("llama", _TEXT, seq=4)
+    ),
+    "hf/specs.py parse 2": Program(
+        _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
+    ),
+    "cli/models.py turning_of 0": Program(
+        lambda: turning_of(made_plan(), 3, None, None, None, None, None, None),
+        "pass one of --hf, --model and --module",
+        lambda: check_named(*_NAMES),
+    ),
+    "cli/models.py built 0": Program(
+        _built(None, "model.py:made", 4),
+        "leave --batch out, and let the function return such a model and batch",
+        _built(None, "model.py:made", None),
+    ),
+    "cli/models.py built 1": Program(
+        _without_transformers, "or pass --module", _built(None, "model.py:made", None)
+    ),
+    "cli/options.py check_dtype 0": Program(
+        lambda: check_dtype("int3"), "float32", lambda: check_dtype("float32")
+    ),
+    "cli/options.py check_there 0": Program(
+        _within(lambda folder: check_there(folder / "plan")),
+        "check the path",
+        _within(lambda folder: check_there(folder / "plan.json")),
+    ),
+    "cli/options.py check_named 0": Program(
+        lambda: check_named("gpt2:{}", *_NAMES[1:]),
+        "pass one of --hf, --model and --module",
+        lambda: check_named(*_NAMES),
+    ),
+    "cli/plan.py _check_stages 0": Program(
+        lambda: _check_stages(None, "gpipe", None),
+        "pass --pipeline AXIS or --pipeline auto too, or leave --schedule out",
+        lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
+    ),
+    "cli/planning.py _save 0": Program(
+        _within(lambda folder: _save(made_plan(), folder / "absent" / "plan.json")),
+        "check the path",
+        _within(lambda folder: _save(made_plan(), folder / "another.json")),
+    ),
+}  # fmt: skip
+
+OTHERS: dict[str, Program] = {
+    "training/libraries.py library 0": Program(
+        _installed(None), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
+    ),
+    "training/libraries.py library 1": Program(
+        _installed("0.1"), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
+    ),
+    "report/canvas.py canvas 0": Program(
+        _drawn(False), 'pip install "autopar[plot]"', _drawn(True)
+    ),
+    "report/page.py report 0": Program(
+        _reported("plan.txt"), ".svg", _reported("plan.svg")
+    ),
+    "report/page.py report 1": Program(
+        _reported("absent/plan.svg"), "check the path", _reported("plan.svg")
+    ),
+    "explanation/explain.py explain 0": Program(
+        lambda: explain(made_plan(), module="absent"),
+        "its modules are",
+        lambda: explain(made_plan(), module="*"),
+    ),
+    "hardware/profile.py _path 0": Program(
+        _local(False), "run `autopar profile` first", _local(True)
+    ),
+    "run/launching.py launch 0": Program(
+        _launched("absent.py"), "name a Python file", _launched("model.py")
+    ),
+    "run/launching.py launch 1": Program(
+        _launched(nodes="two", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
+    ),
+    "run/launching.py launch 2": Program(
+        _launched(nodes="4:2", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
+    ),
+    "run/launching.py launch 3": Program(
+        _launched(nodes="2"), "--meet HOST:PORT", _launched(nodes="2", meet="host:1")
+    ),
+    "run/launching.py launch 4": Program(
+        _launched(fails=True), "that rank's own error above", _launched()
+    ),
+    "run/measure.py measure 0": Program(
+        _measured("abacus"), "measure cpu, or cuda", _measured("cpu")
+    ),
+    "run/measure.py _measure_cpu 0": Program(
+        _measured("cpu", world_size=1), "use 2 or more", _measured("cpu", world_size=2)
+    ),
+    "run/measure.py _measure_cpu 1": Program(
+        _measured("cpu", links="h100-sxm"), "leave links out", _measured("cpu")
+    ),
+    "run/measure.py _measure_gpu 0": Program(
+        _measured("cuda", world_size=2), "leave world_size out", _measured("cuda", links="h100-sxm")
+    ),
+    "run/measure.py _measure_gpu 1": Program(
+        _measured("cuda", gpu=False), "with a GPU and a torch with CUDA", _measured("cuda")
+    ),
+    "run/measure.py _wait 0": Program(_waited(None), "fewer processes", _waited(0)),
+    "run/measure.py _wait 1": Program(_waited(3), "measure again", _waited(0)),
+}  # fmt: skip
+
+PROGRAMS: dict[str, Program] = {**MODELS, **OTHERS}

@@ -1,0 +1,409 @@
+"""Programs for the remedies of what is done to a compiled module, its parts, and the plain model that it was made of."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autopar
+from autopar.run.parted import parted
+from autopar.run.pickling import reduce_whole
+from tests.support.remedy_programs import Program
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+TABLE = {"factor": 2.0}
+
+
+class Part(nn.Linear):
+    """A layer with a length, a property that computes, and a method that calls what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.helper = lambda: 3
+
+    @property
+    def size(self) -> float:
+        return self.weight.norm().item()
+
+    def __len__(self) -> int:
+        return 3
+
+    def helped(self) -> int:
+        return int(self.helper())
+
+
+class Net(nn.Module):
+    """Reads an attribute, a buffer, and what is beside the model; has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.drop, self.factor = Part(), nn.Dropout(0.0), 2.0
+        self.beside, self.version = torch.ones(4), 1
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.body(x)) * self.factor * self.scale * self.beside
+        return y.square().mean()
+
+    def get_extra_state(self) -> Any:
+        return {"version": self.version}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.version = state["version"]
+
+
+class Counting(nn.Module):
+    """Runs its layer as often as a buffer says, or as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("times", torch.tensor(1))
+
+    def forward(self, x: Tensor, times: Tensor | None = None) -> Tensor:
+        for _ in range(int(self.times) if times is None else len(times)):
+            x = self.layer(x)
+        return x.square().mean()
+
+
+Work = Callable[[Any, Any], object]
+
+
+def compiled(plain: nn.Module, *batch: Any, **options: Any) -> Any:
+    """A model on one CPU, for a batch of [8, 4] where none is given."""
+    return autopar.compile(plain, example_inputs=batch or (X,), hardware="cpu-gloo", **options)
+
+
+def _pair(work: Work, kind: Callable[[], nn.Module] = Net) -> Callable[[], object]:
+    """What is done with a plain model and the compiled one."""
+
+    def program() -> object:
+        plain = kind()
+        return work(plain, compiled(plain))
+
+    return program
+
+
+def _then_called(*changes: Work, kind: Callable[[], nn.Module] = Net) -> Callable[[], object]:
+    """What is done before a call."""
+
+    def work(plain: Any, module: Any) -> object:
+        for change in changes:
+            change(plain, module)
+        return module(X)
+
+    return _pair(work, kind)
+
+
+def _before(change: Callable[[Any], object], work: Work = lambda plain, module: module(X)) -> Callable[[], object]:
+    """What is done to the plain model before it is compiled."""
+
+    def kind() -> nn.Module:
+        net = Net()
+        change(net)
+        return net
+
+    return _pair(work, kind)
+
+
+def on_a_copy(plain: nn.Module, module: Any) -> Any:
+    """The plain copy that has the values trained here."""
+    copied = copy.deepcopy(plain)
+    copied.load_state_dict(module.full_state_dict(), assign=True)
+    return copied
+
+
+def _copied(work: Callable[[Any], object]) -> Callable[[], object]:
+    return _pair(lambda plain, module: work(on_a_copy(plain, module)))
+
+
+@contextmanager
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks, whose collectives do nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _output(work: Callable[[Any], object]) -> Callable[[], object]:
+    """What is done with an output of which each of two ranks has a half."""
+
+    def program() -> object:
+        with two_ranks():
+            mesh = init_device_mesh("cpu", (2,))
+            return work(parted(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False)))
+
+    return program
+
+
+def _set(name: str, value: Any) -> Callable[[Any], None]:
+    def change(of: Any) -> None:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and isinstance(of, Net):
+            vars(of).pop(name, None)
+            of.register_buffer(name, value)
+        else:
+            setattr(of, name, value)
+
+    return change
+
+
+def _written(p: Any) -> None:
+    with torch.no_grad():
+        p.copy_(torch.ones(p.shape))
+
+
+def _saved(plain: Any, module: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        autopar.save_weights(module, folder)
+        fresh = Net()
+        autopar.load_weights(compiled(fresh), folder)
+    torch.save(module.full_state_dict(), io.BytesIO())
+
+
+def _larger(plain: Any) -> object:
+    plain.body.weight, plain.body.bias = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(8))
+    plain.beside = torch.ones(8)
+    return compiled(plain)(X)
+
+
+def _double(plain: Any) -> object:
+    double = copy.deepcopy(plain).double()
+    double.beside = double.beside.double()
+    return compiled(double, X.double())(X.double())
+
+
+def _hook(plain: Any, module: Any) -> Any:
+    return plain.body.register_forward_hook(lambda *_: None)
+
+
+def _with_hook_removed(plain: Any, module: Any) -> object:
+    _hook(plain, module).remove()
+    return module(X)
+
+
+def _table(factor: float) -> Callable[[], object]:
+    """A global variable that forward reads."""
+
+    class Reading(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean() * TABLE["factor"]
+
+    def work(plain: Any, module: Any) -> object:
+        module(X)
+        TABLE["factor"] = 3.0
+        try:
+            TABLE["factor"] = factor
+            return module(X)
+        finally:
+            TABLE["factor"] = 2.0
+
+    return _pair(work, lambda: Reading(4, 4))
+
+
+def _counted(change: bool, again: bool = False) -> Callable[[], object]:
+    """A buffer that says how often a layer runs."""
+
+    def work(plain: Any, module: Any) -> object:
+        if change:
+            module.times.fill_(2)
+        if again:
+            plain.times.fill_(2)
+            return compiled(plain)(X)
+        return module(X)
+
+    return _pair(work, Counting)
+
+
+def _told(num: int) -> Callable[[], object]:
+    times = torch.ones(1)
+    return lambda: compiled(Counting(), X, times)(X, torch.ones(num))
+
+
+def _state(change: bool) -> Work:
+    def work(plain: Any, module: Any) -> object:
+        other = Net()
+        other.version = 2
+        if not change:
+            plain.load_state_dict(other.state_dict())
+            return compiled(plain)(X)
+        return module.load_state_dict(other.state_dict())
+
+    return work
+
+
+STANDING: dict[str, Program] = {
+    "run/part.py Standing.__getattr__ 0": Program(
+        _pair(lambda plain, module: module.no_sync()), "leave it out", _then_called()
+    ),
+    "run/part.py Standing._read 0": Program(
+        _pair(lambda plain, module: module.body.size),
+        "plain.load_state_dict(pm.full_state_dict(), assign=True)",
+        _copied(lambda plain: plain.body.size),
+    ),
+    "run/part.py Standing.__setattr__ 0": Program(
+        _pair(lambda plain, module: setattr(module, "factor", 3.0)),
+        "register_buffer('factor', torch.tensor(...))",
+        _before(_set("factor", torch.tensor(2.0)), lambda plain, module: (module.factor.fill_(3.0), module(X))),
+    ),
+    "run/part.py Standing._check_held 0": Program(
+        _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(8, 4)))),
+        "and compile that",
+        _copied(_larger),
+    ),
+    "run/part.py Standing._check_held 1": Program(
+        _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
+        "write into 'weight' under torch.no_grad(): p.copy_(...)",
+        _then_called(lambda plain, module: _written(module.body.weight)),
+    ),
+    "run/part.py Standing._check_held 1 | whole": Program(
+        _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
+        "pass whole tensors to pm.load_state_dict",
+        _then_called(lambda plain, module: module.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+    ),
+    "run/part.py Standing._apply 0": Program(
+        _pair(lambda plain, module: module.double()), "convert or move the plain model and its batch", lambda: _double(Net())
+    ),
+    "run/part.py Standing._apply 1": Program(
+        _pair(lambda plain, module: module.share_memory()), "leave share_memory out", _then_called()
+    ),
+    "run/part.py Standing.__reduce_ex__ 0": Program(
+        _pair(lambda plain, module: pickle.dumps(module)), "autopar.save_weights(pm, folder)", _pair(_saved)
+    ),
+    "run/part.py Part.forward 0": Program(
+        _pair(lambda plain, module: module.body(X)), "or call the part on a plain copy", _copied(lambda plain: plain.body(X))
+    ),
+    "run/part.py Part.forward 0 | compiled": Program(
+        _pair(lambda plain, module: module.body(X)), "or compile this part", lambda: compiled(Net().body)(X)
+    ),
+    "run/part.py Part.train 0": Program(
+        _pair(lambda plain, module: module.drop.eval()),
+        "set it on the plain model before autopar.compile",
+        _before(lambda net: net.drop.eval()),
+    ),
+    "run/part.py Part.train 0 | whole": Program(
+        _pair(lambda plain, module: module.drop.eval()), "or pm.train(), pm.eval()", _then_called(lambda plain, module: module.eval())
+    ),
+    "run/part.py Part.register_forward_hook 0": Program(
+        _pair(lambda plain, module: module.body.register_forward_hook(lambda *_: None)),
+        "of a forward hook that the plain model has before autopar.compile",
+        _before(lambda net: net.body.register_forward_hook(lambda of, args, out: out * 2)),
+    ),
+    "run/part.py _of_another_model 0": Program(
+        _pair(lambda plain, module: setattr(module, "drop", nn.Dropout(0.5))),
+        "change the plain model, and compile it again",
+        _before(lambda net: setattr(net, "drop", nn.Dropout(0.5))),
+    ),
+    "run/methods.py method_of 0": Program(
+        _pair(lambda plain, module: module.body.reset_parameters()), "on a plain copy", _copied(lambda plain: plain.body.reset_parameters())
+    ),
+    "run/methods.py _refuse 0": Program(
+        _pair(lambda plain, module: module.body.helped()), "on a plain copy", _copied(lambda plain: plain.body.helped())
+    ),
+    "run/likeness.py _refusing.refuse 0": Program(
+        _pair(lambda plain, module: len(module.body)), "use the plain model's", _pair(lambda plain, module: len(plain.body))
+    ),
+    "run/parted.py _in_part 0": Program(
+        _output(lambda out: out.mean().item()), "out.full_tensor()", _output(lambda out: out.full_tensor().mean().item())
+    ),
+    "run/parted.py _in_part 0 | beside a plain tensor": Program(
+        _output(lambda out: out - torch.ones(8, 4)), "out.full_tensor()", _output(lambda out: out.full_tensor() - torch.ones(8, 4))
+    ),
+    "run/parted.py _in_part 0 | whole": Program(
+        _output(lambda out: out.mean().item()),
+        'pass outputs="full" to autopar.compile',
+        lambda: compiled(nn.Linear(4, 4), outputs="full")(X).mean().item(),
+    ),
+    "run/pickling.py refuse_parts 0": Program(
+        _output(lambda out: reduce_whole(out, 4)),
+        "state = pm.full_state_dict()",
+        _pair(lambda plain, module: torch.save(module.full_state_dict(), io.BytesIO())),
+    ),
+    "run/holder.py holder_of 0": Program(
+        lambda: autopar.save_weights(Net(), tempfile.gettempdir()),
+        "what autopar.compile(model, example_inputs=batch) returned",
+        _pair(_saved),
+    ),
+    "run/holder.py _load_state_dict_hook 0": Program(
+        _pair(_state(True)), "load it into the plain model, and compile that", _pair(_state(False))
+    ),
+}  # fmt: skip
+
+PLAIN: dict[str, Program] = {
+    "run/plain_model.py PlainModel.check 0": Program(
+        _then_called(lambda plain, module: plain.body.weight.register_hook(lambda grad: grad)),
+        "register it on pm.get_parameter('body.weight')",
+        _then_called(lambda plain, module: module.get_parameter("body.weight").register_hook(lambda grad: grad)),
+    ),
+    "run/plain_model.py PlainModel._check_mode 0": Program(
+        _then_called(lambda plain, module: plain.eval()),
+        "call pm.eval()",
+        _then_called(lambda plain, module: plain.eval(), lambda plain, module: module.eval()),
+    ),
+    "run/plain_model.py PlainModel._check_mode 0 | part": Program(
+        _then_called(lambda plain, module: plain.drop.eval()),
+        "set it back",
+        _then_called(lambda plain, module: plain.drop.eval(), lambda plain, module: plain.drop.train()),
+    ),
+    "run/plain_model.py PlainModel._check_hooks 0": Program(
+        _then_called(_hook), "remove it", _pair(_with_hook_removed)
+    ),
+    "run/plain_model.py PlainModel._check_hooks 0 | before": Program(
+        _then_called(_hook), "or register it before compiling", _before(lambda net: _hook(net, None))
+    ),
+    "run/plain_model.py PlainModel._check_frozen 0": Program(
+        _then_called(lambda plain, module: plain.body.weight.requires_grad_(False)),
+        "pm.get_parameter('body.weight').requires_grad_(False)",
+        _then_called(
+            lambda plain, module: plain.body.weight.requires_grad_(False),
+            lambda plain, module: module.get_parameter("body.weight").requires_grad_(False),
+        ),
+    ),
+    "run/plain_model.py PlainModel._tell_of_written 0": Program(
+        _then_called(lambda plain, module: plain.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+        "load_state_dict into what autopar.compile returned",
+        _then_called(lambda plain, module: module.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+    ),
+    "run/plain_model.py PlainModel._tell_of_written 0 | before": Program(
+        _then_called(lambda plain, module: _written(plain.body.weight)),
+        "or load before compiling",
+        _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+    ),
+    "run/frozen.py _changed 0": Program(
+        _then_called(lambda plain, module: plain.beside.add_(1.0)),
+        "let forward read it from a buffer (register_buffer)",
+        _before(_set("beside", torch.ones(4)), lambda plain, module: (module.beside.add_(1.0), module(X))),
+    ),
+    "run/frozen.py _changed 1": Program(
+        _then_called(lambda plain, module: setattr(plain, "factor", 3.0)),
+        "set it back to 2.0",
+        _then_called(lambda plain, module: setattr(plain, "factor", 3.0), lambda plain, module: setattr(plain, "factor", 2.0)),
+    ),
+    "run/frozen.py _changed 1 | variable": Program(_table(3.0), "set it back to 2.0", _table(2.0)),
+    "run/known_buffers.py KnownBuffers.check 0": Program(
+        _counted(True), "compile the model again with these values", _counted(False, again=True)
+    ),
+    "run/given_data.py refuse_given_data 0": Program(
+        _then_called(lambda plain, module: setattr(module.body.weight, "data", torch.ones(4, 4))),
+        "p.copy_(...)",
+        _then_called(lambda plain, module: _written(module.body.weight)),
+    ),
+}  # fmt: skip
+
+PROGRAMS: dict[str, Program] = {**STANDING, **PLAIN}

@@ -1,0 +1,211 @@
+"""Programs for the remedies of validation, verification and certificates: programs, models and plans that were changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Mesh, Plan
+from autopar.api.tracing import staged_trace
+from autopar.capture import capture
+from autopar.emit import emit, emit_staged
+from autopar.hardware import HardwareProfile
+from autopar.planning import PlanOptions, make_plan
+from autopar.validation import validate
+from autopar.validation.microbatches import validate_microbatches
+from autopar.verification import verify_program
+from tests.support.mlp import Mlp
+from tests.support.remedy_programs import Program
+
+_X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+_HARDWARE = HardwareProfile.load("cpu-gloo")
+
+
+class Scaled(nn.Module):
+    """A layer, times a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).square().mean() * self.scale
+
+
+class Drawing(Scaled):
+    """Draws numbers, of which `unread` are never read; or by another distribution."""
+
+    def __init__(self, unread: bool = False, kind: str = "normal") -> None:
+        super().__init__()
+        self.unread, self.kind = unread, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.unread:
+            torch.randn(3)
+        noise = torch.randn_like(x) if self.kind == "normal" else torch.empty_like(x).geometric_(0.5)
+        return self.layer(x * noise).square().mean()
+
+
+def _verified(
+    kind: Callable[[], nn.Module] = Scaled,
+    *,
+    model: Callable[[Any], object] = lambda model: None,
+    program: Callable[[Any], object] = lambda program: None,
+    **how: Any,
+) -> Callable[[], object]:
+    """Verify a program, after changes to the model or to the program."""
+
+    def work() -> object:
+        plain = kind()
+        trace = capture(plain, (_X,))
+        made = make_plan(trace, Mesh(2), _HARDWARE, PlanOptions())
+        emitted = emit(trace, made.plan)
+        changed = model(plain)
+        program(emitted)
+        return verify_program(trace, emitted, changed if isinstance(changed, nn.Module) else plain, (_X,), {}, **how)
+
+    return work
+
+
+def _validated(change: Callable[[Any], Any]) -> Callable[[], object]:
+    """Validate a program, after it was changed."""
+
+    def work() -> object:
+        trace = capture(Scaled(), (_X,))
+        plan = make_plan(trace, Mesh(2), _HARDWARE, PlanOptions()).plan
+        return validate(trace, plan, change(emit(trace, plan)))
+
+    return work
+
+
+def _wrong_node(program: Any) -> None:
+    """A node of the forward graph makes twice what it made."""
+    graph = program.forward.graph
+    node = next(n for n in graph.nodes if "tanh" in str(n.target))
+    with graph.inserting_after(node):
+        wrong = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+    node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+    wrong.meta = dict(node.meta)
+    program.forward.recompile()
+
+
+def _in_microbatches(wrong: bool) -> Callable[[], object]:
+    """Microbatches that are said to take all of an input, or as it was planned."""
+
+    def work() -> object:
+        model = Mlp(4, 8, 1)
+        plan = autopar.plan(model, 2, example_inputs=(_X,), hardware="cpu-gloo", num_microbatches=2)
+        trace = capture(model, (_X,))
+        part, how, made = staged_trace(plan, model, trace, (_X,), {})
+        program = emit_staged(part, made, how, plan)
+        counted = replace(program.microbatches, inputs={}) if wrong else program.microbatches
+        return validate_microbatches(trace, program.trace, counted)
+
+    return work
+
+
+def _in_one(model: Callable[[], nn.Module] = lambda: Mlp(4, 8, 1)) -> object:
+    """The same in one microbatch."""
+    return autopar.plan(model(), 2, example_inputs=(_X,), hardware="cpu-gloo", num_microbatches=1)
+
+
+class Masked(Scaled):
+    """Drops features of all samples alike, and leaves samples without a label out of its loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = nn.functional.dropout(torch.ones(4), 0.5, self.training)
+        return nn.functional.cross_entropy(self.layer(x * mask), y)
+
+
+def _masked(train: bool = True, num: int = 2) -> Callable[[], object]:
+    """Verify a plan of microbatches that draw numbers."""
+
+    def work() -> object:
+        model = Masked().train(train)
+        batch = _X, torch.tensor([0, 1, 2, 3, 0, 1, -100, 2])
+        plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num)
+        return autopar.verify(plan, model, batch)
+
+    return work
+
+
+def _in_precision(dtype: torch.dtype | None) -> Callable[[], object]:
+    """Verify a plan in bf16 of a model with statistics in float32."""
+
+    def work() -> object:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        plan = autopar.plan(model, 1, example_inputs=(_X,), hardware="cpu-gloo", precision="bf16")
+        return autopar.verify(plan, model, (_X,), dtype=dtype)
+
+    return work
+
+
+def _filled(value: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.layer.weight.data.fill_(value)
+
+    return change
+
+
+def _staged(change: Callable[[Any], None]) -> Plan:
+    """A plan of two stages, whose file was changed."""
+    model = Mlp(4, 8, 2)
+    options: dict[str, Any] = {"num_microbatches": 2, "constraints": [autopar.constraints.pipeline("stage")]}
+    plan = autopar.plan(model, {"stage": 2}, example_inputs=(_X,), hardware="cpu-gloo", **options)
+    data = json.loads(plan.dumps())
+    change(data)
+    return Plan.loads(json.dumps(data))
+
+
+def _crosses(data: Any) -> None:
+    """What crosses is another value."""
+    for each in data["pipeline"]["crossings"][0]:
+        each["node"] = "another"
+
+
+def _explained(change: Callable[[Any], None] = lambda data: None) -> Callable[[], object]:
+    return lambda: str(autopar.explain(_staged(change)))
+
+
+PROGRAMS: dict[str, Program] = {
+    "validation/states.py invalid 0": Program(
+        _validated(lambda program: replace(program, mutated=("x",))),
+        "validate it as `emit` makes it of the plan",
+        _validated(lambda program: program),
+    ),
+    "validation/microbatches.py _InTime._error 0": Program(
+        _in_microbatches(True), "pass num_microbatches=1 and no pipeline", _in_one
+    ),
+    "verification/case.py Case.of 0": Program(
+        _verified(model=lambda model: model.to("meta")), "verify a model and a batch that have values", _verified()
+    ),
+    "verification/case.py Case._run_plain 0": Program(
+        _verified(lambda: Drawing(unread=True)), "remove random numbers that nothing reads", _verified(Drawing)
+    ),
+    "verification/case.py Case._refused_by_kernels 0": Program(
+        _in_precision(None), "pass dtype=torch.float64", _in_precision(torch.float64)
+    ),
+    "verification/case.py Case.run_plain 0": Program(_masked(), "verify in eval mode", _masked(train=False)),
+    "verification/case.py Case.run_plain 0 | one": Program(_masked(), "or a plan of one microbatch", _masked(num=1)),
+    "verification/check.py _plain 0": Program(
+        _verified(model=_filled(float("nan"))), "with a batch and weights that give a finite loss", _verified(model=_filled(0.5))
+    ),
+    "verification/check.py _compared 0": Program(
+        _verified(model=lambda model: setattr(model, "scale", 2.0)), "it was captured wrongly", _verified()
+    ),
+    "verification/diagnosis.py diagnose.check 0": Program(
+        _verified(program=_wrong_node), "look at this node and at what it reads", _verified()
+    ),
+    "verification/drawing.py PositionalDraws.__torch_dispatch__ 0": Program(
+        _verified(Drawing, model=lambda model: setattr(model, "kind", "geometric")), "draw with rand, randn or dropout", _verified(Drawing)
+    ),
+    "explanation/prices.py _received 0": Program(_explained(_crosses), "plan again", _explained()),
+}  # fmt: skip

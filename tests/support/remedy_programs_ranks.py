@@ -1,0 +1,332 @@
+"""Programs for the remedies of ranks: meshes and processes, what has to be alike on all of them, and how they end."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autopar
+from autopar.errors import RankError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.run import agreement, device_mesh, equal, ranks
+from autopar.run.agreement import Agreement
+from autopar.run.ends import End
+from autopar.run.module import ParallelModule
+from tests.support import handwritten
+from tests.support.remedy_programs import Program
+from tests.support.remedy_programs_modules import two_ranks
+from tests.support.remedy_programs_steps import Net, X, compiled
+
+Step = Callable[[int, Agreement], None]
+Change = Callable[[Any], Any]
+
+
+class Sized(nn.Module):
+    """Runs its layer as often as the first size says, and doubles the result where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None, *, double: bool = False) -> Tensor:
+        for _ in range(1 if sizes is None else int(sizes[0, 0])):
+            x = self.layer(x)
+        return x.square().mean() * (2 if double else 1)
+
+
+def _alone(work: Callable[[], object]) -> Callable[[], object]:
+    """Where no process group is there yet."""
+
+    def program() -> object:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return work()
+
+    return program
+
+
+def _of_two(work: Callable[[DeviceMesh], object], *names: str) -> Callable[[], object]:
+    """On the first of two ranks, whose collectives do nothing."""
+
+    def program() -> object:
+        with two_ranks():
+            return work(init_device_mesh("cpu", (2,), mesh_dim_names=names or None))
+
+    return program
+
+
+def _says(owner: Any, change: Change, work: Callable[[DeviceMesh], object]) -> Callable[[], object]:
+    """Where ranks compare, the second says what `change` makes of what the first does."""
+
+    def patched(devices: DeviceMesh) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, "of_all_alike", lambda topic, fact: [fact, change(fact)])
+            patch.setattr(dist, "broadcast", lambda tensor, source: None)
+            return work(devices)
+
+    return _of_two(patched, "data")
+
+
+def _alike(change: Change, work: Callable[[DeviceMesh], object], says: str) -> Program:
+    """What is refused where ranks differ, and not where they do not."""
+    return Program(_says(equal, change, work), says, _says(equal, lambda fact: fact, work))
+
+
+def _other(fact: list[Any]) -> list[Any]:
+    return [None, *fact[1:]]
+
+
+def _built(first: Change) -> Callable[[], object]:
+    """Weights, of which the second rank has the first in another way."""
+
+    def change(fact: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        (name, digest), *rest = fact
+        return [(name, first(digest)), *rest]
+
+    return _says(equal, change, lambda devices: equal.share_weights(Net(), devices))
+
+
+def _meet(step: Step, steps: int = 1, ends: str = "", limit_s: float = 60.0) -> Callable[[], object]:
+    """Two ranks do the same for some steps, then `step`; here each is a thread."""
+
+    def program() -> None:
+        store, told = dist.HashStore(), dict[int, RankError]()
+        each = [Agreement(store, rank, 2, limit_s) for rank in range(2)]
+
+        def one(rank: int) -> None:
+            try:
+                for _ in range(steps):
+                    each[rank].begin("calls the model", True)
+                step(rank, each[rank])
+            except RankError as error:
+                told[rank] = error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "why_it_ends", lambda: End("it raised ValueError", ends))
+            threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+        for error in told.values():
+            raise error
+
+    return program
+
+
+def _same(rank: int, each: Agreement) -> None:
+    each.begin("calls the model", True)
+
+
+def _differ(rank: int, each: Agreement) -> None:
+    each.begin("saves" if rank else "calls the model", True)
+
+
+def _one_ends(rank: int, each: Agreement) -> None:
+    each.close() if rank else each.begin("calls the model", True)
+
+
+def _one_comes(rank: int, each: Agreement) -> None:
+    if not rank:
+        each.begin("calls the model", True)
+
+
+def _store(gone: bool) -> Callable[[], object]:
+    """The process that holds the store is there, or not."""
+
+    def step(rank: int, each: Agreement) -> None:
+        if gone and not rank:
+            raise each._without_store(dist.DistStoreError("Connection reset by peer"))
+        if not gone:
+            each.begin("calls the model", True)
+
+    return _meet(step)
+
+
+def _gpu(num: int) -> Callable[[], object]:
+    """The second process of a machine with so many GPUs."""
+
+    def program() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_RANK", "1")
+            for name, value in (("device_count", num), ("is_initialized", False), ("current_device", 0)):
+                patch.setattr(torch.cuda, name, lambda value=value: value)
+            patch.setattr(torch.cuda, "set_device", lambda number: None)
+            ranks.take_gpu()
+
+    return program
+
+
+def _topics(other: str) -> Callable[[], object]:
+    """What two ranks are about to do."""
+
+    def program() -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "of_all", lambda fact, topic: [fact, (other, fact[1])])
+            return ranks.of_all_alike("calls the model", 1)
+
+    return program
+
+
+def _written(name: str) -> Callable[[], object]:
+    """Weights into a folder, or where a file is."""
+
+    def program() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "file").touch()
+            autopar.save_weights(compiled(), Path(folder, name))
+
+    return program
+
+
+def _only(*given: Any, **named: Any) -> Callable[[], object]:
+    """A call of what no other program is made for."""
+
+    def program() -> object:
+        given_there = {"x": X, "sizes": torch.tensor([[1, 2]]), "double": False}
+        module: Any = autopar.compile(Sized(), example_inputs=given_there, hardware="cpu-gloo")
+        module.variants = None
+        return module(*given, **named)
+
+    return program
+
+
+def _handwritten(data: int) -> Callable[[], object]:
+    def program() -> object:
+        devices = device_mesh.device_mesh(Mesh({"data": 1, "tensor": 1}))
+        return ParallelModule(handwritten.program(data, 1), devices, handwritten.Toy())
+
+    return program
+
+
+def _on_host(backend: str) -> Callable[[], object]:
+    """A parameter rests on the host."""
+    forced = autopar.constraints.layout("layer", storage="R host")
+    return lambda: autopar.compile(
+        Net(), {"gpu": 1}, example_inputs=(X,), hardware="h100-sxm", constraints=[forced], backend=backend
+    )(X).backward()
+
+
+def _stored(layout: Layout) -> None:
+    """A program for another mode has a parameter in this layout."""
+    module = compiled()
+    (storage, *_) = module._storages.values()
+    other = replace(storage, tensor=replace(storage.tensor, layout=layout))
+    module.check_same(storage.tensor.name, other)
+
+
+_ONE, _TWO = torch.tensor([[1, 2]]), torch.tensor([[2, 2]])
+
+MESHES: dict[str, Program] = {
+    "run/device_mesh.py _initialize 0": Program(
+        _alone(lambda: device_mesh.device_mesh(Mesh(2))),
+        "autopar run -n 2 SCRIPT",
+        _of_two(lambda devices: device_mesh.device_mesh(Mesh(2))),
+    ),
+    "run/device_mesh.py device_mesh 0": Program(
+        _of_two(lambda devices: device_mesh.device_mesh(Mesh(4))),
+        "or plan for a mesh of 2",
+        _of_two(lambda devices: device_mesh.device_mesh(Mesh(2))),
+    ),
+    "run/device_mesh.py check_shape 0": Program(
+        _handwritten(2), "plan for the mesh that is there, data=1,tensor=1", _handwritten(1)
+    ),
+    "run/device_mesh.py groups_of 0": Program(
+        _of_two(lambda devices: device_mesh.groups_of(DeviceMesh("cpu", [1]))),
+        "that covers every process",
+        _of_two(device_mesh.groups_of),
+    ),
+    "run/device_mesh.py stage_devices 0": Program(
+        _of_two(lambda devices: device_mesh.stage_devices(devices, "stage")),
+        "name its dims as in the plan",
+        _of_two(lambda devices: device_mesh.stage_devices(devices, "stage"), "stage"),
+    ),
+    "run/device_mesh.py agree 0": Program(
+        _says(device_mesh, lambda fact: "another", lambda devices: device_mesh.agree("a plan", "plan", devices)),
+        "give every rank the same model, batch shapes, mesh and options",
+        _says(device_mesh, lambda fact: fact, lambda devices: device_mesh.agree("a plan", "plan", devices)),
+    ),
+    "run/staged_module.py StagedModule.__init__ 0": Program(
+        lambda: compiled(batch="local", num_microbatches=2), 'pass batch="global"', lambda: compiled(batch="global", num_microbatches=2)
+    ),
+    "run/executor.py Executor.__init__ 0": Program(
+        _on_host(backend="inductor"), 'use backend="eager"', _on_host(backend="eager")
+    ),
+    "run/holder.py Holder.check_same 0": Program(
+        lambda: _stored(Layout.parse("R host")),
+        "compile the model for that call, and load_state_dict into it",
+        lambda: _stored(Layout.parse("R")),
+    ),
+    "run/ranks.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
+}  # fmt: skip
+
+ALIKE: dict[str, Program] = {
+    "run/equal.py share_weights 0": Program(
+        _built(lambda digest: None), "build the model alike on every rank: with weights, or on meta", _built(lambda digest: digest)
+    ),
+    "run/equal.py share_weights 1": Program(
+        _built(lambda digest: ((8, 8), *digest[1:])), "the same configuration and dtype", _built(lambda digest: digest)
+    ),
+    "run/equal.py check_batch 0": _alike(
+        _other, lambda devices: equal.check_batch(["x"], [X], devices), "pass every rank the same batch"
+    ),
+    "run/equal.py check_parts 0": _alike(
+        _other, lambda devices: equal.check_parts(["x"], [X], [Layout.parse("R")], devices), "pass these ranks the same tensors"
+    ),
+    "run/equal.py check_random_state 0": _alike(
+        lambda state: state + 1, lambda devices: equal.check_random_state(3, devices), "pm.manual_seed(seed)"
+    ),
+    "run/equal.py Beside.check 0": _alike(
+        _other, lambda devices: equal.Beside().check("add", [X], devices), "seed alike what draws it (torch.manual_seed)"
+    ),
+    "run/equal.py check_tangents 0": _alike(
+        _other, lambda devices: equal.check_tangents([("y", X)], devices), "or let the model compute its loss"
+    ),
+    "run/ranks.py of_all_alike 0": Program(
+        _topics("saves"), "call the model alike on every rank", _topics("calls the model")
+    ),
+    "run/ranks.py _said 0": Program(
+        _written("file"), "name a folder that can be written to", _written("folder")
+    ),
+    "run/differences.py _unlike 0": Program(
+        _meet(_differ), "in the same order and equally often on every rank", _meet(_same)
+    ),
+    "run/differences.py _unlike 0 | from the begin": Program(
+        _meet(_differ, steps=0), "in the same order and equally often on every rank", _meet(_same, steps=0)
+    ),
+    "run/differences.py Differences.of 0": Program(
+        _meet(_one_comes, limit_s=0.1), "torch.distributed.init_process_group(timeout=...)", _meet(_same)
+    ),
+    "run/differences.py Differences.of_ended 0": Program(
+        _meet(_one_ends, ends="quiet"), "equally often on every rank", _meet(_same)
+    ),
+    "run/differences.py Differences.of_ended 0 | with an error": Program(
+        _meet(_one_ends, ends="alone"), "see the messages of rank 1", _meet(_same)
+    ),
+    "run/agreement.py Agreement._without_store 0": Program(
+        _store(gone=True), "see why that process, rank 0 or the launcher, has ended", _store(gone=False)
+    ),
+    "run/arguments.py Arguments._check_settings 0": Program(
+        _only(X, _ONE, double=True), "pass what the program was made for", _only(X, _ONE, double=False)
+    ),
+    "run/arguments.py Arguments._check_settings 0 | compiled for it": Program(
+        _only(X, _ONE, double=True), "or compile the model for this call, too", lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True)
+    ),
+    "run/arguments.py Arguments._check_known 0": Program(
+        _only(X, _TWO, double=False), "pass those", _only(X, _ONE, double=False)
+    ),
+    "run/arguments.py Arguments._leaves 0": Program(
+        _only(X, [_ONE], double=False), "call it as in example_inputs", _only(X, _ONE, double=False)
+    ),
+}  # fmt: skip
+
+PROGRAMS: dict[str, Program] = {**MESHES, **ALIKE}

@@ -1,0 +1,450 @@
+"""Programs for the remedies of checkpoints: folders, steps, what is saved beside a model, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+import autopar
+from autopar.errors import RuntimeStateError
+from autopar.run import saved, saved_beside, saved_files, saved_parts, saved_runs, saved_writing
+from autopar.run.saved_parts import collect_parts
+from tests.support.old_checkpoints import forge, to_old_format
+from tests.support.remedy_programs import Program
+
+BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(8, 4)}
+_FULL = OSError(28, "No space left on device")
+
+
+class Net(nn.Module):
+    """The mean square of a linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+class Stated:
+    """A state of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Run:
+    """A compiled model, an optimizer, and a folder."""
+
+    def __init__(self, folder: Path, width: int = 4, keep: int = 3) -> None:
+        self.folder = folder
+        self.module: Any = autopar.compile(Net(width), example_inputs=BATCH, hardware="cpu-gloo")
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+        self.checkpoints = autopar.Checkpoints(folder, keep=keep)
+
+    def save(self, step: int = 1, **others: Any) -> Path:
+        return self.checkpoints.save(step, self.module, **others)
+
+    def load(self, **others: Any) -> int:
+        return self.checkpoints.load(self.module, **others)
+
+    def place(self, step: int) -> Path:
+        return self.folder / f"step_{step:09d}"
+
+
+def _run(work: Callable[[Run], object], *, steps: int = 0, width: int = 4) -> Callable[[], object]:
+    """What a run does that has saved so many steps."""
+
+    def program() -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            run = Run(Path(folder), width)
+            for step in range(steps):
+                run.save(step + 1)
+            return work(run)
+
+    return program
+
+
+def _patched(owner: Any, name: str, value: Any, work: Callable[[Run], object], **how: Any) -> Callable[[], object]:
+    """What a run does where something is different."""
+
+    def patched(run: Run) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            return work(run)
+
+    return _run(patched, **how)
+
+
+def _among(module: ModuleType, other: Callable[[Any], Any], work: Callable[[Run], object], **how: Any) -> Callable[[], object]:
+    """What a run does beside a second rank, which says something else where ranks compare."""
+    return _patched(module, "of_all", lambda fact: [fact, other(fact)], work, **how)
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def raise_(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raise_
+
+
+def _of_old_steps(work: Callable[[Run], object]) -> Callable[[Run], object]:
+    """Where no rank waits for a shared folder."""
+
+    def patched(run: Run) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saved, "SEEN_WITHIN_S", 0.001)
+            patch.setattr(saved, "PAUSE_S", 0.001)
+            return work(run)
+
+    return patched
+
+
+def _again(run: Run) -> Run:
+    """The next process of a run."""
+    return Run(run.folder)
+
+
+def _damaged(run: Run, step: int, file: str = "contents.json") -> None:
+    """Half of a file is left."""
+    path = run.place(step) / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _planted(run: Run, file: str, content: bytes, step: int = 2) -> None:
+    """A file is another, and its checksum fits."""
+    (run.place(step) / file).write_bytes(content)
+    forge(run.place(step))
+
+
+def _contents(run: Run) -> bytes:
+    """What says of a tensor that half of it is there."""
+    text = json.loads((run.place(2) / "contents.json").read_text())
+    for tensor in text["tensors"].values():
+        tensor["boxes"] = tensor["boxes"][:0]
+    return json.dumps(text).encode()
+
+
+def _loads_planted(file: str, content: Callable[[Run], bytes], old: bool = False) -> Callable[[], object]:
+    def work(run: Run) -> object:
+        if old:
+            to_old_format(run.place(2))
+        _planted(run, file, content(run))
+        return run.load()
+
+    return _run(work, steps=2)
+
+
+def _loads_earlier(run: Run) -> None:
+    """Another checkpoint is taken: the newest is removed."""
+    _planted(run, "contents.json", b"{}")
+    shutil.rmtree(run.place(2))
+    assert run.load() == 1
+
+
+def _loads_copied(run: Run) -> None:
+    """The file is copied again from where it was saved."""
+    whole = (run.place(1) / "contents.json").read_bytes()
+    _damaged(run, 1)
+    (run.place(1) / "contents.json").write_bytes(whole)
+    assert run.load() == 1
+
+
+def _with_head(saves: Callable[[Run, Any, Any], object]) -> Callable[[], object]:
+    """A head that is not compiled, and an optimizer of both."""
+
+    def work(run: Run) -> object:
+        head = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD([*run.module.parameters(), *head.parameters()], lr=0.1)
+        return saves(run, head, optimizer)
+
+    return _run(work)
+
+
+def _lbfgs(run: Run) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(run.module.parameters())
+
+
+def _critic(with_it: bool) -> Callable[[], object]:
+    """An optimizer of a critic that is compiled, too."""
+
+    def work(run: Run) -> object:
+        critic: Any = autopar.compile(Net(4), example_inputs=BATCH, hardware="cpu-gloo")
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+        return run.save(of_critic=optimizer, **({"critic": critic} if with_it else {}))
+
+    return _run(work)
+
+
+def _term(whole: bool) -> Callable[[], object]:
+    """A sum that is not summed up yet is saved."""
+
+    def work(run: Run) -> object:
+        x = DTensor.from_local(torch.ones(4), run.module.device_mesh, [Partial()])
+        return run.save(state={"x": x.full_tensor() if whole else x})
+
+    return _run(work)
+
+
+def _of_stage(average: bool) -> Callable[[], object]:
+    """A copy of a parameter of one stage of two, and the average in its place."""
+
+    def work(run: Run) -> object:
+        if average:
+            return run.save(average=torch.optim.swa_utils.AveragedModel(run.module))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saved_beside, "num_ranks", lambda: 2)
+            return run.save(state={"x": run.module.get_parameter("layer.weight").detach()})
+
+    return _run(work)
+
+
+def _old_and_new(loads: bool) -> Callable[[], object]:
+    """Two runs that save into one folder."""
+
+    def work(run: Run) -> object:
+        other = _again(run)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (saved, saved_runs):
+                patch.setattr(module, "this_run", lambda: "another")
+            other.save(1)
+        return (run.load(), run.save(2)) if loads else run.save(2)
+
+    return _run(work)
+
+
+def _elsewhere(run: Run) -> Path:
+    return autopar.Checkpoints(run.folder / "elsewhere").save(1, run.module)
+
+
+def _newer(version: int | None) -> Callable[[], object]:
+    def work(run: Run) -> object:
+        if version is not None:
+            forge(run.place(1), lambda about: about.update(version=version))
+        return run.load()
+
+    return _run(work, steps=1)
+
+
+def _noted(saved: Any, here: Any) -> Callable[[], object]:
+    """A setting of an optimizer, as it was saved and as it is now."""
+
+    def work(run: Run) -> object:
+        run.optimizer.param_groups[0]["note"] = saved
+        run.save(optimizer=run.optimizer)
+        run.optimizer.param_groups[0]["note"] = here
+        return run.load(optimizer=run.optimizer)
+
+    return _run(work)
+
+
+def _marks(mark: str) -> Callable[[], object]:
+    """What the second rank of two leaves of its work."""
+
+    def work(run: Run) -> object:
+        saving = replace(run.checkpoints._collect(1, run.module, None, {}, None), num_ranks=2)
+        (saving.place / "rank_00000.done").write_text("{}")
+        if mark:
+            (saving.place / f"rank_00001.{mark}").write_text('"no space"' if mark == "failed" else "{}")
+        return saved_writing._collect_marks(saving)
+
+    return _patched(saved_writing, "WITHIN_S", 0.0, work)
+
+
+def _finished(absent: bool) -> Callable[[], object]:
+    """The first rank sees what the others wrote, or not."""
+
+    def work(run: Run) -> object:
+        saving = run.checkpoints._collect(1, run.module, None, {}, None)
+        sums = saving.write()
+        return saving.finish({**sums, **({"rank_00001.safetensors": 3} if absent else {})})
+
+    return _run(work)
+
+
+def _in_background(run: Run) -> None:
+    run.checkpoints.async_save(1, run.module)
+    run.checkpoints.wait()
+
+
+def _kept(value: Any) -> Callable[[], object]:
+    return _run(lambda run: run.save(kept=Stated(value)))
+
+
+def _sparse(value: Tensor) -> Callable[[], object]:
+    return _run(lambda run: collect_parts({"x": value}, "it", "", run.folder))
+
+
+def _renamed(run: Run, step: int | None) -> int:
+    """Of a folder whose newest checkpoint is damaged."""
+    _damaged(run, 2)
+    return run.checkpoints.export(run.folder / "weights", step=step)
+
+
+FOLDERS: dict[str, Program] = {
+    "run/saved.py Checkpoints.steps 0": Program(
+        _among(saved, lambda fact: (), _of_old_steps(lambda run: run.checkpoints.steps()), steps=1),
+        "a folder that all machines share",
+        _among(saved, lambda fact: fact, lambda run: run.checkpoints.steps(), steps=1),
+    ),
+    "run/saved.py Checkpoints.load 0": Program(
+        _run(lambda run: (_damaged(run, 2), run.load()), steps=2),
+        "remove it: step 1 is whole, and is taken then",
+        _run(lambda run: (_damaged(run, 2), shutil.rmtree(run.place(2)), run.load()), steps=2),
+    ),
+    "run/saved.py Checkpoints.export 0": Program(
+        _run(lambda run: run.checkpoints.export(run.folder / "weights", step=5), steps=2),
+        "there are steps 1, 2",
+        _run(lambda run: run.checkpoints.export(run.folder / "weights", step=2), steps=2),
+    ),
+    "run/saved.py Checkpoints.export 0 | empty": Program(
+        _run(lambda run: run.checkpoints.export(run.folder / "weights")),
+        "the folder that Checkpoints saved into",
+        _run(lambda run: run.checkpoints.export(run.folder / "weights"), steps=1),
+    ),
+    "run/saved.py Checkpoints.export 1": Program(
+        _run(lambda run: _renamed(run, None), steps=2),
+        "export another step: 1",
+        _run(lambda run: _renamed(run, 1), steps=2),
+    ),
+    "run/saved.py Checkpoints._begun 0": Program(
+        _run(lambda run: run.save(1), steps=2), "load before you train", _run(lambda run: run.save(run.load() + 1), steps=2)
+    ),
+    "run/saved.py Checkpoints._begun 0 | elsewhere": Program(
+        _run(lambda run: run.save(1), steps=2), "name another folder", _run(_elsewhere, steps=2)
+    ),
+    "run/saved.py Checkpoints._begun 0 | removed": Program(
+        _run(lambda run: run.save(1), steps=2), "remove those", _run(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2)
+    ),
+    "run/saved.py Checkpoints._collect 0": Program(
+        _run(lambda run: run.save(-1)), "how many steps were made, from 0", _run(lambda run: run.save(0))
+    ),
+    "run/saved_files.py seen_by_all 0": Program(
+        _among(saved_files, lambda fact: False, lambda run: run.save()),
+        "a folder that all machines share",
+        _among(saved_files, lambda fact: True, lambda run: run.save()),
+    ),
+    "run/saved_runs.py check_alone 0": Program(
+        _old_and_new(False), "Started again, this one goes on after step 1", _old_and_new(True)
+    ),
+    "run/saved_files.py _read 0": Program(
+        _newer(99), f"read it with autopar {autopar.__version__}, which wrote it", _newer(None)
+    ),
+    "run/saved_writing.py Saving.finish 0": Program(
+        _finished(True), "a folder that all machines share", _finished(False)
+    ),
+    "run/saved_writing.py Background.result 0": Program(
+        _patched(saved_parts, "write_tensors", _raising(_FULL), _in_background),
+        "free space on the disk",
+        _run(_in_background),
+    ),
+    "run/saved_writing.py _collect_marks 0": Program(
+        _marks("failed"), "free space on the disk", _marks("done")
+    ),
+    "run/saved_writing.py _collect_marks 1": Program(
+        _marks(""), "see what became of them", _marks("done")
+    ),
+}  # fmt: skip
+
+BESIDE: dict[str, Program] = {
+    "run/saved_beside.py ValueState.state 0": Program(_term(False), "what x.full_tensor() returns", _term(True)),
+    "run/saved_beside.py ValueState.state 1": Program(
+        _of_stage(False), "copies of weights as AveragedModel(pm)", _of_stage(True)
+    ),
+    "run/saved_beside.py _check_own 0": Program(
+        _with_head(lambda run, head, optimizer: run.save(optimizer=optimizer)),
+        "save(step, pm, head=head, optimizer_of_both=optimizer)",
+        _with_head(lambda run, head, optimizer: run.save(head=head, optimizer_of_both=optimizer)),
+    ),
+    "run/saved_beside.py _check_own 1": Program(
+        _run(lambda run: run.save(optimizer=_lbfgs(run))),
+        "save(step, pm, lbfgs=optimizer)",
+        _run(lambda run: (run.save(lbfgs=_lbfgs(run)), run.load(lbfgs=_lbfgs(run)))),
+    ),
+    "run/saved_beside.py others_of 0": Program(
+        _critic(False), "save(step, pm, optimizer, of_critic=..., critic=...)", _critic(True)
+    ),
+    "run/saved_beside.py others_of 1": Program(
+        _run(lambda run: run.save(loader=3)), "or a dict of values", _run(lambda run: run.save(loader={"at": 3}))
+    ),
+    "run/saved_beside.py _check_alike 0": Program(
+        _among(saved_beside, lambda marks: dict.fromkeys(marks, 0), lambda run: run.save(at={"step": 3})),
+        saved_beside._ALIKE,
+        _among(saved_beside, lambda marks: marks, lambda run: run.save(at={"step": 3})),
+    ),
+    "run/saved_beside.py with_saved 0": Program(
+        _run(lambda run: (run.save(at={"a": 1}), run.load(there={}))),
+        "with the same names",
+        _run(lambda run: (run.save(at={"a": 1}), run.load(at={}))),
+    ),
+    "run/saved_beside.py with_saved 1": Program(
+        _run(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head={}))),
+        "what it was saved of",
+        _run(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
+    ),
+    "run/saved_values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
+    "run/saved_parts.py _check_kind 0": Program(
+        _sparse(torch.eye(4).to_sparse()), "as dense tensors", _sparse(torch.eye(4).to_sparse().to_dense())
+    ),
+    "run/saved_parts.py collect_parts 0": Program(
+        _patched(saved_parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
+        "Earlier checkpoints are as they were",
+        _run(lambda run: run.save(2), steps=1),
+    ),
+    "run/saved_state.py _check_same 0": Program(
+        _run(lambda run: run.load(optimizer=run.optimizer), steps=1),
+        "load the model alone: checkpoints.load(pm)",
+        _run(lambda run: run.load(), steps=1),
+    ),
+    "run/saved_state.py _check_same 1": Program(
+        _run(lambda run: Run(run.folder, 8).load(), steps=1),
+        "load it into what it was saved of",
+        _run(lambda run: Run(run.folder, 4).load(), steps=1),
+    ),
+    "run/saved_loading.py _check_fits 0": Program(
+        _noted("a text", 3), "load it into what it was saved of", _noted("a text", "another")
+    ),
+    "run/saved_loading.py load_parts 0": Program(
+        _noted("a text", 3), "load it into what it was saved of", _noted(3, 4)
+    ),
+}  # fmt: skip
+
+FILES: dict[str, Program] = {
+    "run/saved_tensors.py damaged 0": Program(
+        _loads_planted("contents.json", lambda run: b"{}"), "take another checkpoint", _run(_loads_earlier, steps=2)
+    ),
+    "run/saved_tensors.py damaged 0 | boxes": Program(
+        _loads_planted("contents.json", _contents), "copy this one again", _run(_loads_copied, steps=1)
+    ),
+    "run/saved_tensors.py unsafe 0": Program(
+        _loads_planted(".metadata", lambda run: pickle.dumps(Path), old=True),
+        "take another checkpoint, or save anew",
+        _run(lambda run: run.save(3), steps=2),
+    ),
+    "run/saved_tensors.py unsafe 0 | values": Program(
+        _loads_planted("others.pt", lambda run: pickle.dumps(RuntimeStateError), old=True),
+        "take another checkpoint, or save anew",
+        _run(_loads_earlier, steps=2),
+    ),
+}  # fmt: skip
+
+PROGRAMS: dict[str, Program] = {**FOLDERS, **BESIDE, **FILES}

@@ -1,0 +1,395 @@
+"""Programs for the remedies of calls of compiled modules, of backward, of optimizers and of weights."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
+
+import autopar
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.run import executor, pickling, variants, whole_state
+from autopar.run.device_mesh import device_mesh
+from autopar.run.module import ParallelModule
+from autopar.run.program import Microbatches
+from tests.support import handwritten
+from tests.support.handwritten import Toy, batch
+from tests.support.remedy_programs import Program
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+class Net(nn.Module):
+    """The mean square of a layer; with `also` beside it the layer's mean, and what it computes of it is returned."""
+
+    def __init__(self, also: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.also = nn.Linear(4, 4), also
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.layer(self.layer(x)))
+        loss = y.square().mean()
+        if self.also == "added":
+            return {"loss": loss + y.mean()}
+        return {"loss": loss, "mean": y.mean()} if self.also else loss
+
+
+Work = Callable[[Any], object]
+
+
+def compiled(model: nn.Module | None = None, *given: Tensor, **options: Any) -> Any:
+    """A model on one CPU, for a batch of [8, 4] where none is given."""
+    model = Net() if model is None else model
+    return autopar.compile(model, example_inputs=given or (X,), **{"hardware": "cpu-gloo", **options})
+
+
+def of_module(work: Work, *given: Any, **options: Any) -> Callable[[], object]:
+    """What is done with a compiled module."""
+    return lambda: work(compiled(*given, **options))
+
+
+def _toy(
+    work: Work,
+    *,
+    like: Callable[[Any], Any] = lambda program: program,
+    model: Callable[[], nn.Module] = Toy,
+    **options: Any,
+) -> Callable[[], object]:
+    """What is done with a program that was written by hand, of which no others are made for other calls."""
+
+    def program() -> object:
+        devices = device_mesh(Mesh({"data": 1, "tensor": 1}))
+        return work(ParallelModule(like(handwritten.program(1, 1)), devices, model(), **options))
+
+    return program
+
+
+def _called(change: Callable[[dict[str, Tensor]], Any] = lambda values: values) -> Callable[[], object]:
+    def work(module: Any) -> object:
+        values = change(batch())
+        return module(values.pop("x"), **values)
+
+    return _toy(work)
+
+
+def _twice(again: bool) -> Work:
+    def work(module: Any) -> None:
+        loss = module(X)
+        loss.backward(retain_graph=True)
+        (module(X) if again else loss).backward()
+
+    return work
+
+
+def _changed(after: bool) -> Work:
+    """A parameter that is changed between a call and its backward, or after it."""
+
+    def work(module: Any) -> None:
+        loss = module(X)
+        for change in (not after, after):
+            if change:
+                with torch.no_grad():
+                    [p.mul_(0.5) for p in module.parameters()]
+            else:
+                loss.backward()
+
+    return work
+
+
+def _cloned(module: Any) -> None:
+    """A clone of an input is changed in its place."""
+    loss = module(x := X.clone())
+    x.clone().zero_()
+    loss.backward()
+
+
+def _inference(clone: bool) -> Work:
+    def work(module: Any) -> object:
+        with torch.inference_mode():
+            x = X.clone()
+        return module(x.clone() if clone else x)
+
+    return work
+
+
+def _dual(module: Any) -> object:
+    with forward_ad.dual_level():
+        return module(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
+def _graph(module: Any, create_graph: bool = True) -> object:
+    return torch.autograd.grad(module(X), list(module.parameters()), create_graph=create_graph)
+
+
+def _functional(values: Callable[[Any, Tensor], Any]) -> Work:
+    """Others in the place of parameters."""
+
+    def work(module: Any) -> object:
+        others = {name: values(module, p.detach()) for name, p in module.named_parameters()}
+        return torch.func.functional_call(module, others, (X,))
+
+    return work
+
+
+def _autocast(inside: bool) -> Callable[[], object]:
+    def program() -> object:
+        if not inside:
+            module = compiled()
+        with torch.autocast("cpu", torch.bfloat16):
+            return (compiled() if inside else module)(X)
+
+    return program
+
+
+def _norm(clip: Callable[[Any], object]) -> Callable[[], object]:
+    """The norm of gradients of one stage of several."""
+
+    def work(module: Any) -> object:
+        module(X).backward()
+        mesh = module.layer.weight.device_mesh
+        pickling.of_one_stage(mesh)
+        try:
+            return clip(module)
+        finally:
+            pickling._stages.discard(mesh)
+
+    return of_module(work)
+
+
+def _many(num: int, pad: bool) -> Callable[[], object]:
+    """Batches of several lengths, or padded to one."""
+
+    def work(module: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(variants, "MOST", 1)
+            for length in range(1, num + 1):
+                module(torch.ones(num if pad else length, 4))
+
+    return lambda: work(compiled(None, torch.ones(num, 4)))
+
+
+def _scaled(told: bool, changes: bool = False, noise: bool = False) -> Callable[[], object]:
+    """A loss that is multiplied by a factor that no one has told of."""
+
+    class Noisy(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.dropout(self.layer(x), 0.5) if noise else self.layer(x)
+            return x.square().mean() * 1e-7
+
+    def program() -> None:
+        module = compiled(Noisy(), num_microbatches=2)
+        if told:
+            module.loss_scale = 2.0**100
+        loss = module(X) * 2.0**100
+        if changes:
+            with torch.no_grad():
+                [p.mul_(0.5) for p in module.parameters()]
+        loss.backward()
+
+    return program
+
+
+def _joined(apart: bool, version: str = "2.11.0") -> Callable[[], object]:
+    """The whole of a tensor that is split inside a dim, with an older torch."""
+
+    def work(module: Any) -> None:
+        placement = _StridedShard(0, split_factor=2) if apart else Shard(0)
+        x = DTensor.from_local(torch.zeros(4), module.device_mesh, [placement], run_check=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "__version__", TorchVersion(version))
+            whole_state._check_joined({"bias": x})
+
+    return of_module(work)
+
+
+def _cache(folder: str) -> Callable[[], object]:
+    def program() -> None:
+        with tempfile.TemporaryDirectory() as here, pytest.MonkeyPatch.context() as patch:
+            Path(here, "file").touch()
+            patch.setenv(executor._INDUCTOR_CACHE, os.path.join(here, folder))
+            executor.use_private_cache()
+
+    return program
+
+
+def _thawed(module: Any) -> object:
+    module.requires_grad_(True)
+    return module(X)
+
+
+def _as_function(module: Any) -> object:
+    loss = module(X)
+    return torch.autograd.grad(loss, list(module.parameters()))
+
+
+PROGRAMS: dict[str, Program] = {
+    "run/arguments.py Arguments._check_asking 0": Program(
+        of_module(_dual), "differentiate by backward", of_module(lambda module: module(X).backward())
+    ),
+    "run/arguments.py Arguments._check_asking 1": Program(
+        _called(lambda values: {**values, "x": values["x"].requires_grad_()}),
+        "detach it",
+        _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
+    ),
+    "run/arguments.py Arguments._checked 0": Program(
+        _called(lambda values: {**values, "target": None}), "with a batch of the same shapes and dtypes", _called()
+    ),
+    "run/arguments.py Arguments._checked 1": Program(
+        _called(lambda values: {**values, "x": values["x"][:4]}), "with a batch of the same shapes and dtypes", _called()
+    ),
+    "run/arguments.py Arguments._checked 2": Program(
+        _called(lambda values: {**values, "x": values["x"].to("meta")}), "move the batch to cpu", _called()
+    ),
+    "run/arguments.py _check_kind 0": Program(
+        of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]))),
+        "pass x.full_tensor()",
+        of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]).full_tensor())),
+    ),
+    "run/arguments.py _check_kind 1": Program(
+        of_module(lambda module: module(X.to_sparse())), "`a.to_dense()`", of_module(lambda module: module(X.to_sparse().to_dense()))
+    ),
+    "run/compiled.py Compiled._taken 0": Program(
+        of_module(lambda module: module(X.clone().requires_grad_()), inference=True),
+        "call it under torch.no_grad",
+        of_module(lambda module: torch.no_grad()(module)(X.clone().requires_grad_()), inference=True),
+    ),
+    "run/compiled.py Compiled._check_call 0": Program(
+        _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"])),
+        "compile the model once in each mode",
+        _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"]), both_modes=True),
+    ),
+    "run/compiled.py Compiled._check_call 1": Program(
+        _autocast(False), "under the same torch.autocast", _autocast(True)
+    ),
+    "run/compiled.py _thawed 0": Program(
+        lambda: _thawed(compiled(Net().requires_grad_(False), num_microbatches=2)),
+        "set requires_grad before autopar.compile",
+        lambda: compiled(Net().requires_grad_(False).requires_grad_(True), num_microbatches=2)(X).backward(),
+    ),
+    "run/compiled.py Compiled._ddp_params_and_buffers_to_ignore 0": Program(
+        of_module(DistributedDataParallel), "call it as it is", of_module(lambda module: module(X).backward())
+    ),
+    "run/derivatives.py refuse_transforms 0": Program(
+        of_module(lambda module: torch.func.grad(module)(X)), "torch.autograd.grad(pm(x), list(pm.parameters()))", of_module(_as_function)
+    ),
+    "run/derivatives.py refuse_tracing 0": Program(
+        of_module(lambda module: torch.fx.symbolic_trace(module)), "trace the plain model", lambda: torch.jit.trace(Net(), X)
+    ),
+    "run/derivatives.py ran_twice 0": Program(
+        of_module(_twice(False)), "call the module again before each backward", of_module(_twice(True))
+    ),
+    "run/derivatives.py ran_twice 0 | microbatches": Program(
+        of_module(_twice(False), num_microbatches=2),
+        "call the module again before each backward",
+        of_module(_twice(True), num_microbatches=2),
+    ),
+    "run/derivatives.py first_derivatives_only.refusing 0": Program(
+        of_module(_graph), "leave create_graph out", of_module(lambda module: _graph(module, False))
+    ),
+    "run/refused.py _Refused.backward 0": Program(
+        of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
+        "return the sum as its loss",
+        of_module(lambda module: module(X)["loss"].backward(), Net("added")),
+    ),
+    "run/refused.py _Refused.backward 0 | detached": Program(
+        of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
+        "or detach this output",
+        of_module(lambda module: (module(X)["loss"] + module(X)["mean"].detach()).backward(), Net("beside")),
+    ),
+    "run/watched.py Watched.check 0": Program(
+        of_module(_changed(False)), "run backward before optimizer.step()", of_module(_changed(True))
+    ),
+    "run/watched.py Watched.check 0 | clone": Program(
+        of_module(lambda module: (loss := module(x := X.clone()), x.zero_(), loss.backward())),
+        "change a clone of an input",
+        of_module(_cloned),
+    ),
+    "run/watched.py Watched.watch 0": Program(
+        of_module(_inference(False)), "clone it outside of torch.inference_mode", of_module(_inference(True))
+    ),
+    "run/variants.py Variants.find 0": Program(_many(4, False), "pad batches to a few shapes", _many(4, True)),
+    "run/program.py Microbatches.split 0": Program(
+        lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(3)}),
+        "of the size that was planned",
+        lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(4)}),
+    ),
+    "run/parameters.py Storage.local 0": Program(
+        of_module(_functional(lambda module, p: p.double())),
+        "convert the model before autopar.compile",
+        lambda: compiled(Net().double(), X.double())(X.double()),
+    ),
+    "run/parameters.py Storage._of_another_form 0": Program(
+        of_module(_functional(lambda module, p: torch.ones(3))),
+        "compute it of what pm.get_parameter('layer.weight') is",
+        of_module(_functional(lambda module, p: p * 2)),
+    ),
+    "run/holder.py Holder._storage 0": Program(
+        _toy(lambda module: module, model=lambda: Toy().double()),
+        "build the model as it was when it was planned",
+        _toy(lambda module: module),
+    ),
+    "run/module.py ParallelModule._no_sampler 0": Program(
+        _toy(
+            lambda module: module.sampler(range(8)),
+            like=lambda program: replace(program, inputs=(program.inputs[0], replace(program.inputs[1], layout=Layout.parse("R R")))),
+            batch="local",
+        ),
+        'use batch="global"',
+        _toy(lambda module: module(batch()["x"], target=batch()["target"]), batch="global"),
+    ),
+    "run/executor.py usable_backend 0": Program(
+        _toy(lambda module: module, backend="fast"), 'use "eager" or "inductor"', _toy(lambda module: module, backend="eager")
+    ),
+    "run/executor.py use_private_cache 0": Program(
+        _cache("file/cache"), f"name another folder: {executor._INDUCTOR_CACHE}=FOLDER", _cache("cache")
+    ),
+    "run/clipping.py _refuse_no_norm 0": Program(
+        of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=-1.0)),
+        "math.inf for the largest element",
+        of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=torch.inf)),
+    ),
+    "run/held.py _refuse_one_stage 0": Program(
+        _norm(lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)),
+        "pm.clip_grad_norm_(max_norm)",
+        _norm(lambda module: module.clip_grad_norm_(1.0)),
+    ),
+    "run/loss_scale.py LossScale.given 0": Program(
+        of_module(lambda module: setattr(module, "loss_scale", 0.0), num_microbatches=2),
+        "set a positive number",
+        of_module(lambda module: setattr(module, "loss_scale", 2.0), num_microbatches=2),
+    ),
+    "run/scaled_step.py ScaledStep._check_unchanged 0": Program(
+        _scaled(False, changes=True), "set pm.loss_scale to the factor of the loss before the call", _scaled(True, changes=True)
+    ),
+    "run/scaled_step.py ScaledStep._check_unchanged 0 | order": Program(
+        _scaled(False, changes=True), "run backward before whatever changes it", _scaled(False)
+    ),
+    "run/scaled_step.py ScaledStep._again 0": Program(
+        _scaled(False, noise=True), "set pm.loss_scale = scaler.get_scale() before the first call", _scaled(True, noise=True)
+    ),
+    "run/whole.py read 0": Program(
+        of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
+        "torch.stack([...]) of them",
+        of_module(lambda module: torch.stack([p.sum() for p in module.parameters()])),
+    ),
+    "run/whole.py read 0 | numbers": Program(
+        of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
+        "torch.tensor([float(x) for x in ...])",
+        of_module(lambda module: torch.tensor([float(p.detach().sum()) for p in module.parameters()])),
+    ),
+    "run/whole_state.py _check_joined 0": Program(_joined(True), "or use a newer torch", _joined(True, "2.13.0")),
+}  # fmt: skip

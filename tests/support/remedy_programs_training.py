@@ -1,0 +1,390 @@
+"""Programs for the remedies of transformers' Trainer, accelerate and peft."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, default_collate
+
+import autopar
+from autopar.training.pretrained import names_saved
+from tests.support.remedy_programs import Program
+
+_OPTIONS = {"hardware": "cpu-gloo"}
+_LORA: dict[str, Any] = {"r": 2, "target_modules": ["head"], "init_lora_weights": False}
+
+
+def _shared() -> Any:
+    """Models and data of tests of training; the libraries that it imports take seconds."""
+    from tests.support import trained
+
+    return trained
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that may be read once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_shared().samples(8, 1))
+
+
+def _batch() -> Any:
+    return default_collate(_shared().samples(4, 1))
+
+
+def _in_folder(work: Callable[[str], object]) -> Callable[[], object]:
+    def program() -> object:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return work(folder)
+
+    return program
+
+
+def _trainer(
+    folder: str,
+    *,
+    kind: Any = None,
+    options: dict[str, Any] | None = None,
+    set_to: dict[str, Any] | None = None,
+    **given: Any,
+) -> Any:
+    """A Trainer of a small model, for one step.
+
+    Args:
+        kind: its class. options: further ones of `autopar.compile`. set_to: training arguments that are set afterwards.
+    """
+    shared = _shared()
+    args = shared.settings(folder, max_steps=1, gradient_accumulation_steps=1)
+    for name, value in (set_to or {}).items():
+        setattr(args, name, value)
+    usual = {"model": None if "model_init" in given else shared.Tagger(), "train_dataset": shared.samples(8, 1)}
+    compile_options = {**_OPTIONS, **(options or {})}
+    return (kind or autopar.Trainer)(args=args, **{**usual, **given}, compile_options=compile_options)
+
+
+def _made(**how: Any) -> Callable[[], object]:
+    return _in_folder(lambda folder: _trainer(folder, **how))
+
+
+def _trained(*changes: Callable[[Any], object], **how: Any) -> Callable[[], object]:
+    """A run, after changes to what was compiled."""
+
+    def work(folder: str) -> object:
+        trainer = _trainer(folder, **how)
+        if changes:
+            trainer.compiled()
+        for change in changes:
+            change(trainer)
+        return trainer.train()
+
+    return _in_folder(work)
+
+
+def _asked(name: str, value: Any, **instead: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A training argument that is set, and what is in its place."""
+    return _made(set_to={name: value}), _made(**instead)
+
+
+def _compiled_given(folder: str) -> object:
+    return _trainer(folder, model=autopar.compile(_shared().Tagger(), example_inputs=_batch(), **_OPTIONS))
+
+
+def _of_samples(count: int, **asked: Any) -> Callable[[], object]:
+    """So few samples that no batch may be left of them."""
+
+    def work(folder: str) -> object:
+        set_to = {"dataloader_drop_last": True, **asked}
+        return _trainer(folder, train_dataset=_shared().samples(count, 1), set_to=set_to).compiled()
+
+    return _in_folder(work)
+
+
+def _aside(uses_argument: bool) -> Callable[[], object]:
+    """A Trainer whose loss is of its own attribute, or of the model that it is given."""
+
+    def work(folder: str) -> object:
+        class Aside(autopar.Trainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                return (model if uses_argument else self.model)(**inputs)["loss"]
+
+        return _trainer(folder, kind=Aside).compiled()
+
+    return _in_folder(work)
+
+
+def _predicted(**how: Any) -> Callable[[], object]:
+    options = {"outputs": "loss", **how.pop("options", {})}
+    return _in_folder(lambda folder: _trainer(folder, options=options, **how).predict(_shared().samples(8, 2)))
+
+
+def _resumed(folder: str) -> object:
+    """From a folder that has weights and no state of an optimizer."""
+    trainer = _trainer(folder)
+    trainer.save_model(f"{folder}/checkpoint-1")
+    return trainer._load_optimizer_and_scheduler(f"{folder}/checkpoint-1")
+
+
+def _by_another(folder: str) -> object:
+    """Where accelerate was started with FSDP."""
+    import transformers
+
+    plain = transformers.Trainer.create_accelerator_and_postprocess
+
+    def patched(self: Any) -> None:
+        plain(self)
+        self.is_fsdp_enabled = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", patched)
+        return _trainer(folder)
+
+
+@contextlib.contextmanager
+def _accelerator(**how: Any) -> Iterator[Any]:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    try:
+        yield autopar.Accelerator(cpu=True, **how)
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def _tagger(**options: Any) -> Any:
+    return autopar.compile(_shared().Tagger(), example_inputs=_batch(), **{**_OPTIONS, **options})
+
+
+def _accelerated(work: Callable[[Any], object] = lambda accelerator: None, **how: Any) -> Callable[[], object]:
+    def made(folder: str) -> object:
+        with _accelerator(**how) as accelerator:
+            return work(accelerator)
+
+    return _in_folder(made)
+
+
+def _within_autocast(accelerator: Any) -> object:
+    with accelerator.autocast():
+        module = _tagger()
+    return accelerator.prepare(module)
+
+
+def _clipped(accelerator: Any, all_of_them: bool) -> object:
+    module = accelerator.prepare(_tagger())
+    module(**_batch())["loss"].backward()
+    return accelerator.clip_grad_norm_(list(module.parameters())[slice(None if all_of_them else 1)], 1.0)
+
+
+def _saved(folder: str) -> object:
+    return autopar.Checkpoints(folder).save(1, _tagger())
+
+
+def _adapted(work: Callable[[Any, Any, Path], object]) -> Callable[[], object]:
+    """A model with an adapter, the compiled one, and a folder."""
+
+    def made(folder: str) -> object:
+        plain = _shared().adapted_tagger()
+        module = autopar.compile(plain, example_inputs=_batch(), **_OPTIONS)
+        return work(module, plain, Path(folder))
+
+    return _in_folder(made)
+
+
+def _loaded(r: int) -> Callable[[], object]:
+    """An adapter of this rank, into a model with one of rank 2."""
+
+    def work(module: Any, plain: Any, folder: Path) -> object:
+        from peft import LoraConfig, get_peft_model
+
+        with torch.random.fork_rng([]):
+            settings = {**_LORA, **({"modules_to_save": ["norm"]} if r > 2 else {})}
+            get_peft_model(_shared().Tagger(), LoraConfig(**settings)).save_pretrained(str(folder))
+        return autopar.load_adapter(module, plain, folder)
+
+    return _adapted(work)
+
+
+def _active(*names: str) -> Callable[[], object]:
+    """An adapter is saved, of which so many are active."""
+
+    def work(module: Any, plain: Any, folder: Path) -> object:
+        from peft import LoraConfig
+
+        autopar.save_pretrained(module, plain, folder)
+        plain.add_adapter("other", LoraConfig(**_LORA))
+        plain.base_model.set_adapter(list(names))
+        if len(names) > 1:
+            return autopar.load_adapter(module, plain, folder)
+        plain.set_adapter(names[0])
+        return autopar.load_adapter(module, plain, folder)
+
+    return _adapted(work)
+
+
+def _prompts(work: Callable[[Any, str], object]) -> Callable[[], object]:
+    """A model with prompts that are learned."""
+
+    def made(folder: str) -> object:
+        from peft import PromptTuningConfig, get_peft_model
+
+        plain = get_peft_model(_shared().base(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+        return work(plain, folder)
+
+    return _in_folder(made)
+
+
+def _arguments() -> dict[str, Program]:
+    """Training arguments that are not taken, each with what its remedy says."""
+    constraint, backend = [autopar.constraints.fsdp()], {"backend": "inductor"}
+    found = {
+        "fsdp": (True, "compile_options={'constraints': [...]}", {"options": {"constraints": constraint}}),
+        "gradient_checkpointing": (True, "compile_options={'memory_bytes': ...}", {"options": {"memory_bytes": 2**30}}),
+        "bf16_full_eval": (True, "compile_options={'precision': 'bf16'}", {"options": {"precision": "bf16"}}),
+        "torch_compile": (True, "compile_options={'backend': 'inductor'}", {"options": backend}),
+        "neftune_noise_alpha": (5.0, "leave it out", {}),
+        "auto_find_batch_size": (True, "set per_device_train_batch_size", {"set_to": {"per_device_train_batch_size": 4}}),
+        "push_to_hub": (True, "upload what trainer.save_model wrote", {}),
+        "enable_jit_checkpoint": (True, "set save_strategy", {"set_to": {"save_strategy": "steps"}}),
+    }
+    programs = {}
+    for name, (value, says, instead) in found.items():
+        refused, followed = _asked(name, value, **instead)
+        programs[f"training/refusals.py check_arguments 0 | {name}"] = Program(refused, says, followed)
+    return programs
+
+
+TRAINER: dict[str, Program] = {
+    **_arguments(),
+    "training/refusals.py check_arguments 1": Program(
+        _made(set_to={"_n_gpu": 4}), "name one GPU in CUDA_VISIBLE_DEVICES", _made(set_to={"_n_gpu": 1})
+    ),
+    "training/refusals.py check_inputs 0": Program(
+        _made(model_init=lambda: _shared().Tagger()), "pass the model itself: model=...", _made()
+    ),
+    "training/refusals.py check_inputs 1": Program(_made(model="gpt2"), "pass a torch.nn.Module", _made()),
+    "training/refusals.py check_inputs 2": Program(
+        _in_folder(_compiled_given), "as mesh= and compile_options={...}", _made(mesh=1)
+    ),
+    "training/refusals.py check_inputs 3": Program(
+        _in_folder(lambda folder: _trainer(folder, model=_shared().Tagger().to("meta"))), "load its weights", _made()
+    ),
+    "training/refusals.py check_inputs 4": Program(
+        _made(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
+        "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...})",
+        _trained(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1})),
+    ),
+    "training/refusals.py check_optimizer 0": Program(
+        _made(set_to={"optim": "adamw_bnb_8bit"}), "use one of adamw_torch", _made(set_to={"optim": "sgd"})
+    ),
+    "training/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
+        _in_folder(_by_another), "start the script by `autopar run -n COUNT`, or torchrun", _made()
+    ),
+    "training/trainer.py Trainer._first_call 0": Program(
+        _of_samples(2),
+        "pass a dataset of a batch at least",
+        _of_samples(8),
+    ),
+    "training/trainer.py Trainer._first_call 0 | smaller": Program(
+        _of_samples(2), "or leave dataloader_drop_last out", _of_samples(2, dataloader_drop_last=False)
+    ),
+    "training/trainer.py Trainer._first_call 1": Program(
+        _aside(False), "call its argument `model` there, not self.model", _aside(True)
+    ),
+    "training/trainer.py Trainer._check_read_twice 0": Program(
+        _trained(train_dataset=Stream()),
+        "pass example_inputs=",
+        _in_folder(lambda folder: _trainer(folder, train_dataset=Stream(), example_inputs=_batch()).train()),
+    ),
+    "training/trainer.py Trainer.prediction_step 0": Program(
+        _predicted(), 'pass compile_options={"outputs": "full"}', _predicted(options={"outputs": "full"})
+    ),
+    "training/trainer.py Trainer.prediction_step 0 | loss": Program(
+        _predicted(), "or set prediction_loss_only=True", _predicted(set_to={"prediction_loss_only": True})
+    ),
+    "training/trainer.py Trainer._load_optimizer_and_scheduler 0": Program(
+        _in_folder(_resumed), "and train() without resume_from_checkpoint", _trained()
+    ),
+    "training/plain_model.py PlainModel.check 0": Program(
+        _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())), "make a Trainer of it", _trained()
+    ),
+    "training/plain_model.py PlainModel.check 1": Program(
+        _trained(lambda trainer: trainer.model.load_state_dict(_shared().Tagger().state_dict(), assign=True)),
+        "write that of trainer.compiled()",
+        _trained(lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())),
+    ),
+    "training/plain_model.py PlainModel.check 2": Program(
+        _trained(lambda trainer: trainer.model.head.requires_grad_(False)),
+        "freeze before the first train() or evaluate()",
+        _in_folder(lambda folder: (made := _trainer(folder), made.model.head.requires_grad_(False), made.train())),
+    ),
+}  # fmt: skip
+
+ACCELERATE: dict[str, Program] = {
+    "training/whole_batches.py Accelerator.__init__ 0": Program(
+        _accelerated(fsdp_plugin=SimpleNamespace()), "leave it out", _accelerated()
+    ),
+    "training/whole_batches.py _check_precision 0": Program(
+        _accelerated(mixed_precision="fp8"), '"bf16", "fp16" or "no"', _accelerated(mixed_precision="bf16")
+    ),
+    "training/whole_batches.py Accelerator._prepare_autocast 0": Program(
+        _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
+        "compile it under `with accelerator.autocast():`",
+        _accelerated(_within_autocast, mixed_precision="bf16"),
+    ),
+    "training/whole_batches.py Accelerator._prepare_autocast 0 | precision": Program(
+        _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
+        'or with precision="bf16"',
+        _accelerated(lambda accelerator: accelerator.prepare(_tagger(precision="bf16")), mixed_precision="bf16"),
+    ),
+    "training/whole_batches.py Accelerator.clip_grad_norm_ 0": Program(
+        _accelerated(lambda accelerator: _clipped(accelerator, False)),
+        "pass pm.parameters(), all of them",
+        _accelerated(lambda accelerator: _clipped(accelerator, True)),
+    ),
+    "training/whole_batches.py Accelerator.save_state 0": Program(
+        _accelerated(lambda accelerator: accelerator.save_state("folder")), "autopar.Checkpoints(folder)", _in_folder(_saved)
+    ),
+    "training/whole_batches.py check_scaled 0": Program(
+        _accelerated(lambda accelerator: accelerator.prepare(_tagger(precision="fp16", hardware="h100-sxm"))),
+        'precision="bf16" to autopar.compile',
+        _accelerated(lambda accelerator: accelerator.prepare(_tagger(precision="bf16", hardware="h100-sxm"))),
+    ),
+}  # fmt: skip
+
+ADAPTERS: dict[str, Program] = {
+    "training/pretrained.py save_pretrained 0": Program(
+        _in_folder(lambda folder: autopar.save_pretrained(_tagger(), _shared().Tagger(), folder)),
+        "write the weights alone: autopar.save_weights",
+        _in_folder(lambda folder: autopar.save_weights(_tagger(), folder)),
+    ),
+    "training/pretrained.py load_adapter 0": Program(
+        _in_folder(lambda folder: autopar.load_adapter(_tagger(), _shared().Tagger(), folder)),
+        "pass what get_peft_model returned",
+        _loaded(2),
+    ),
+    "training/pretrained.py _active 0": Program(
+        _active("default", "other"), "model.set_adapter(name)", _active("default")
+    ),
+    "training/pretrained.py _keys 0": Program(
+        _prompts(lambda plain, folder: names_saved(plain)),
+        "autopar.save_weights and load_weights",
+        _prompts(lambda plain, folder: autopar.save_weights(autopar.compile(plain, example_inputs=_batch(), **_OPTIONS), folder)),
+    ),
+    "training/pretrained.py _fitting 0": Program(
+        _adapted(autopar.load_adapter), "name the folder that holds adapter_model.safetensors", _loaded(2)
+    ),
+    "training/pretrained.py _fitting 1": Program(
+        _loaded(4), "with the configuration of that adapter", _loaded(2)
+    ),
+}  # fmt: skip
+
+PROGRAMS: dict[str, Program] = {**TRAINER, **ACCELERATE, **ADAPTERS}
