@@ -83,14 +83,12 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
     """Seconds that `collective` takes on an axis of `axis_size` devices joined by `link` (``"intra"`` or ``"inter"``).
 
     Raises:
-        HardwareError: where the profile has no such link, or says nothing of the host.
+        HardwareError: where the profile has no such link.
     """
     if profile.parts:
         return max(collective_time(collective, axis_size, link, part) for part in profile.parts)
     if collective.kind in HOST_KINDS:
-        if profile.host is None:
-            what = f"profile {profile.name!r} says nothing of the host's memory"
-            raise HardwareError(what, remedy='give it the field "host", or plan without offload')
+        assert profile.host is not None, "of a host that the profile does not know offload is refused"
         return profile.launch_overhead_s + profile.host.latency_s + collective.bytes / profile.host.bandwidth_bytes_per_s
     if axis_size == 1:
         return 0.0

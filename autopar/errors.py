@@ -112,6 +112,13 @@ class EmissionError(AutoparError):
     """A plan cannot be turned into a program."""
 
 
+class ChangedPlanError(PlanError, EmissionError):
+    """A plan says what no plan can say, or what does not go with the model."""
+
+    def __init__(self, what: str, *, where: Where | str | None = None) -> None:
+        super().__init__(what, where=where, remedy="plan again; the file was changed by hand, or belongs to another model or version")
+
+
 class ValidationError(AutoparError):
     """An emitted graph holds a value that does not follow from the traced model, or nothing shows that it does."""
 

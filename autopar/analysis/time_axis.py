@@ -36,7 +36,7 @@ from autopar.analysis.time_sites import (
 )
 from autopar.capture.graphs import is_tensor
 from autopar.capture.trace import Trace
-from autopar.errors import ConstraintError, CoupledError
+from autopar.errors import CoupledError
 from autopar.rules import Call
 
 
@@ -128,9 +128,7 @@ class _Pass:
         self.labels |= {(p.node, 0): WHOLE for p in (*whole.parameters, *whole.buffers)}
         for x, y in zip(whole.inputs, self.part.inputs, strict=True):
             label = label_by_shape(x.shape, y.shape, self.num)
-            if label is None:
-                what = f"input {x.path!r} of shape {x.shape} is not {self.num} times {y.shape}"
-                raise ConstraintError(what, remedy="pass a batch that microbatches divide")
+            assert label is not None, f"input {x.path!r} of shape {x.shape} is not {self.num} times {y.shape}"
             self.labels[x.node, 0] = label
 
     def _refuse_updates(self) -> None:

@@ -209,5 +209,5 @@ def _from_rank_zero(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, An
     dist.broadcast_object_list(box, src=0)
     kind, text = box[0]
     if kind == "error":
-        raise PlanError(f"rank 0 could not plan: {text}", remedy="see the error of rank 0")
+        raise PlanError(f"rank 0 could not plan: {text}")  # which says what to do
     return Plan.loads(text, "broadcast from rank 0")

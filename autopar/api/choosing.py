@@ -145,6 +145,9 @@ class Chooser(Staging):
             refusal = error
         if not isinstance(refusal, TooSlow) and (not unasked or self._may_be_cut(tries)):
             self._one_after_another(min(limit_s, self.options.worth_s(in_stages.best_s)), tries)
+        if tries.best is None and in_stages.best is None and any(isinstance(found, TooSlow) for found in looked):
+            looked.clear()  # they are no faster than what was to be a plan without stages, and did not fit after all
+            in_stages.told.clear()
         if tries.best is None or not self.options.is_late:
             stages(tries.best_s, 0.0 if tries.best is None else tries.best.computing_s)
         elif not looked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -16,7 +15,6 @@ from autopar.api.tracing import refuse_wrapped
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import AutoparError, PlanError, RuntimeStateError
 from autopar.keywords import named
-from autopar.planning import PlanOptions
 from autopar.plans import Plan
 from autopar.run.derivatives import refuse_tracing, refuse_transforms
 from autopar.run.executor import Backend, Batch, Outputs
@@ -79,14 +77,10 @@ _CHOICES: Mapping[str, Any] = {"backend": Backend, "batch": Batch, "outputs": Ou
 
 
 def _check_options(plan: object, hardware: object, build: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """That options are known, and none is passed that a plan has already."""
+    """That choices are known, and no option is passed that a plan has already."""
     for name, value in build.items():
         if value not in get_args(_CHOICES[name]):
             raise AutoparError(f"{name}={value!r} is not known", remedy=f"pass one of {', '.join(get_args(_CHOICES[name]))}")
-    known = [f.name for f in fields(PlanOptions) if f.name not in build]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise AutoparError(f"compile has no option {unknown[0]!r}", remedy=f"its options are {', '.join((*build, 'hardware', *known))}")
     if plan is not None and options:
         what = f"{' and '.join(options)} beside plan=: the plan was made with options of its own"
         raise PlanError(what, remedy="leave them out, or leave out the plan")

@@ -19,12 +19,13 @@ from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
 from autopar.emit import emit, emit_staged
 from autopar.emit.staged import microbatches_of
-from autopar.errors import CaptureError, ConstraintError, CoupledError, Where
+from autopar.errors import CaptureError, ChangedPlanError, ConstraintError, CoupledError, Where
 from autopar.planning.options import PRECISIONS
 from autopar.plans import Pipeline, Plan
 from autopar.run.executor import Outputs
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
+from autopar.stages.placing import CutError
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -237,7 +238,10 @@ def staged_trace(
     """
     part, how = planned_part(plan, model, whole, args, kwargs)
     positions = _pipeline(plan).positions
-    return part, how, cut(part, positions) if positions else Cut((part,), (), {})
+    try:
+        return part, how, cut(part, positions) if positions else Cut((part,), (), {})
+    except CutError as error:
+        raise ChangedPlanError(f"the model cannot be cut as the plan says: {error.what}", where=error.where) from error
 
 
 def planned_part(

@@ -86,11 +86,7 @@ class Border:
         if kind in self.nodes:
             node.replace_all_uses_with(self.nodes[kind])
         if kind in self.nodes or not is_tensor(node):
-            if node.users:
-                raise CaptureError(
-                    f"the graph reads the {kind[0]} {self.raw.in_leaves[kind[1]][0]!r}, which is no tensor",
-                    remedy="pass it as a tensor, or make it an attribute of the model",
-                )
+            assert not node.users, f"{kind} is no tensor, and torch's graph holds the values of others"
             self.graph.erase_node(node)
             return
         self.nodes[kind] = node

@@ -50,7 +50,7 @@ def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[N
     if not on_gpu and len(set(dtypes.values())) > 1:
         raise CaptureError(
             f"called under torch.autocast of two kinds of device, to different dtypes: {dtypes}",
-            remedy="leave the one that is not meant",
+            remedy="call it under one torch.autocast, that of the device which is meant",
         )
     meant = "cuda" if on_gpu or "cuda" in around else "cpu"
     own = torch.autocast

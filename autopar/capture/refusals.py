@@ -23,7 +23,12 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<co
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)|with fake tensors: .*: got (\w+\(.+\))")
 _CALLED = re.compile(r"(?:trace (?:the )?builtin(?: operator)?|that the function) `(?:<unknown module>\.)?(?P<name>[\w.]+?)\.?`")
 _NUMPY = re.compile(r"numpy function: <(?:bound method RandomState\.(\w+)|cyfunction (default_rng|\w*Generator\w*))")
+_ARGUMENT = re.compile(r"one of the inputs with type `<class '(?P<kind>[^']+)'>` is not supported")
 _RESHAPED = re.compile(r"calling `L\['(?P<input>\w+)'\][^`]*\.(?P<method>\w+)`\. Reason: Getting an inplace view on a graph input")
+_READS = (
+    "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it decides a shape or a branch, "
+    "compute it before and pass it as a Python value, say a list: what forward makes of plain numbers (`torch.tensor(sizes)`) it may read"
+)
 _REMEDIES = {
     "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
@@ -35,8 +40,10 @@ _REMEDIES = {
     "torch.func.grad",
     "autograd.grad consumed": "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes through the graph again",
     "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
-    "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it decides a shape or a branch, "
-    "compute it before and pass it as a Python value, say a list: what forward makes of plain numbers (`torch.tensor(sizes)`) it may read",
+    "opaque object was created": "make no torch.Generator in forward: torch.rand and others follow torch.manual_seed, and are the same on "
+    "every layout",
+    "item()": _READS,
+    "Tensor.tolist()": _READS,
 }
 _CTC = "call F.ctc_loss, as the name in torch.nn.functional, or nn.CTCLoss, which programs compute; of one row for each sample, padded"
 _FLEX = re.compile(r'nn[/\\]attention[/\\]flex_attention\.py", line \d+, in (create_block_mask|flex_attention)\b')
@@ -44,9 +51,15 @@ _DENSE = (
     'pass attn_implementation="sdpa" to a transformers model; elsewhere call F.scaled_dot_product_attention with the mask as attn_mask, '
     "which also takes a bias that is added to the scores"
 )
+_USER_CODE = "\nfrom user code:\n"  # where Dynamo quotes it
 _UNKNOWN = re.compile(r"Could not (guard on|extract specialized integer from) data-dependent expression")
 _ON_VALUES = frozenset(_REMEDIES[mark] for mark in ("data-dependent", "Dynamic control flow", "item()"))
 _OUTSIDE = "call it outside of the model and pass in what it gives, or compute that by torch's functions"
+_NO_VIEWS = ("resize", "resize_as", "set")
+_ARGUMENTS = (
+    "pass tensors and plain values, or tuples, lists, dicts and dataclasses of them; let the model have all else as attributes, set in "
+    "__init__"
+)
 _PADDED = (
     "run the recurrent layer on the padded batch: `out, _ = rnn(x)`; padding at the end changes nothing before it, but for the backward "
     "direction. Multiply `out` by a mask, and read the last state of each sample by `out.gather`"
@@ -79,9 +92,11 @@ def as_capture_error(error: BaseException) -> CaptureError:
     what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
+    text = text.partition(_USER_CODE)[0]  # the user's own words are no marks
     kind = type(error).__name__  # torch's classes for these are private
     if flex := _FLEX.search(frames := "".join(_frames(error))):
-        return of_flex_attention(f"cannot be captured by torch: {what}", user_line(frames[: flex.start()]), op=flex[1])
+        said = f"cannot be captured by torch: {what}"
+        return of_flex_attention(said, user_line(frames[: flex.start()]), _marked(text), op=flex[1])
     if refused := refusal_in_words(text, source):
         return refused
     if "_ctc_loss" in text:
@@ -91,6 +106,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
         return of_changing_shapes(Where(op=what if kind == "DynamicOutputShapeException" else "", source=source))
     if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph
         return CaptureError("forward computes nothing with tensors", remedy="pass the batch as tensors, and return what is computed of it")
+    if given := _ARGUMENT.search(text):
+        return _argument(given["kind"])
     if drawn := _NUMPY.search(text):
         return draws_of_numpy(drawn[1] or drawn[2], source)
     if reshaped := _RESHAPED.search(text):
@@ -103,18 +120,23 @@ def as_capture_error(error: BaseException) -> CaptureError:
         decided = "a branch" if unknown[1].startswith("guard") else "a size, or another number that has to be known,"
         what = f"{decided} depends on the values of tensors"
     default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
-    remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), default)
+    remedy = _marked(text) or default
     if unknown and not unknown[1].startswith("guard"):
-        remedy = _REMEDIES["item()"]
+        remedy = _READS
     if kind == "DataDependentOutputException":
         return reads_a_value(Where(op=what, source=source))
     return CaptureError(f"the model cannot be captured as one graph: {what}", where=Where(source=source), remedy=remedy)
 
 
+def _marked(text: str) -> str:
+    """The remedy of the first mark in what torch says."""
+    return next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), "")
+
+
 def reads_a_value(where: Where) -> CaptureError:
     """The refusal of a number that is read from a tensor, and decides a shape or what else no tensor can."""
     what = "the model cannot be captured as one graph: forward reads the value of a tensor"
-    return CaptureError(what, where=where, remedy=_REMEDIES["item()"])
+    return CaptureError(what, where=where, remedy=_READS)
 
 
 def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
@@ -159,10 +181,18 @@ def _cannot_call(name: str, source: str) -> CaptureError:
     return CaptureError(said, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
 
 
+def _argument(kind: str) -> CaptureError:
+    """The refusal of an argument that is neither tensor nor plain value."""
+    remedy = "pass it as a tensor: `torch.as_tensor(array)`" if kind == "numpy.ndarray" else _ARGUMENTS
+    return CaptureError(f"an argument of the call is of class {kind}, which no graph takes", remedy=remedy)
+
+
 def _reshapes(name: str, method: str, source: str) -> CaptureError:
     """The refusal of a view that takes the place of the tensor it is of, where that is the caller's."""
     said = f"forward gives its input {name!r} another shape in place ({name}.{method}()): the caller's tensor, which no program changes"
-    remedy = f"take the view as a new tensor: `{name} = {name}.{method.removesuffix('_')}(...)`"
+    view = method.removesuffix("_")
+    taken = f"take the view as a new tensor: `{name} = {name}.{view}(...)`"
+    remedy = f"compute a new tensor of that shape, and bind it to a name: `{name} = ...`" if view in _NO_VIEWS else taken
     return CaptureError(said, where=Where(source=source), remedy=remedy)
 
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.collective import Collective
 from autopar.emit.calls import CALLS, Moved
-from autopar.errors import PlanError
+from autopar.errors import ChangedPlanError
 from autopar.kernels.bucketed import from_bucket, into_bucket
 from autopar.kernels.buckets import BucketLayout
 from autopar.layout import local_shape
@@ -28,11 +28,10 @@ from autopar.plans import Bucket, Plan
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 
-_REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
 _OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that their results do not have
 
 
-class WaitingError(PlanError):
+class WaitingError(ChangedPlanError):
     """Buckets of which each waits for what another makes; each alone may be legal."""
 
 
@@ -79,7 +78,7 @@ def bucketed(program: Program, plan: Plan) -> Program:
                 emitted.append((each.bucket.phase, each.bucket.members[0].node, each.bucket.collective))
     for bucket in left.values():
         first = bucket.members[0].node if bucket.members else "nothing"
-        raise PlanError(f"a bucket in {bucket.phase}, of {first} first, holds what no graph of the program moves", remedy=_REMEDY)
+        raise ChangedPlanError(f"a bucket in {bucket.phase}, of {first} first, holds what no graph of the program moves")
     return replace(program, **changed, collectives=tuple(emitted))  # type: ignore[arg-type]
 
 
@@ -139,7 +138,7 @@ class _Together:
         legal = len(members) == len(set(members)) > 1 == len(kinds) and all(can_share(n, mesh_shape) for n in members)
         if not legal or on_bucket(members, mesh_shape) != bucket.collective:
             what = f"{', '.join(m.node for m in bucket.members)} cannot be one {bucket.collective.kind} in {bucket.phase}"
-            raise PlanError(what, remedy=_REMEDY)
+            raise ChangedPlanError(what)
         sources = [n.args[0] for n in members]
         reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)  # type: ignore[union-attr]
         return _Together(bucket, members, reads, tuple(map(_made, members)))  # type: ignore[arg-type]
@@ -163,7 +162,7 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
         buckets[stands] = each
         for node in each.nodes:
             if node in taken:
-                raise PlanError(f"{node.meta['key']} is in buckets twice", remedy=_REMEDY)
+                raise ChangedPlanError(f"{node.meta['key']} is in buckets twice")
             taken.add(node)
             at[node] = stands
     waits: TopologicalSorter[int] = TopologicalSorter()
@@ -173,7 +172,7 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
         waits.prepare()
     except CycleError as error:
         inside = [buckets[number].bucket.members[0].node for number in error.args[1] if number in buckets]
-        raise WaitingError(f"members of the bucket of {', '.join(inside)} wait for each other", remedy=_REMEDY) from error
+        raise WaitingError(f"members of the bucket of {', '.join(inside)} wait for each other") from error
     return _written(nodes, waits, buckets, mesh_shape)
 
 

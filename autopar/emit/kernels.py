@@ -20,7 +20,7 @@ from autopar.analysis.sums import product_added
 from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey
 from autopar.emit.localize import local_call
-from autopar.errors import EmissionError
+from autopar.errors import ChangedPlanError
 from autopar.kernels import fused
 from autopar.kernels.chunked import Shards
 from autopar.layout import Layout, Strategy, local_shape
@@ -95,8 +95,7 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
             return node
     what = f"{step.collective.kind} what it does not {'read' if gathers else 'make'}"
-    remedy = "plan again; the file was changed by hand or belongs to another version"
-    raise EmissionError(f"the plan has {pattern} {what}", where=where_of(made), remedy=remedy)
+    raise ChangedPlanError(f"the plan has {pattern} {what}", where=where_of(made))
 
 
 def emitted(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool) -> bool:
@@ -178,7 +177,7 @@ def _norm(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], 
     after = normed_after(product)
     if after is None or after.total is not node:
         what = f"the plan has {_kernel(step).node} normed, and no norm of its sum follows"
-        raise EmissionError(what, where=where_of(node), remedy="plan again; the file was changed by hand or belongs to another version")
+        raise ChangedPlanError(what, where=where_of(node))
     reads = zip(operands_of(product), chosen[product.meta["key"]].inputs, strict=True)
     a, b = (phase.get((x.name, 0), layout, product.meta["key"]) for x, layout in reads)
     residual = phase.get(refs[1 - place], strategy.inputs[1 - place], node.meta["key"])

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.analysis.gradients import addable_uncast
 from autopar.capture.trace import Trace
 from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys, storage_key
-from autopar.errors import PlanError, Where
+from autopar.errors import ChangedPlanError, Where
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout, Strategy
 from autopar.layout_graph import neighbours
@@ -25,7 +25,6 @@ from autopar.rules import call_of, is_strategy, own_moves, where_of
 from autopar.rules.own import OWN
 
 _Value = tuple[torch.Size, torch.dtype]
-_REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
 
 
 def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
@@ -49,11 +48,11 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
         of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (read and key in summed)
         if len(layouts) != 1 or of_sums or layouts[0].special or not _fits(layouts[0], value.shape, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
-            raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
+            raise ChangedPlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}")
     for i in trace.given_back:
         at = index.chosen[input_key(i.path)].inputs[0]
         if not at.is_replicated:
-            raise PlanError(f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank", remedy=_REMEDY)
+            raise ChangedPlanError(f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank")
     for (_, tensor), steps in index.steps.items():
         for step in steps.values():
             _check_step(tensor, step, values, mesh)
@@ -79,7 +78,7 @@ def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout
 def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh, *, may_be_uncast: bool) -> None:
     uncast = any(at.uncast for at in (*strategy.inputs, *(() if may_be_uncast else strategy.outputs)))
     if uncast or not is_strategy(call_of(node), strategy.plain, mesh.shape):
-        raise PlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node), remedy=_REMEDY)
+        raise ChangedPlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node))
 
 
 def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
@@ -92,9 +91,9 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
                 said = tuple(c.collective for c in left.pop((str(phase), key), ()))
                 if said != own_moves(call_of(node), choices[key], mesh.shape):
                     what = f"{key} moves by itself in {phase} otherwise than its strategy {choices[key]} does"
-                    raise PlanError(what, where=where_of(node), remedy=_REMEDY)
+                    raise ChangedPlanError(what, where=where_of(node))
     for phase, key in left:
-        raise PlanError(f"the plan has {key} move by itself in {phase}, where it does not run", remedy=_REMEDY)
+        raise ChangedPlanError(f"the plan has {key} move by itself in {phase}, where it does not run")
 
 
 def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
@@ -115,7 +114,7 @@ def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
 def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, _Value], mesh: Mesh) -> None:
     moved = getattr(torch, str(step.collective.dtype), None)
     if tensor not in values:
-        raise PlanError(f"the plan moves {tensor}, which the model does not make", remedy=_REMEDY)
+        raise ChangedPlanError(f"the plan moves {tensor}, which the model does not make")
     shape, dtype = values[tensor]
     wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
     legal = wide and _fits(step.source, shape, mesh)
@@ -123,11 +122,10 @@ def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, 
     possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.special, stored=stored) if legal else []
     if (step.collective, step.target) not in possible:
         c = step.collective
-        raise PlanError(
+        raise ChangedPlanError(
             f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from {step.source} to {step.target} "
             f"for {tensor} of {dtype} {tuple(shape)} on mesh {mesh}",
             where=Where(module=step.module),
-            remedy=_REMEDY,
         )
 
 

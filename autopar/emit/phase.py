@@ -24,7 +24,7 @@ from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
 from autopar.emit.job import CAST, Job, Ref, rests
 from autopar.emit.localize import local_call
-from autopar.errors import EmissionError
+from autopar.errors import ChangedPlanError
 from autopar.kernels.dispatched import with_routes
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, Strategy
@@ -144,10 +144,9 @@ class Phase:
             self.compute(node, again=True)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
-        raise EmissionError(
+        raise ChangedPlanError(
             f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in the plan makes it",
             where=where_of(node),
-            remedy="plan again; the file was changed by hand or belongs to another version",
         )
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.emit.build import emit
-from autopar.errors import EmissionError
+from autopar.errors import ChangedPlanError
 from autopar.plans import Plan
 from autopar.run.executor import Outputs
 from autopar.run.lazy_graph import LazyGraphModule
@@ -33,7 +33,7 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan, *, named:
         for name in sorted(leaving.keys() | arriving.keys()):
             if leaving.get(name) != arriving.get(name):
                 what = f"{name} leaves stage {number} as {leaving.get(name)} and arrives at the next as {arriving.get(name)}"
-                raise EmissionError(what, remedy="plan again; the file was changed by hand or belongs to another version")
+                raise ChangedPlanError(what)
     plan_hash = plan.hash if named else ""
     return StagedProgram(plan.mesh, pipeline.axis, part, programs, microbatches_of(part, how), pipeline.schedule, cut.shared, plan_hash)
 

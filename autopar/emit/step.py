@@ -17,7 +17,7 @@ from autopar.collective import Collective
 from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, parameter_key, storage_key
 from autopar.emit.job import CAST
-from autopar.errors import EmissionError
+from autopar.errors import ChangedPlanError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout
 from autopar.plans import Communication
@@ -109,7 +109,7 @@ class _Graph:
             if step is None or step in chain:
                 when = "at the end" if each.result else "at the begin"
                 what = f"{key} goes from {each.source} to {each.target} {when} of a step, and the plan does not say how"
-                raise EmissionError(what, remedy="plan again; the file was changed by hand or belongs to another version")
+                raise ChangedPlanError(what)
             chain.append(step)
             at = step.source
         return chain

@@ -19,7 +19,7 @@ from autopar.plans import KERNELS_BUFFERS, RESTING
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.run.returned import Returned
-from autopar.solve import REMEDY
+from autopar.solve import shortage
 
 _ROUNDS = 8
 
@@ -135,7 +135,7 @@ class Sharing:
         if self._round == _ROUNDS:
             which = ", ".join(map(str, numbers))
             what = f"no plan was found in which stages {which} of rank {rank} fit into {size_text(budget)} together"
-            raise InfeasibleError(f"{what}; the last that was tried needs {size_text(peak)}", remedy=REMEDY)
+            raise shortage(f"{what}; the last that was tried needs {size_text(peak)}")
         predictions = {n: stages[n].plan.prediction for n in numbers}
         kept = {n: self.in_flight[n] * p.memory_bytes["activations"] + 1 for n, p in predictions.items()}
         for n, p in predictions.items():
@@ -154,8 +154,8 @@ def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
     if len(refused) == 1:
         return most
     of = " of what it has" if len({budget for _, budget in refused}) > 1 else ""
-    what = f"{most.what}; {len(refused)} stages do not fit, and of them this one needs the most{of}"
-    return InfeasibleError(what, remedy=most.remedy, needed_bytes=most.needed_bytes)
+    of_all = f"{len(refused)} stages do not fit, and of them this one needs the most{of}"
+    return InfeasibleError(f"{most.what}; {of_all}", remedy=most.remedy, needed_bytes=most.needed_bytes)
 
 
 def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:

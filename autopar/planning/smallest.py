@@ -20,7 +20,7 @@ from autopar.cost.surely import surely
 from autopar.errors import InfeasibleError, size_text
 from autopar.planning.tried import Tried
 from autopar.problem import Problem
-from autopar.solve import REMEDY, Least, Lightest, within
+from autopar.solve import Least, Lightest, shortage, within
 
 T = TypeVar("T")
 _WEIGHTS = (0.03, 0.003)  # of time beside memory, see `autopar.solve.least`
@@ -85,9 +85,7 @@ def refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleErro
     """Says what is certain: the smallest peak of a plan that was emitted, or, where none was, what any plan needs at least."""
     if smallest or isinstance(last, Choices):
         tried = f"; the smallest that was tried needs {size_text(smallest)}"
-        return InfeasibleError(
-            f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY, needed_bytes=smallest
-        )
+        return shortage(f"no plan was found that fits into {size_text(budget)} per device{tried}", smallest)
     needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
     what = f"no plan fits into {size_text(budget)} per device: {needed}"
-    return InfeasibleError(what, remedy=REMEDY, needed_bytes=int(last.bound_bytes))
+    return shortage(what, int(last.bound_bytes))

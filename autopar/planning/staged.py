@@ -40,7 +40,7 @@ from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
 from autopar.planning.units import reweighed
 from autopar.planning.unstaged import unstaged
-from autopar.solve import REMEDY
+from autopar.solve import shortage
 from autopar.stages import Cut, cut, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 
@@ -240,7 +240,7 @@ class StagedSearch:
         try:
             tried = job.lightest() if self.is_light else job.best_tried()
             if tried is None:
-                raise InfeasibleError("no plan of little memory was found", remedy=REMEDY)
+                raise shortage("no plan of little memory was found")
             return finished(tried, self.clock, asked.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error

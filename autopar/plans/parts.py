@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.collective import Collective
-from autopar.errors import PlanError
+from autopar.errors import ChangedPlanError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Slack
 
@@ -93,8 +93,7 @@ class InKernel:
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1:
-            remedy = "plan again; the file was changed by hand or belongs to another version"
-            raise PlanError(f"{self.name} of {self.node} in {self.num_chunks} chunks", remedy=remedy)
+            raise ChangedPlanError(f"{self.name} of {self.node} in {self.num_chunks} chunks")
 
 
 @dataclass(frozen=True, slots=True)

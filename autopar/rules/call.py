@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import RuleError, Where
+from autopar.errors import Where
 from autopar.ops.formats import torchs_own
 
 
@@ -143,22 +143,17 @@ def where_of(node: fx.Node) -> Where:
 def call_of(node: fx.Node) -> Call:
     """The call that `node` makes. A getitem has one operand, the result that it takes.
 
-    Raises:
-        RuleError: where the node is no call, or an operand has no value in ``meta["val"]``.
+    Args:
+        node: a call; it and its operands have their values in ``meta["val"]``.
     """
-    where = where_of(node)
-    if node.op != "call_function" or not callable(node.target):
-        raise RuleError(f"node {node.name} is a {node.op}, not a call", where=where, remedy="ask for rules of call_function nodes only")
+    assert node.op == "call_function" and callable(node.target), f"node {node.name} is a {node.op}, not a call"
     found: list[fx.Node] = []
     args = tuple(_collect(a, _is_tensor_node, found) for a in node.args)
     kwargs = {k: _collect(v, _is_tensor_node, found) for k, v in node.kwargs.items()}
-    missing = [n.name for n in (*found, node) if "val" not in n.meta]
-    if missing:
-        raise RuleError(f"nodes without a value: {', '.join(missing)}", where=where, remedy="trace with FakeTensors: every node needs one")
     inputs = [n.meta["val"] for n in found]
     if node.target is operator.getitem:
         inputs = [inputs[0][args[1]]]
-    return Call(node.target, args, MappingProxyType(kwargs), tuple(map(_info, inputs)), _infos(node.meta["val"]), where)
+    return Call(node.target, args, MappingProxyType(kwargs), tuple(map(_info, inputs)), _infos(node.meta["val"]), where_of(node))
 
 
 @lru_cache(maxsize=1024)

@@ -176,7 +176,7 @@ SIGNALS: Mapping[Any, f.Family] = {
     **{op: f.along(FIRST) for op in (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)},
     aten.view_as_real.default: Row("... -> ... _", FIRST),
     aten.view_as_complex.default: Row("... _ -> ...", FIRST),
-    **{op: f.pointwise() for op in (aten.polar.default, aten.complex.default, aten._conj.default)},
+    **{op: f.pointwise() for op in (aten.polar.default, aten.complex.default, aten.conj_physical.default)},
     aten.unfold.default: unfold,
     aten.unfold_backward.default: unfold_backward,
     aten.diagonal.default: diagonal,

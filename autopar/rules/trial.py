@@ -207,5 +207,4 @@ def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:
     return RuleError(
         f"strategy {strategy} is wrong on shapes {[info.shape for info in call.inputs]}: {what}",
         where=call.where if call.where.op else op_name(call.target),
-        remedy="correct the op's row in autopar.rules.table or its local arguments in autopar.rules.localization",
     )

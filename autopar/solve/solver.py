@@ -36,10 +36,17 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
         return found
     would_do = f", {size_text(found.size_bytes)} would do" if found.choices else ""
     needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}"
-    raise InfeasibleError(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}", remedy=REMEDY)
+    raise shortage(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}")
 
 
-REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
+def shortage(what: str, needed_bytes: int = 0) -> InfeasibleError:
+    """The refusal of a budget of memory.
+
+    Args:
+        needed_bytes: per device, where that is known.
+    """
+    remedy = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
+    return InfeasibleError(what, remedy=remedy, needed_bytes=needed_bytes)
 
 
 @overload

@@ -68,7 +68,7 @@ def _spans(trace: Trace, placing: Placing, phase: str) -> dict[str, tuple[int, i
 
 def _check_plain(node: fx.Node) -> None:
     if not isinstance(node.meta["val"], torch.Tensor):
-        raise CutError(f"{node.meta['key']} has several results and would cross a cut", where=where_of(node), remedy="cut elsewhere")
+        raise CutError(f"{node.meta['key']} has several results and would cross a cut", where=where_of(node))
 
 
 def _carriers(values: Sequence[fx.Node], gradients: Sequence[fx.Node], before: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _carriers(values: Sequence[fx.Node], gradients: Sequence[fx.Node], before: M
         fitting = [name for name, value in free.items() if _alike(value, gradient)]
         if not fitting:
             what = f"{gradient.meta['key']} of shape {tuple(gradient.meta['val'].shape)} would cross a cut, and no activation like it does"
-            raise CutError(what, where=where_of(gradient), remedy="cut elsewhere")
+            raise CutError(what, where=where_of(gradient))
         riding[gradient.name] = free.pop(fitting[-1]).name
     return riding
 

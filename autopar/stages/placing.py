@@ -29,7 +29,7 @@ _Kind = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class CutError(EmissionError):
-    """The model cannot be cut there; says which op refuses."""
+    """The model cannot be cut there; says which op refuses. Where it can be cut, or what else to do, says who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class _Placer:
             for operand in node.all_input_nodes if node.name in stages else ():
                 if operand.name in names and stages[node.name] not in holders[names[operand.name]]:
                     what = f"{node.meta['key']} would read {names[operand.name]!r} in a stage that does not hold it"
-                    raise CutError(what, where=where_of(node), remedy="cut elsewhere")
+                    raise CutError(what, where=where_of(node))
 
     def _check_buffers(self, stages: Mapping[str, int]) -> None:
         """A buffer whose new value one stage makes is read there alone: another's copy of it would not change."""
@@ -180,7 +180,7 @@ class _Placer:
             others = sorted(self._reading(buffers[name], stages) - {stages[value.name]})
             if others:
                 what = f"buffer {name!r} is read in stage {others[0]} and gets its new value in stage {stages[value.name]}"
-                raise CutError(what, where=where_of(value), remedy="cut where one stage has all that reads and changes it")
+                raise CutError(what, where=where_of(value))
 
     def _reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
         """The stages that read what a node makes, or what is copied and made of it."""
@@ -200,7 +200,7 @@ class _Placer:
         for node in backward if late & early else ():
             if node.name in late and node.name in early:
                 what = f"{node.meta['key']} needs values from both sides of a cut, against the flow of backward"
-                raise CutError(what, where=where_of(node), remedy="cut elsewhere: between layers that pass on one stream")
+                raise CutError(what, where=where_of(node))
         free = [n for n in backward if n.name not in late and n.name not in early]
         behind = {o.tangent for o in self.trace.differentiable if self.stage[o.tangent] > boundary}
         return late | _cheapest(free, late | behind, sides.early_from.keys() | behind, self._carriers.get(boundary, set()))

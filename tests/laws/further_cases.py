@@ -116,7 +116,7 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten._fft_c2c.default: lambda s: on(waves(s.a, s.b, s.c), [0, 2], 0, True),
     aten._fft_r2c.default: lambda s: on(real(s.a, s.b, s.c), [1], 0, True),
     aten._fft_c2r.default: lambda s: on(waves(s.a, s.b, 3), [2], 0, 4),
-    aten._conj.default: lambda s: on(waves(s.a, s.b)),
+    aten.conj_physical.default: lambda s: on(waves(s.a, s.b)),
     aten.view_as_real.default: lambda s: on(waves(s.a, s.b)),
     aten.view_as_complex.default: lambda s: on(real(s.a, s.b, 2)),
     **dict.fromkeys((aten.polar.default, aten.complex.default), graded),

@@ -278,7 +278,7 @@ CALLS: dict[str, Program] = {
     "api/compiling.py _check_options 0": Program(
         _compiled(backend="xla"), "eager", _compiled(backend="eager")
     ),
-    "api/compiling.py _check_options 2": Program(
+    "api/compiling.py _check_options 1": Program(
         _compiled(plan=made_plan(), gap=0.1), "leave them out", _compiled(plan=made_plan())
     ),
     "api/compiling.py Deferred._ready 0": Program(

@@ -22,14 +22,17 @@ from tests.support import (
     remedy_programs_capture,
     remedy_programs_commands,
     remedy_programs_constraints,
+    remedy_programs_forward,
     remedy_programs_inputs,
     remedy_programs_kernels,
     remedy_programs_lightning,
     remedy_programs_modules,
     remedy_programs_planning,
+    remedy_programs_plans,
     remedy_programs_proofs,
     remedy_programs_ranks,
     remedy_programs_saved,
+    remedy_programs_stages,
     remedy_programs_steps,
     remedy_programs_strategies,
     remedy_programs_training,
@@ -37,13 +40,16 @@ from tests.support import (
 )
 
 ROOT = Path(autopar.__file__).parent
-MOST_WITHOUT_A_PROGRAM = 99  # lower it with each program that is added
+MOST_WITHOUT_A_PROGRAM = 11  # lower it with each program that is added
 PARTS = (
     remedy_programs_capture,
     remedy_programs_inputs,
     remedy_programs_api,
     remedy_programs_constraints,
     remedy_programs_planning,
+    remedy_programs_plans,
+    remedy_programs_stages,
+    remedy_programs_forward,
     remedy_programs_commands,
     remedy_programs_saved,
     remedy_programs_modules,
@@ -85,9 +91,18 @@ def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[st
             yield from _within(node, module, f"{function}.{node.name}".lstrip("."))
         else:
             if isinstance(node, ast.Call) and any(word.arg == "remedy" for word in node.keywords):
-                yield f"{module} {function} {number}", node
+                if not _is_passed_on(node, function):
+                    yield f"{module} {function} {number}", node
                 number += 1
             waiting = [*ast.iter_child_nodes(node), *waiting]
+
+
+def _is_passed_on(call: ast.Call, function: str) -> bool:
+    """Whether it is that of another error, of which the call also says what happened, or of the caller of a constructor."""
+    given = next(word.value for word in call.keywords if word.arg == "remedy")
+    if isinstance(given, ast.Attribute):
+        return f"{ast.unparse(given.value)}.what" in ast.unparse(call)
+    return isinstance(given, ast.Name) and function.endswith("Error.__init__")
 
 
 REMEDIES = remedies()

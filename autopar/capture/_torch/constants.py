@@ -101,7 +101,7 @@ def _may_be_known(mode: FakeTensorMode, value: torch.Tensor, *, most: int) -> bo
 def _unknown_where_many(operands: list[FakeTensor], func: Any, mode: FakeTensorMode, work: int) -> Iterator[None]:
     """Nothing large is computed: a mask of a long sequence stays unknown."""
     known = [(x, x.constant) for x in operands if x.constant is not None]
-    if len(known) < len(operands) or _work_of(func, [value for _, value in known]) <= work:
+    if not isinstance(func, torch._ops.OpOverload) or len(known) < len(operands) or _work_of(func, [value for _, value in known]) <= work:
         yield
         return
     for operand, value in known:

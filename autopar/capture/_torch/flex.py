@@ -258,7 +258,9 @@ def text_of(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
         what = f"torch cannot trace it for one score: {said}"
-        raise UnwritableError(what, remedy="write it with torch's functions of tensors") from error
+        raise UnwritableError(
+            what, remedy="write it with torch's elementwise functions (add, mul, exp, where)"
+        ) from error
     _write_out_numbers(traced)
     traced.graph.eliminate_dead_code()
     return write_function(traced.graph, scalars, list(reads))

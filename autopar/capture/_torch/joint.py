@@ -225,7 +225,7 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
         raise CaptureError(
             "the model has an op that torch runs for its effect, not its result", remedy="leave out of forward what writes or prints"
         )
-    raise CaptureError(f"the captured graph has an argument of an unknown kind: {desc}", remedy="report the model")
+    raise AssertionError(f"torch's joint graphs have no argument such as {desc}")
 
 
 def _results(output: fx.Node) -> tuple[tuple[str, Any], ...]:
@@ -248,4 +248,4 @@ def _result_kind(desc: Any, node: Any) -> tuple[str, Any]:
             return "mutation", desc.mutated_input.target
         case InputMutationAOTOutput() if isinstance(desc.mutated_input, ParamAOTInput):
             raise changes_parameter(desc.mutated_input.target, node)
-    raise CaptureError(f"the captured graph has a result of an unknown kind: {desc}", remedy="do not change inputs in place")
+    raise AssertionError(f"torch's joint graphs have no result such as {desc}, and changes of inputs are refused before")

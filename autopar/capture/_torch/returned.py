@@ -51,7 +51,7 @@ def others_detached(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple
             if id(leaf) not in results:
                 raise CaptureError(
                     f"the model returns a tensor at {path!r} that its forward does not compute",
-                    remedy="return only results of the forward, not stored tensors",
+                    remedy="return a copy (`self.name.clone()`), or leave it out and read it of the model",
                 )
             node = results[id(leaf)]
             if position not in found.positions:

@@ -29,6 +29,10 @@ _VIEWS = frozenset(
         aten.select.int,
     }
 )
+_COMPUTED: dict[Callable[..., object], Callable[..., object]] = {  # in place of a mark on a view, of which a copy would be free
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 
 
 def clean(graph: fx.Graph) -> None:
@@ -109,6 +113,8 @@ def respell(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
     elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):
         node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
+    elif target in _COMPUTED:
+        node.target = _COMPUTED[target]
     elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format) and _stays(node):
         node.kwargs = {"dtype": dtype_of(node)}
 

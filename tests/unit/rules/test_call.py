@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 
-import pytest
 import torch
 from torch import fx
 
 from autopar import ops
-from autopar.errors import RuleError, Where
+from autopar.errors import Where
 from autopar.rules import Call, Operand, TensorInfo, call_of, call_on, operands_of
 from autopar.rules.call import NO_TENSOR, KeyedCall, argument, op_name, slots
 
@@ -50,16 +49,6 @@ def test_a_getitem_has_one_operand_the_result_that_it_takes() -> None:
 def test_a_result_that_is_none_keeps_its_number() -> None:
     call, _ = call_on(aten.neg.default, (torch.ones(2),), {}, (torch.ones(2), None, torch.ones(3)))
     assert call.outputs == (TensorInfo((2,), F32), NO_TENSOR, TensorInfo((3,), F32))
-
-
-def test_a_node_without_a_value_is_an_error_that_names_it() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("lonely")
-    node = graph.call_function(aten.neg.default, (x,))
-    with pytest.raises(RuleError, match="lonely, neg"):
-        call_of(node)
-    with pytest.raises(RuleError, match="placeholder, not a call"):
-        call_of(x)
 
 
 def test_slots_are_the_parameters_that_take_tensors() -> None:

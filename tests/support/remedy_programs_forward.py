@@ -1,0 +1,218 @@
+"""Programs for the remedies of forward's values: what it reads, prints, returns and is given; and of flex attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from autopar.capture import capture
+from autopar.capture._transformers_caches import refuse_caches
+from tests.support.remedy_programs import Called, Program, captured, forward
+
+X = torch.ones(8, 4)
+
+
+class Given(nn.Module):
+    """A model whose forward is a function of (layer, x, given)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor, given: Any) -> Any:
+        return self.function(self.layer, x, given)
+
+
+class Returning(nn.Module):
+    """Returns its loss and a buffer, or what it makes of that."""
+
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.made = nn.Linear(4, 4), made
+        self.register_buffer("name", torch.ones(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"loss": self.layer(x).mean(), "name": self.made(self.name)}
+
+
+def _given(function: Callable[..., Any], given: Any) -> Callable[[], object]:
+    return captured(Given(function), X, given)
+
+
+def _flex(score: Callable[..., Tensor]) -> Callable[[], object]:
+    def attends(layer: nn.Module, x: Tensor) -> Tensor:
+        q = layer(x).view(1, 1, 8, 4)
+        found = flex_attention(q, q, q, score_mod=score)
+        assert isinstance(found, Tensor)
+        return found.square().mean()
+
+    return captured(Called(attends))
+
+
+def _biased(layer: nn.Module, x: Tensor, given: Tensor) -> Tensor:
+    """A tensor of the caller's within the function."""
+    q = layer(x).view(1, 1, 8, 4)
+    found = flex_attention(q, q, q, score_mod=lambda score, b, h, q, k: score + given[h % 2])
+    assert isinstance(found, Tensor)
+    return found.square().mean()
+
+
+def _dense(layer: nn.Module, x: Tensor) -> Tensor:
+    q = layer(x).view(1, 1, 8, 4)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(8, 8)).square().mean()
+
+
+def _autocast(*kinds: str) -> Callable[[], object]:
+    """A capture under autocast of these kinds of device, each to a dtype of its own; as on a machine that has them."""
+    dtypes = {"cpu": torch.bfloat16, "cuda": torch.float16}
+
+    def program() -> object:
+        try:
+            for kind in kinds:
+                torch.set_autocast_enabled(kind, True)
+                torch.set_autocast_dtype(kind, dtypes[kind])
+            return capture(nn.Linear(4, 4), (X,))
+        finally:
+            for kind in kinds:
+                torch.set_autocast_enabled(kind, False)
+
+    return program
+
+
+class Cache:
+    """Keys and values by its name, as transformers' class."""
+
+    __module__ = "transformers.cache_utils"
+
+
+def _weighed(dtype: torch.dtype) -> Callable[[], object]:
+    """A loss in float64 with weights of this dtype."""
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
+
+    def loss(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(layer(x), y, weight=weights)
+
+    return captured(Given(loss).double(), X.double(), torch.ones(8, dtype=torch.int64))
+
+
+def _linear(scripted: bool) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    made: nn.Module = torch.jit.trace(layer, X) if scripted else layer
+    return made
+
+
+def _prints(self: Any, x: Tensor) -> Tensor:
+    torch.ops.aten._print("x")
+    return x
+
+
+_TABLE = torch.ones(200, 200)
+
+PROGRAMS: dict[str, Program] = {
+    "capture/refusals.py _argument 0": Program(
+        _given(lambda layer, x, given: layer(x * torch.as_tensor(given)), numpy.ones(4)),
+        "`torch.as_tensor(array)`",
+        _given(lambda layer, x, given: layer((x * given).float()), torch.as_tensor(numpy.ones(4))),
+    ),
+    "capture/refusals.py _argument 0 | function": Program(
+        _given(lambda layer, x, given: layer(given(x)), torch.relu),
+        "let the model have all else as attributes",
+        captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+    ),
+    "capture/refusals.py as_capture_error 1": Program(
+        _given(lambda layer, x, given: given, [torch.ones(3)]),
+        "return what is computed of it",
+        _given(lambda layer, x, given: layer(x), [torch.ones(3)]),
+    ),
+    "capture/refusals.py as_capture_error 2 | generator": Program(
+        forward(lambda self, x: x * torch.rand(4, generator=torch.Generator().manual_seed(0))),
+        "torch.rand and others follow torch.manual_seed",
+        forward(lambda self, x: x * torch.rand(4)),
+    ),
+    "capture/refusals.py as_capture_error 2 | list": Program(
+        forward(lambda self, x: x * self.layer(x)[0].tolist()[0]),
+        "but to compute with it",
+        forward(lambda self, x: x * self.layer(x)[0][0]),
+    ),
+    "capture/refusals.py of_inputs 0": Program(
+        _given(lambda layer, x, given: layer(x) * min(sorted(map(int, given))), torch.ones(3)),
+        "pass in what forward makes of 'given' there",
+        _given(lambda layer, x, given: layer(x) * given, 1),
+    ),
+    "capture/refusals.py of_inputs 1": Program(
+        _given(lambda layer, x, given: layer(x)[: int(given.sum())].mean(), torch.ones(3)),
+        "or pass in what forward makes of 'given' there",
+        _given(lambda layer, x, given: layer(x)[:given].mean(), 3),
+    ),
+    "capture/refusals.py of_flex_attention 0": Program(
+        _flex(lambda score, b, h, q, k: score if q > k else score * 2),
+        "use torch.where",
+        _flex(lambda score, b, h, q, k: torch.where(q > k, score, score * 2)),
+    ),
+    "capture/refusals.py of_flex_attention 0 | dense": Program(
+        _flex(lambda score, b, h, q, k: score if q > k else score * 2),
+        "call F.scaled_dot_product_attention with the mask as attn_mask",
+        captured(Called(_dense)),
+    ),
+    "capture/_torch/flex.py text_of 0": Program(
+        _flex(lambda score, b, h, q, k: score + torch.linalg.inv(score.view(1, 1)).sum()),
+        "elementwise functions (add, mul",
+        _flex(lambda score, b, h, q, k: score + 1 / score),
+    ),
+    "ops/elementwise.py overload_of 0": Program(
+        _flex(lambda score, b, h, q, k: score + torch.rand_like(score)),
+        "none of which writes or draws",
+        _flex(lambda score, b, h, q, k: score + torch.ones_like(score)),
+    ),
+    "ops/elementwise.py _written 0": Program(
+        _flex(lambda score, b, h, q, k: score + torch.tensor([1.0, 2.0])[h % 2]),
+        "make tensors outside of the function",
+        _given(_biased, torch.ones(2)),
+    ),
+    "ops/elementwise.py _written 1": Program(
+        _flex(lambda score, b, h, q, k: (score * (1 + 2j)).real),
+        "tensors and numbers alone",
+        _flex(lambda score, b, h, q, k: score * 1),
+    ),
+    "capture/_torch/joint.py _placeholder_kind 0": Program(
+        forward(_prints), "leave out of forward what writes or prints", forward(lambda self, x: x)
+    ),
+    "capture/_torch/returned.py others_detached 0": Program(
+        captured(Returning(lambda x: x)),
+        "return a copy (`self.name.clone()`)",
+        captured(Returning(lambda x: x.clone())),
+    ),
+    "capture/_torch/returned.py others_detached 0 | left out": Program(
+        captured(Returning(lambda x: x)), "leave it out", captured(Returning(lambda x: None))
+    ),
+    "capture/_transformers_caches.py refuse_caches 0": Program(
+        lambda: refuse_caches(nn.Linear(4, 4), {"past": Cache()}),
+        "leave past out, and pass the whole sequence",
+        lambda: refuse_caches(nn.Linear(4, 4), {}),
+    ),
+    "capture/execute.py _check_alike 0": Program(
+        _weighed(torch.float32), "one dtype", _weighed(torch.float64)
+    ),
+    "capture/gpu_autocast.py gpu_autocast 0": Program(
+        _autocast("cpu", "cuda"), "under one torch.autocast", _autocast("cuda")
+    ),
+    "capture/passes/clean.py inline_constants 0": Program(
+        forward(lambda self, x: x * _TABLE.mean()),
+        "make it a buffer of the module (register_buffer)",
+        forward(lambda self, x: x * self.table.mean(), table=_TABLE),
+    ),
+    "capture/passes/clean.py inline_constants 0 | built": Program(
+        forward(lambda self, x: x * _TABLE.mean()),
+        "build it with torch.arange, full or ones",
+        forward(lambda self, x: x * torch.ones(200, 200).mean()),
+    ),
+    "capture/refusals.py _scripted 0": Program(
+        captured(_linear(True)), "use the nn.Module that it was made of", captured(_linear(False))
+    ),
+}

@@ -1,0 +1,274 @@
+"""Programs for the remedies of plans that are given: for another model, mesh, profile or call, or changed by hand; and of rules."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Mesh, Plan, constraints
+from autopar.api.building import _device_type
+from autopar.api.further import Structure
+from autopar.api.tracing import refuse_parts
+from autopar.capture import Trace, capture
+from autopar.collective import Collective, collective_time
+from autopar.constraints.elsewhere import elsewhere
+from autopar.emit import emit
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.planning.axes import on_axes
+from autopar.terminal import check_writable, parse_size
+from tests.support.made_plan import made_staged_plan
+from tests.support.mlp import Mlp
+from tests.support.remedy_programs import Called, Program, planned
+
+X = torch.ones(8, 4)
+MODEL, BATCH = Mlp(4, 8, 2), {"x": X}
+
+
+@cache
+def made(mesh: Any = 2, **options: Any) -> Plan:
+    """The plan of a small MLP."""
+    settings = {"hardware": "cpu-gloo", **options}
+    return autopar.plan(MODEL, mesh, example_inputs=BATCH, **settings)
+
+
+@cache
+def data() -> Plan:
+    """A plan over an axis `data`."""
+    return made(Mesh({"data": 2}), constraints=(constraints.ddp("data"),))
+
+
+@cache
+def traced() -> Trace:
+    return capture(MODEL, (), BATCH)
+
+
+def _by_hand(plan: Plan) -> Plan:
+    """The plan with a decision of another's."""
+    position, entry = next((i, e) for i, e in enumerate(plan.entries) if e.op == "dot")
+    nodes = tuple(
+        replace(n, strategy=replace(n.strategy, inputs=n.strategy.outputs)) for n in entry.nodes
+    )
+    changed = replace(entry, nodes=nodes)
+    return replace(plan, entries=(*plan.entries[:position], changed, *plan.entries[position + 1 :]))
+
+
+def _asked(
+    plan: Callable[[], Plan], model: nn.Module = MODEL, **change: Any
+) -> Callable[[], object]:
+    """What a plan would take elsewhere."""
+    return lambda: autopar.what_if(plan(), model, BATCH, **{"hardware": "cpu-gloo", **change})
+
+
+class Sized(nn.Module):
+    """Splits its rows as `sizes` says, whose values forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        parts = self.layer(x).split(sizes.prod(1).tolist())
+        return torch.stack([part.square().sum() for part in parts]).sum() / len(x)
+
+
+_SIZES = torch.tensor([[2, 2], [2, 2]])
+
+
+class Locked(nn.Module):
+    """A model that cannot be copied, or can."""
+
+    def __init__(self, locked: bool) -> None:
+        super().__init__()
+        self.layer, self.lock = nn.Linear(4, 4), threading.Lock() if locked else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def _called(model: nn.Module, example: Tensor) -> Callable[[], object]:
+    """A call of eight samples, where the model was compiled for such, or for others."""
+
+    def program() -> object:
+        compiled = autopar.compile(model, 1, example_inputs=(example,), hardware="cpu-gloo")
+        compiled.load_state_dict(model.state_dict())
+        return compiled(X)
+
+    return program
+
+
+def _roots(layer: nn.Module, x: Tensor) -> Tensor:
+    """Of a sample alone the loss is another function, which its graph does not tell."""
+    return layer(x).square().mean() if x.shape[0] > 1 else layer(x).square().sum().div(4).sqrt()
+
+
+def _alone(layer: nn.Module, x: Tensor) -> Tensor:
+    """Of a sample alone the loss is another mean than of several."""
+    picked, squares = (x > 0).float(), layer(x).square()
+    return (squares * picked).sum() / picked.sum() if x.shape[0] > 1 else squares.mean()
+
+
+def _placed(second: str) -> Callable[[], object]:
+    """Where a model of two parameters is: the second is of another kind of device, as far as its class says."""
+
+    class Elsewhere(nn.Parameter):
+        device = torch.device(second)
+
+    model = nn.Module()
+    model.first = nn.Parameter(torch.ones(1))
+    model.second = Elsewhere(torch.ones(1))
+    return lambda: _device_type(model, ())
+
+
+_GATHER = Collective("all_gather", 0, 0, -1, "", "float32", 64)
+
+
+def _timed(link: str) -> Callable[[], object]:
+    return lambda: collective_time(_GATHER, 2, link, HardwareProfile.load("cpu-gloo"))
+
+
+def _written(place: Callable[[Path], Path]) -> Callable[[], object]:
+    """A file somewhere in a folder."""
+
+    def program() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            check_writable(place(Path(folder)))
+
+    return program
+
+
+def _with_folder(folder: Path) -> Path:
+    (folder / "plans").mkdir()
+    return folder / "plans" / "plan.json"
+
+
+_SQUARE = Mesh({"a": 2, "b": 2})
+_GRID = constraints.tensor_parallel("2d", axes=("a", "b"))
+
+
+def _there(axes: dict[str, int], *asked: Any) -> Callable[[], object]:
+    """What a plan for a square has to obey on a mesh of these axes."""
+    return lambda: elsewhere(asked, _SQUARE, Mesh(axes), "")
+
+
+PROGRAMS: dict[str, Program] = {
+    "errors.py ChangedPlanError.__init__ 0": Program(
+        lambda: emit(traced(), _by_hand(data())), "plan again", lambda: emit(traced(), data())
+    ),
+    "emit/choices.py PlanIndex.check 0": Program(
+        lambda: emit(capture(Mlp(4, 8, 3), (), BATCH), data()),
+        "plan again for this model",
+        lambda: emit(traced(), data()),
+    ),
+    "api/fitting.py check_fits 0": Program(
+        lambda: autopar.compile(nn.Linear(4, 4), 1, plan=made(1), example_inputs=(X,)),
+        "pass the plan of this model and mesh",
+        lambda: autopar.compile(MODEL, 1, plan=made(1), example_inputs=BATCH),
+    ),
+    "api/building.py _check_outputs 0": Program(
+        lambda: autopar.compile(MODEL, 1, plan=made(1), example_inputs=BATCH, outputs="loss"),
+        "pass outputs='dtensor'",
+        lambda: autopar.compile(MODEL, 1, plan=made(1), example_inputs=BATCH, outputs="dtensor"),
+    ),
+    "api/building.py _check_outputs 0 | plan": Program(
+        lambda: autopar.compile(MODEL, 1, plan=made(1), example_inputs=BATCH, outputs="loss"),
+        "or plan again",
+        lambda: autopar.compile(
+            MODEL, 1, plan=made(1, outputs="loss"), example_inputs=BATCH, outputs="loss"
+        ),
+    ),
+    "api/building.py _device_type 0": Program(
+        _placed("cuda"), "move the model to one kind of device", _placed("cpu")
+    ),
+    "api/further.py Structure.as_called 0": Program(
+        lambda: Structure.of(Locked(True)).as_called(True, {}),
+        "compile the model for that call, and load_state_dict into it",
+        _called(Locked(True), X),
+    ),
+    "api/planning.py verify 0": Program(
+        lambda: autopar.verify(made(), MODEL, BATCH, dtype=torch.float16),
+        "pass torch.float64",
+        lambda: autopar.verify(made(), MODEL, BATCH, dtype=torch.float64),
+    ),
+    "api/tracing.py refuse_parts 0": Program(
+        lambda: refuse_parts(capture(Sized(), (X, _SIZES)), "local"),
+        'pass batch="global"',
+        lambda: refuse_parts(capture(Sized(), (X, _SIZES)), "global"),
+    ),
+    "api/tracing.py trace_part 1": Program(
+        planned(Sized(), (X, _SIZES), num_microbatches=2),
+        "pass num_microbatches=1",
+        planned(Sized(), (X, _SIZES), num_microbatches=1),
+    ),
+    "analysis/single_samples.py _otherwise 0": Program(
+        planned(Called(_alone), (X,), num_microbatches=8),
+        "use microbatches of two samples or more",
+        planned(Called(_alone), (X,), num_microbatches=4),
+    ),
+    "api/validating.py refuse_unproven 0": Program(
+        planned(Called(_roots), (X,), num_microbatches=8),
+        "fewer microbatches of more samples each",
+        planned(Called(_roots), (X,), num_microbatches=4),
+    ),
+    "api/what_if.py flips 0": Program(
+        lambda: autopar.flips(made(), MODEL, BATCH, hardware="h100-sxm"),
+        "pass the one that it was made for as hardware=",
+        lambda: autopar.flips(made(), MODEL, BATCH, hardware="cpu-gloo"),
+    ),
+    "api/what_if.py flips 0 | elsewhere": Program(
+        lambda: autopar.flips(made(), MODEL, BATCH, hardware="h100-sxm"),
+        "ask autopar.what_if about this one",
+        _asked(made, hardware="h100-sxm"),
+    ),
+    "planning/axes.py _check 0": Program(
+        lambda: on_axes(data(), Mesh({"rows": 2})),
+        "name the axes as in the plan, data",
+        lambda: on_axes(data(), Mesh({"data": 4})),
+    ),
+    "planning/axes.py _check 1": Program(
+        lambda: on_axes(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
+        "a mesh with stage=4, whatever its other axes are",
+        lambda: on_axes(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
+    ),
+    "planning/repricing.py _refusal 1": Program(
+        _asked(lambda: _by_hand(data())), "plan again for this model and mesh", _asked(data)
+    ),
+    "constraints/elsewhere.py _named 0": Program(
+        _there({"a": 2, "c": 2}, _GRID),
+        "name the axes of the other mesh so",
+        _there({"a": 2, "b": 2}, _GRID),
+    ),
+    "constraints/elsewhere.py _named 0 | without": Program(
+        _there({"a": 2, "c": 2}, _GRID),
+        "plan for it without this constraint",
+        _there({"a": 2, "c": 2}),
+    ),
+    "layout/codec.py read 1": Program(
+        lambda: Layout.parse("S(0)#1 S(0)"),
+        "number all splitters of dim 0 from 0",
+        lambda: Layout.parse("S(0)#1 S(0)#0"),
+    ),
+    "collective.py collective_time 0": Program(_timed("moon"), "links are intra", _timed("intra")),
+    "terminal.py check_writable 0": Program(
+        _written(lambda folder: folder),
+        "name a file in it",
+        _written(lambda folder: folder / "plan.json"),
+    ),
+    "terminal.py check_writable 1": Program(
+        _written(lambda folder: folder / "plans" / "plan.json"),
+        "check the path, or make the folder",
+        _written(_with_folder),
+    ),
+    "terminal.py parse_size 0": Program(
+        lambda: parse_size("80 gigs"), "72GiB", lambda: parse_size("72GiB")
+    ),
+}

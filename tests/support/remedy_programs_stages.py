@@ -1,0 +1,154 @@
+"""Programs for the remedies of stages, of memory, and of ops without a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import Mesh, constraints, rules
+from autopar.ops.ctc import ctc_loss
+from tests.support.remedy_programs import Called, Program, planned
+
+X = torch.ones(8, 4)
+_LINE = Mesh({"stage": 2})
+_OUTPUTS = Called(lambda layer, x: layer(x))
+_DEEP = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+class Traced(nn.Module):
+    """Two layers, of what both make a running mean is kept, or of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x.square().mean()
+
+
+def _staged(
+    model: Any = None, batch: Any = None, num: int = 2, cuts: Any = None, **options: Any
+) -> Callable[[], object]:
+    """The plan of two stages, which work through so many microbatches."""
+    asked = (constraints.pipeline("stage", microbatches=num, cuts=cuts),)
+    return planned(model, batch, _LINE, constraints=asked, **options)
+
+
+@torch.library.custom_op("remedies::tangled", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+def tangled(x: Tensor) -> Tensor:
+    """An op that can have no rule, as its tag says."""
+    return x * 2
+
+
+@tangled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("remedies::doubled", mutates_args=("x",))
+def doubled(x: Tensor) -> None:
+    """An op that writes into its operand."""
+    x.mul_(2)
+
+
+@torch.library.custom_op("remedies::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    """An op that takes large numbers alone."""
+    if float(x.min()) < 100:
+        raise ValueError("too small")
+    return x / 2
+
+
+@halved.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("remedies::twofold", mutates_args=())
+def twofold(x: Tensor) -> Tensor:
+    """An op of its arguments alone."""
+    return x * 2
+
+
+@twofold.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _registered(op: Any, **options: Any) -> Callable[[], object]:
+    def program() -> None:
+        rules.register(op, "m n -> m n", **options)
+        rules.unregister(op)
+
+    return program
+
+
+def _tangles(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(tangled(x)).square().mean()
+
+
+def _ctc(lengths: list[int]) -> Callable[[], object]:
+    """The loss of two samples, whose targets have three places."""
+    log_probs, targets = torch.randn(6, 2, 4).log_softmax(-1), torch.ones(2, 3, dtype=torch.int64)
+    return lambda: ctc_loss(log_probs, targets, torch.tensor([6, 6]), torch.tensor(lengths))
+
+
+PROGRAMS: dict[str, Program] = {
+    "planning/asked.py Asked.cuts 0": Program(
+        _staged(cuts=["layers.7"]), "the model can be cut at layers.1", _staged(cuts=["layers.1"])
+    ),
+    "stages/seams.py usable_points 0": Program(
+        _staged(Traced(), (X,), num=1),
+        "leave out constraints.pipeline(): without it the axis is used for data",
+        planned(Traced(), (X,)),
+    ),
+    "planning/staged.py staged_search 0": Program(
+        _staged(_DEEP, (X,), outputs="dtensor"),
+        'pass outputs="full"',
+        _staged(_DEEP, (X,), outputs="full"),
+    ),
+    "planning/steps.py _all_forwards_first 1": Program(
+        planned(_OUTPUTS, (X,), num_microbatches=2),
+        "plan one microbatch",
+        planned(_OUTPUTS, (X,), num_microbatches=1),
+    ),
+    "planning/steps.py _all_forwards_first 1 | loss": Program(
+        planned(_OUTPUTS, (X,), num_microbatches=2),
+        "let forward compute and return the loss",
+        planned(num_microbatches=2),
+    ),
+    "planning/search.py finished 0": Program(
+        planned(Called(_tangles), (X,), strict=True),
+        "pass strict=False",
+        planned(Called(_tangles), (X,), strict=False),
+    ),
+    "solve/solver.py shortage 0": Program(
+        planned(memory_bytes=1000), "pass a larger memory_bytes", planned(memory_bytes=10_000)
+    ),
+    "solve/solver.py shortage 0 | devices": Program(
+        planned(memory_bytes=2000, mesh=1), "use more devices", planned(memory_bytes=2000, mesh=2)
+    ),
+    "api/shortage.py instead 0": Program(
+        planned(memory_bytes=1400),
+        "stages were not tried: pass constraints=(autopar.constraints.pipeline(),)",
+        planned(memory_bytes=1400, constraints=(constraints.pipeline(),)),
+    ),
+    "rules/registration.py register 2": Program(
+        _registered(doubled), "a function of its arguments alone", _registered(twofold)
+    ),
+    "rules/registration.py _generated 0": Program(
+        _registered(halved),
+        "pass examples=[(tensor, ...), ...]: arguments that the op takes",
+        _registered(halved, examples=[(torch.full((8, 8), 200.0),)]),
+    ),
+    "ops/ctc.py _ctc 0": Program(
+        _ctc([3, 4]), "pass target_lengths that fit the targets", _ctc([3, 2])
+    ),
+}
