@@ -17,7 +17,7 @@ from autopar.constraints.elsewhere import held_to
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, handing_s
 from autopar.emit.choices import input_key, parameter_key, placeholder_keys, storage_key
-from autopar.errors import PlanError
+from autopar.errors import ChangedPlanError, PlanError
 from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -198,7 +198,7 @@ def _kept(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]
     """By variant, what the plan keeps of it.
 
     Raises:
-        PlanError: where it is kept in a layout that nothing makes there.
+        ChangedPlanError: where it is kept in a layout that nothing makes there.
     """
     layouts: dict[tuple[str, int], tuple[Layout, ...]] = {}
     for kept in plan.kept:
@@ -213,6 +213,5 @@ def _kept(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]
         try:
             found |= {v: tuple(map(value.version, wanted))} if wanted else {}
         except KeyError:
-            what = f"what the plan keeps of {keys[name]} is not made here"
-            raise PlanError(what, remedy="plan again for this model and mesh") from None
+            raise ChangedPlanError(f"what the plan keeps of {keys[name]} is not made here") from None
     return found

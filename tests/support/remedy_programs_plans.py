@@ -160,6 +160,19 @@ def _there(axes: dict[str, int], *asked: Any) -> Callable[[], object]:
     return lambda: elsewhere(asked, _SQUARE, Mesh(axes), "")
 
 
+@cache
+def long() -> tuple[Plan, nn.Module, dict[str, Tensor]]:
+    """A plan that splits a long batch, which is on meta, with the call."""
+    model, batch = Mlp(256, 1024, 1), {"x": torch.empty(2**16, 256, device="meta")}
+    mesh = Mesh({"data": 2})
+    return autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm"), model, batch
+
+
+def _wider(size: int) -> Callable[[], object]:
+    """The same on more devices."""
+    return lambda: autopar.what_if(*long(), mesh={"data": size}, hardware="h100-sxm")
+
+
 PROGRAMS: dict[str, Program] = {
     "errors.py ChangedPlanError.__init__ 0": Program(
         lambda: emit(traced(), _by_hand(data())), "plan again", lambda: emit(traced(), data())
@@ -238,6 +251,9 @@ PROGRAMS: dict[str, Program] = {
         lambda: on_axes(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
         "a mesh with stage=4, whatever its other axes are",
         lambda: on_axes(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
+    ),
+    "planning/carrying.py _check_inputs 0": Program(
+        _wider(2**17), "ask about smaller axes", _wider(4)
     ),
     "planning/repricing.py _refusal 1": Program(
         _asked(lambda: _by_hand(data())), "plan again for this model and mesh", _asked(data)
