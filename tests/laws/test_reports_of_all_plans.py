@@ -34,7 +34,7 @@ SEED = 0
 
 @lru_cache(maxsize=2)
 def built(kind: str) -> Any:
-    """A model of the tests, of the zoo (``zoo:NAME``) or of a library (``timm/NAME``), and a batch."""
+    """A model of the tests, of the zoo (``zoo:NAME``) or of a library (``timm/NAME``); a batch."""
     with torch.random.fork_rng([]):
         torch.manual_seed(SEED)
         if kind.startswith("zoo:"):
@@ -66,7 +66,7 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "name"), _cases())
+@pytest.mark.parametrize(("kind", "name"), list(_cases()))
 def test_what_is_told_of_a_plan_adds_up_to_it(kind: str, name: str, tmp_path: Path) -> None:
     plan = plan_or_skip(kind, name)
     assert not faults_of(plan, built(kind)[0], tmp_path)
@@ -85,7 +85,7 @@ def _pairs() -> Iterator[Any]:
             yield pytest.param(kind, *pair, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "first", "second"), _pairs())
+@pytest.mark.parametrize(("kind", "first", "second"), list(_pairs()))
 def test_what_is_told_of_two_plans_is_their_whole_difference(
     kind: str, first: str, second: str
 ) -> None:

@@ -41,7 +41,7 @@ class Way:
     """How a plan is made.
 
     Attributes:
-        mesh: axis → devices. options: of `autopar.plan`. hardware: makes the profile, or profiles.
+        mesh: axis → devices. options: of `autopar.plan`. hardware: makes one profile, or several.
         seed: of a random legal plan, which the planner would not choose; None for its own.
     """
 

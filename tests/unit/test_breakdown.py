@@ -11,7 +11,7 @@ from made_plan import ALL, WIRE_S, entry, made_plan, made_staged_plan, strategy
 from torch import nn
 
 import autopar
-from autopar.breakdown import WAITING, Part, breakdown, in_words, label, step_parts
+from autopar.breakdown import CROSSING, WAITING, Part, breakdown, in_words, label, owner, step_parts
 from autopar.breakdown.words import parallelism_of
 from autopar.constraints import fsdp, megatron, pipeline
 from autopar.explanation import explain
@@ -112,6 +112,24 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
 )
 def test_layouts_are_said_in_words_outermost_splitter_first(layout: str, role: str, said: str) -> None:
     assert in_words(Layout.parse(layout), NAMES, role) == said
+
+
+@pytest.mark.parametrize(
+    ("node", "module"),
+    [
+        ("ids/input", "(inputs)"),
+        ("a/b/input", "(inputs)"),
+        ("/sum.dim_IntList/forward/1 of the batch/input", "(inputs)"),
+        ("net.layers.{0}/add.Tensor/forward/1/input", "(from the stage before)"),
+        ("net.layers.{0}/add.Tensor/forward/1/output", "(from the stage behind)"),
+        ("loss/output", ""),
+    ],
+)
+def test_only_what_another_stage_makes_comes_from_one(node: str, module: str) -> None:
+    if node == "a/b/input":  # a name of the user's may have a slash
+        assert owner(node) not in CROSSING
+    else:
+        assert owner(node) == module
 
 
 def test_what_runs_again_takes_as_long_as_it_does_then() -> None:

@@ -8,7 +8,17 @@ from autopar.units import seconds, share, size
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1.2, "1.20 s"), (0.0244, "24.4 ms"), (0.9999, "1.00 s"), (3.2e-6, "3.20 µs"), (3.2e-8, "0.03 µs"), (0, "0 ms")]
+    ("value", "text"),
+    [
+        (1.2, "1.20 s"),
+        (0.0244, "24.4 ms"),
+        (0.9999, "1.00 s"),
+        (3.2e-6, "3.20 µs"),
+        (3.2e-8, "0.03 µs"),
+        (4e-9, "0 ms"),
+        (-4e-9, "0 ms"),
+        (0, "0 ms"),
+    ],
 )
 def test_seconds_have_three_digits_that_count(value: float, text: str) -> None:
     assert seconds(value) == text
