@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import Mesh, constraints, rules
@@ -101,29 +100,7 @@ def _ctc(lengths: list[int]) -> Callable[[], object]:
     return lambda: ctc_loss(log_probs, targets, torch.tensor([6, 6]), torch.tensor(lengths))
 
 
-class Words(nn.Module):
-    """A loss over many classes, returned with its logits, which are most of its memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(512, 8), nn.Linear(8, 512, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(self.table(ids))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def _words(outputs: str) -> Callable[[], object]:
-    """A plan in 400 KiB, all at once."""
-    ids = torch.zeros(256, dtype=torch.int64)
-    options: dict[str, Any] = {"memory_bytes": 400 * 2**10, "num_microbatches": 1}
-    return planned(Words(), {"ids": ids, "labels": ids}, 1, outputs=outputs, **options)
-
-
 PROGRAMS: dict[str, Program] = {
-    "api/choosing.py _with_hint 0": Program(
-        _words("full"), 'pass outputs="loss" if only the loss is wanted', _words("loss")
-    ),
     "planning/asked.py Asked.cuts 0": Program(
         _staged(cuts=["layers.7"]), "the model can be cut at layers.1", _staged(cuts=["layers.1"])
     ),
