@@ -23,7 +23,6 @@ from autopar.run.pickling import reduce_whole
 from tests.support.remedy_programs import Program
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
-TABLE = {"factor": 2.0}
 
 
 class Part(nn.Linear):
@@ -198,25 +197,6 @@ def _with_hook_removed(plain: Any, module: Any) -> object:
     return module(X)
 
 
-def _table(factor: float) -> Callable[[], object]:
-    """A global variable that forward reads."""
-
-    class Reading(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).square().mean() * TABLE["factor"]
-
-    def work(plain: Any, module: Any) -> object:
-        module(X)
-        TABLE["factor"] = 3.0
-        try:
-            TABLE["factor"] = factor
-            return module(X)
-        finally:
-            TABLE["factor"] = 2.0
-
-    return _pair(work, lambda: Reading(4, 4))
-
-
 def _counted(change: bool, again: bool = False) -> Callable[[], object]:
     """A buffer that says how often a layer runs."""
 
@@ -229,11 +209,6 @@ def _counted(change: bool, again: bool = False) -> Callable[[], object]:
         return module(X)
 
     return _pair(work, Counting)
-
-
-def _told(num: int) -> Callable[[], object]:
-    times = torch.ones(1)
-    return lambda: compiled(Counting(), X, times)(X, torch.ones(num))
 
 
 def _state(change: bool) -> Work:
@@ -395,7 +370,6 @@ PLAIN: dict[str, Program] = {
         "set it back to 2.0",
         _then_called(lambda plain, module: setattr(plain, "factor", 3.0), lambda plain, module: setattr(plain, "factor", 2.0)),
     ),
-    "run/frozen.py _changed 1 | variable": Program(_table(3.0), "set it back to 2.0", _table(2.0)),
     "run/known_buffers.py KnownBuffers.check 0": Program(
         _counted(True), "compile the model again with these values", _counted(False, again=True)
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -18,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 import autopar
-from autopar.errors import RuntimeStateError
 from autopar.run import saved, saved_beside, saved_files, saved_parts, saved_runs, saved_writing
 from autopar.run.saved_parts import collect_parts
-from tests.support.old_checkpoints import forge, to_old_format
+from tests.support.old_checkpoints import forge
 from tests.support.remedy_programs import Program
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(8, 4)}
@@ -71,7 +68,7 @@ class Run:
         return self.folder / f"step_{step:09d}"
 
 
-def _run(work: Callable[[Run], object], *, steps: int = 0, width: int = 4) -> Callable[[], object]:
+def run_of(work: Callable[[Run], object], *, steps: int = 0, width: int = 4) -> Callable[[], object]:
     """What a run does that has saved so many steps."""
 
     def program() -> object:
@@ -92,7 +89,7 @@ def _patched(owner: Any, name: str, value: Any, work: Callable[[Run], object], *
             patch.setattr(owner, name, value)
             return work(run)
 
-    return _run(patched, **how)
+    return run_of(patched, **how)
 
 
 def _among(module: ModuleType, other: Callable[[Any], Any], work: Callable[[Run], object], **how: Any) -> Callable[[], object]:
@@ -124,49 +121,10 @@ def _again(run: Run) -> Run:
     return Run(run.folder)
 
 
-def _damaged(run: Run, step: int, file: str = "contents.json") -> None:
+def damage(run: Run, step: int, file: str = "contents.json") -> None:
     """Half of a file is left."""
     path = run.place(step) / file
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _planted(run: Run, file: str, content: bytes, step: int = 2) -> None:
-    """A file is another, and its checksum fits."""
-    (run.place(step) / file).write_bytes(content)
-    forge(run.place(step))
-
-
-def _contents(run: Run) -> bytes:
-    """What says of a tensor that half of it is there."""
-    text = json.loads((run.place(2) / "contents.json").read_text())
-    for tensor in text["tensors"].values():
-        tensor["boxes"] = tensor["boxes"][:0]
-    return json.dumps(text).encode()
-
-
-def _loads_planted(file: str, content: Callable[[Run], bytes], old: bool = False) -> Callable[[], object]:
-    def work(run: Run) -> object:
-        if old:
-            to_old_format(run.place(2))
-        _planted(run, file, content(run))
-        return run.load()
-
-    return _run(work, steps=2)
-
-
-def _loads_earlier(run: Run) -> None:
-    """Another checkpoint is taken: the newest is removed."""
-    _planted(run, "contents.json", b"{}")
-    shutil.rmtree(run.place(2))
-    assert run.load() == 1
-
-
-def _loads_copied(run: Run) -> None:
-    """The file is copied again from where it was saved."""
-    whole = (run.place(1) / "contents.json").read_bytes()
-    _damaged(run, 1)
-    (run.place(1) / "contents.json").write_bytes(whole)
-    assert run.load() == 1
 
 
 def _with_head(saves: Callable[[Run, Any, Any], object]) -> Callable[[], object]:
@@ -177,7 +135,7 @@ def _with_head(saves: Callable[[Run, Any, Any], object]) -> Callable[[], object]
         optimizer = torch.optim.SGD([*run.module.parameters(), *head.parameters()], lr=0.1)
         return saves(run, head, optimizer)
 
-    return _run(work)
+    return run_of(work)
 
 
 def _lbfgs(run: Run) -> torch.optim.Optimizer:
@@ -192,7 +150,7 @@ def _critic(with_it: bool) -> Callable[[], object]:
         optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
         return run.save(of_critic=optimizer, **({"critic": critic} if with_it else {}))
 
-    return _run(work)
+    return run_of(work)
 
 
 def _term(whole: bool) -> Callable[[], object]:
@@ -202,7 +160,7 @@ def _term(whole: bool) -> Callable[[], object]:
         x = DTensor.from_local(torch.ones(4), run.module.device_mesh, [Partial()])
         return run.save(state={"x": x.full_tensor() if whole else x})
 
-    return _run(work)
+    return run_of(work)
 
 
 def _of_stage(average: bool) -> Callable[[], object]:
@@ -215,7 +173,7 @@ def _of_stage(average: bool) -> Callable[[], object]:
             patch.setattr(saved_beside, "num_ranks", lambda: 2)
             return run.save(state={"x": run.module.get_parameter("layer.weight").detach()})
 
-    return _run(work)
+    return run_of(work)
 
 
 def _old_and_new(loads: bool) -> Callable[[], object]:
@@ -229,7 +187,7 @@ def _old_and_new(loads: bool) -> Callable[[], object]:
             other.save(1)
         return (run.load(), run.save(2)) if loads else run.save(2)
 
-    return _run(work)
+    return run_of(work)
 
 
 def _elsewhere(run: Run) -> Path:
@@ -242,7 +200,7 @@ def _newer(version: int | None) -> Callable[[], object]:
             forge(run.place(1), lambda about: about.update(version=version))
         return run.load()
 
-    return _run(work, steps=1)
+    return run_of(work, steps=1)
 
 
 def _noted(saved: Any, here: Any) -> Callable[[], object]:
@@ -254,7 +212,7 @@ def _noted(saved: Any, here: Any) -> Callable[[], object]:
         run.optimizer.param_groups[0]["note"] = here
         return run.load(optimizer=run.optimizer)
 
-    return _run(work)
+    return run_of(work)
 
 
 def _marks(mark: str) -> Callable[[], object]:
@@ -278,7 +236,7 @@ def _finished(absent: bool) -> Callable[[], object]:
         sums = saving.write()
         return saving.finish({**sums, **({"rank_00001.safetensors": 3} if absent else {})})
 
-    return _run(work)
+    return run_of(work)
 
 
 def _in_background(run: Run) -> None:
@@ -287,16 +245,16 @@ def _in_background(run: Run) -> None:
 
 
 def _kept(value: Any) -> Callable[[], object]:
-    return _run(lambda run: run.save(kept=Stated(value)))
+    return run_of(lambda run: run.save(kept=Stated(value)))
 
 
 def _sparse(value: Tensor) -> Callable[[], object]:
-    return _run(lambda run: collect_parts({"x": value}, "it", "", run.folder))
+    return run_of(lambda run: collect_parts({"x": value}, "it", "", run.folder))
 
 
 def _renamed(run: Run, step: int | None) -> int:
     """Of a folder whose newest checkpoint is damaged."""
-    _damaged(run, 2)
+    damage(run, 2)
     return run.checkpoints.export(run.folder / "weights", step=step)
 
 
@@ -307,36 +265,36 @@ FOLDERS: dict[str, Program] = {
         _among(saved, lambda fact: fact, lambda run: run.checkpoints.steps(), steps=1),
     ),
     "run/saved.py Checkpoints.load 0": Program(
-        _run(lambda run: (_damaged(run, 2), run.load()), steps=2),
+        run_of(lambda run: (damage(run, 2), run.load()), steps=2),
         "remove it: step 1 is whole, and is taken then",
-        _run(lambda run: (_damaged(run, 2), shutil.rmtree(run.place(2)), run.load()), steps=2),
+        run_of(lambda run: (damage(run, 2), shutil.rmtree(run.place(2)), run.load()), steps=2),
     ),
     "run/saved.py Checkpoints.export 0": Program(
-        _run(lambda run: run.checkpoints.export(run.folder / "weights", step=5), steps=2),
+        run_of(lambda run: run.checkpoints.export(run.folder / "weights", step=5), steps=2),
         "there are steps 1, 2",
-        _run(lambda run: run.checkpoints.export(run.folder / "weights", step=2), steps=2),
+        run_of(lambda run: run.checkpoints.export(run.folder / "weights", step=2), steps=2),
     ),
     "run/saved.py Checkpoints.export 0 | empty": Program(
-        _run(lambda run: run.checkpoints.export(run.folder / "weights")),
+        run_of(lambda run: run.checkpoints.export(run.folder / "weights")),
         "the folder that Checkpoints saved into",
-        _run(lambda run: run.checkpoints.export(run.folder / "weights"), steps=1),
+        run_of(lambda run: run.checkpoints.export(run.folder / "weights"), steps=1),
     ),
     "run/saved.py Checkpoints.export 1": Program(
-        _run(lambda run: _renamed(run, None), steps=2),
+        run_of(lambda run: _renamed(run, None), steps=2),
         "export another step: 1",
-        _run(lambda run: _renamed(run, 1), steps=2),
+        run_of(lambda run: _renamed(run, 1), steps=2),
     ),
     "run/saved.py Checkpoints._begun 0": Program(
-        _run(lambda run: run.save(1), steps=2), "load before you train", _run(lambda run: run.save(run.load() + 1), steps=2)
+        run_of(lambda run: run.save(1), steps=2), "load before you train", run_of(lambda run: run.save(run.load() + 1), steps=2)
     ),
     "run/saved.py Checkpoints._begun 0 | elsewhere": Program(
-        _run(lambda run: run.save(1), steps=2), "name another folder", _run(_elsewhere, steps=2)
+        run_of(lambda run: run.save(1), steps=2), "name another folder", run_of(_elsewhere, steps=2)
     ),
     "run/saved.py Checkpoints._begun 0 | removed": Program(
-        _run(lambda run: run.save(1), steps=2), "remove those", _run(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2)
+        run_of(lambda run: run.save(1), steps=2), "remove those", run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2)
     ),
     "run/saved.py Checkpoints._collect 0": Program(
-        _run(lambda run: run.save(-1)), "how many steps were made, from 0", _run(lambda run: run.save(0))
+        run_of(lambda run: run.save(-1)), "how many steps were made, from 0", run_of(lambda run: run.save(0))
     ),
     "run/saved_files.py seen_by_all 0": Program(
         _among(saved_files, lambda fact: False, lambda run: run.save()),
@@ -355,7 +313,7 @@ FOLDERS: dict[str, Program] = {
     "run/saved_writing.py Background.result 0": Program(
         _patched(saved_parts, "write_tensors", _raising(_FULL), _in_background),
         "free space on the disk",
-        _run(_in_background),
+        run_of(_in_background),
     ),
     "run/saved_writing.py _collect_marks 0": Program(
         _marks("failed"), "free space on the disk", _marks("done")
@@ -376,15 +334,15 @@ BESIDE: dict[str, Program] = {
         _with_head(lambda run, head, optimizer: run.save(head=head, optimizer_of_both=optimizer)),
     ),
     "run/saved_beside.py _check_own 1": Program(
-        _run(lambda run: run.save(optimizer=_lbfgs(run))),
+        run_of(lambda run: run.save(optimizer=_lbfgs(run))),
         "save(step, pm, lbfgs=optimizer)",
-        _run(lambda run: (run.save(lbfgs=_lbfgs(run)), run.load(lbfgs=_lbfgs(run)))),
+        run_of(lambda run: (run.save(lbfgs=_lbfgs(run)), run.load(lbfgs=_lbfgs(run)))),
     ),
     "run/saved_beside.py others_of 0": Program(
         _critic(False), "save(step, pm, optimizer, of_critic=..., critic=...)", _critic(True)
     ),
     "run/saved_beside.py others_of 1": Program(
-        _run(lambda run: run.save(loader=3)), "or a dict of values", _run(lambda run: run.save(loader={"at": 3}))
+        run_of(lambda run: run.save(loader=3)), "or a dict of values", run_of(lambda run: run.save(loader={"at": 3}))
     ),
     "run/saved_beside.py _check_alike 0": Program(
         _among(saved_beside, lambda marks: dict.fromkeys(marks, 0), lambda run: run.save(at={"step": 3})),
@@ -392,14 +350,14 @@ BESIDE: dict[str, Program] = {
         _among(saved_beside, lambda marks: marks, lambda run: run.save(at={"step": 3})),
     ),
     "run/saved_beside.py with_saved 0": Program(
-        _run(lambda run: (run.save(at={"a": 1}), run.load(there={}))),
+        run_of(lambda run: (run.save(at={"a": 1}), run.load(there={}))),
         "with the same names",
-        _run(lambda run: (run.save(at={"a": 1}), run.load(at={}))),
+        run_of(lambda run: (run.save(at={"a": 1}), run.load(at={}))),
     ),
     "run/saved_beside.py with_saved 1": Program(
-        _run(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head={}))),
+        run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head={}))),
         "what it was saved of",
-        _run(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
+        run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
     ),
     "run/saved_values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
     "run/saved_parts.py _check_kind 0": Program(
@@ -408,17 +366,17 @@ BESIDE: dict[str, Program] = {
     "run/saved_parts.py collect_parts 0": Program(
         _patched(saved_parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
         "Earlier checkpoints are as they were",
-        _run(lambda run: run.save(2), steps=1),
+        run_of(lambda run: run.save(2), steps=1),
     ),
     "run/saved_state.py _check_same 0": Program(
-        _run(lambda run: run.load(optimizer=run.optimizer), steps=1),
+        run_of(lambda run: run.load(optimizer=run.optimizer), steps=1),
         "load the model alone: checkpoints.load(pm)",
-        _run(lambda run: run.load(), steps=1),
+        run_of(lambda run: run.load(), steps=1),
     ),
     "run/saved_state.py _check_same 1": Program(
-        _run(lambda run: Run(run.folder, 8).load(), steps=1),
+        run_of(lambda run: Run(run.folder, 8).load(), steps=1),
         "load it into what it was saved of",
-        _run(lambda run: Run(run.folder, 4).load(), steps=1),
+        run_of(lambda run: Run(run.folder, 4).load(), steps=1),
     ),
     "run/saved_loading.py _check_fits 0": Program(
         _noted("a text", 3), "load it into what it was saved of", _noted("a text", "another")
@@ -428,23 +386,4 @@ BESIDE: dict[str, Program] = {
     ),
 }  # fmt: skip
 
-FILES: dict[str, Program] = {
-    "run/saved_tensors.py damaged 0": Program(
-        _loads_planted("contents.json", lambda run: b"{}"), "take another checkpoint", _run(_loads_earlier, steps=2)
-    ),
-    "run/saved_tensors.py damaged 0 | boxes": Program(
-        _loads_planted("contents.json", _contents), "copy this one again", _run(_loads_copied, steps=1)
-    ),
-    "run/saved_tensors.py unsafe 0": Program(
-        _loads_planted(".metadata", lambda run: pickle.dumps(Path), old=True),
-        "take another checkpoint, or save anew",
-        _run(lambda run: run.save(3), steps=2),
-    ),
-    "run/saved_tensors.py unsafe 0 | values": Program(
-        _loads_planted("others.pt", lambda run: pickle.dumps(RuntimeStateError), old=True),
-        "take another checkpoint, or save anew",
-        _run(_loads_earlier, steps=2),
-    ),
-}  # fmt: skip
-
-PROGRAMS: dict[str, Program] = {**FOLDERS, **BESIDE, **FILES}
+PROGRAMS: dict[str, Program] = {**FOLDERS, **BESIDE}

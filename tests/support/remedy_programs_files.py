@@ -1,0 +1,73 @@
+"""Programs for the remedies of damaged and planted files of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from autopar.errors import RuntimeStateError
+from tests.support.old_checkpoints import forge, to_old_format
+from tests.support.remedy_programs import Program
+from tests.support.remedy_programs_saved import Run, damage, run_of
+
+
+def _planted(run: Run, file: str, content: bytes, step: int = 2) -> None:
+    """A file is another, and its checksum fits."""
+    (run.place(step) / file).write_bytes(content)
+    forge(run.place(step))
+
+
+def _contents(run: Run) -> bytes:
+    """What says of a tensor that half of it is there."""
+    text = json.loads((run.place(2) / "contents.json").read_text())
+    for tensor in text["tensors"].values():
+        tensor["boxes"] = tensor["boxes"][:0]
+    return json.dumps(text).encode()
+
+
+def _loads_planted(file: str, content: Callable[[Run], bytes], old: bool = False) -> Callable[[], object]:
+    def work(run: Run) -> object:
+        if old:
+            to_old_format(run.place(2))
+        _planted(run, file, content(run))
+        return run.load()
+
+    return run_of(work, steps=2)
+
+
+def _loads_earlier(run: Run) -> None:
+    """Another checkpoint is taken: the newest is removed."""
+    _planted(run, "contents.json", b"{}")
+    shutil.rmtree(run.place(2))
+    assert run.load() == 1
+
+
+def _loads_copied(run: Run) -> None:
+    """The file is copied again from where it was saved."""
+    whole = (run.place(1) / "contents.json").read_bytes()
+    damage(run, 1)
+    (run.place(1) / "contents.json").write_bytes(whole)
+    assert run.load() == 1
+
+
+PROGRAMS: dict[str, Program] = {
+    "run/saved_tensors.py damaged 0": Program(
+        _loads_planted("contents.json", lambda run: b"{}"), "take another checkpoint", run_of(_loads_earlier, steps=2)
+    ),
+    "run/saved_tensors.py damaged 0 | boxes": Program(
+        _loads_planted("contents.json", _contents), "copy this one again", run_of(_loads_copied, steps=1)
+    ),
+    "run/saved_tensors.py unsafe 0": Program(
+        _loads_planted(".metadata", lambda run: pickle.dumps(Path), old=True),
+        "take another checkpoint, or save anew",
+        run_of(lambda run: run.save(3), steps=2),
+    ),
+    "run/saved_tensors.py unsafe 0 | values": Program(
+        _loads_planted("others.pt", lambda run: pickle.dumps(RuntimeStateError), old=True),
+        "take another checkpoint, or save anew",
+        run_of(_loads_earlier, steps=2),
+    ),
+}  # fmt: skip
