@@ -113,8 +113,12 @@ def respell(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
     elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):
         node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
-    elif target in _COMPUTED:
+    elif target in _COMPUTED and isinstance(node.args[0], fx.Node):
         node.target = _COMPUTED[target]
+    elif target in _COMPUTED:  # of a number
+        number = node.args[0].conjugate() if target is aten._conj.default else -node.args[0]  # type: ignore[union-attr,operator]
+        settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
+        node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
     elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format) and _stays(node):
         node.kwargs = {"dtype": dtype_of(node)}
 
