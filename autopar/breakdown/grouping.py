@@ -43,9 +43,10 @@ def owner(node: str) -> str:
     """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that holds it."""
     if crosses(node):
         return BEFORE if node.endswith("/input") else BEHIND
+    border = node.rpartition("/")[2]
+    if border in ("input", "output"):
+        return INPUTS if border == "input" else ""
     path, kind = node.split("/")[:2]
-    if kind in ("input", "output"):
-        return INPUTS if kind == "input" else ""
     if kind in ("parameter", "buffer", "storage"):
         path = path.rpartition(".")[0]
     return starred(path)
