@@ -167,10 +167,9 @@ class Ended:
     @property
     def refusal(self) -> str:
         """The AutoparError with which it ended, empty where there is none."""
-        start = max(
-            self.err.rfind("\nautopar.errors."), self.err.rfind("autopar.errors.AutoparError")
-        )
-        return self.err[start:].strip() if start >= 0 else ""
+        text = re.sub(r"^\[rank\d+\]: ?", "", self.err, flags=re.MULTILINE)  # torch's excepthook
+        start = max(text.rfind("\nautopar.errors."), text.rfind("autopar.errors.AutoparError"))
+        return text[start:].strip() if start >= 0 else ""
 
 
 @cache

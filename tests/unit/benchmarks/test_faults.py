@@ -170,6 +170,7 @@ def ended(status: int | None, *losses: str, error: str = "") -> rank_cases.Ended
 
 
 NAMED = "Traceback\nautopar.errors.RuntimeStateError: rank 1 made another call"
+PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # as torch prints it
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ NAMED = "Traceback\nautopar.errors.RuntimeStateError: rank 1 made another call"
     [
         ([ended(1, "1.0", error=NAMED)] * 2, "additional call", None),
         ([ended(1, "1.0", error=NAMED), ended(-9, "1.0")], "SIGKILL", None),
+        ([ended(1, "1.0", error=PREFIXED)] * 2, "additional call", None),
         ([ended(0, "1.0", "0.5")] * 2, "additional call", None),  # without an effect
         ([ended(0, "1.0", "0.5")] * 2, "sleeps", None),
         ([ended(0, "1.0", "0.7")] * 2, "additional call", WrongResult),
