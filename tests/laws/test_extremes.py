@@ -81,11 +81,22 @@ def test_gradients_are_those_of_the_plain_model_under_plans_that_compute_values_
         assert found.ok, found
 
 
-def test_values_that_are_no_extremes_of_each_other_are_compared_as_they_are() -> None:
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows with columns": lambda x: x == x.amax(0).unsqueeze(1),
+    "rows with columns, expanded": lambda x: x == x.amax(0).unsqueeze(1).expand(4, 4),
+    "a number with a maximum": lambda x: (x.sum() == x[0].amax(0)).expand(4, 4),
+    "other places": lambda x: x == torch.zeros(4, 4).scatter_reduce(
+        0, INDEX[:4, None].expand(4, 4), x, "amax"
+    ).gather(0, INDEX[:4].flip(0)[:, None].expand(4, 4)),
+    "without magnitudes": lambda x: x == torch.linalg.vector_norm(x, math.inf, dim=1).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_that_are_no_extremes_of_each_other_are_compared_as_they_are(name: str) -> None:
     class Other(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            columns = x.amax(0)
-            return torch.where(x == columns.unsqueeze(1), x, -x).sum()
+            return torch.where(OTHERS[name](x), x, -x).sum()
 
     x = torch.randn(4, 4, requires_grad=True)
     graph: fx.Graph = capture(Other(), (x,), {}).graph

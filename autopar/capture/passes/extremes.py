@@ -24,7 +24,6 @@ _SHAPED = (
     aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
-    aten.expand.default,
 )
 _OF_DIMS = {aten.amax.default: "max", aten.amin.default: "min"}
 _OF_ALL = {
@@ -77,17 +76,20 @@ def _put(node: fx.Node, made: Made, dtype: torch.dtype) -> None:
 
 def _reduced(x: fx.Node, other: fx.Node) -> Made | None:
     """The op that compares `x` with `other`, if that is the extreme of `x` over some dims."""
+    while other.target is aten.expand.default:
+        other = other.args[0]  # type: ignore[assignment]
     found = _extreme(_unshaped(other))
     if found is None:
         return None
-    rank = len(shape_of(x))
-    dims = [dim % rank for dim in found.dims] or list(range(rank))
-    kept = torch.Size(1 if dim in dims else size for dim, size in enumerate(shape_of(x)))
     compared = x
-    if found.of_magnitudes:
-        compared = x.args[0] if x.target is aten.abs.default else None  # type: ignore[assignment]
-    is_broadcast = torch.broadcast_shapes(shape_of(other), kept) == kept
-    if compared is not found.source or not (is_broadcast or shape_of(other) == shape_of(x)):
+    if found.of_magnitudes and x.target is aten.abs.default:
+        compared = x.args[0]  # type: ignore[assignment]
+    if compared is not found.source or found.of_magnitudes is (compared is x):
+        return None
+    rank = len(shape_of(x))
+    dims = [dim % rank for dim in found.dims if rank] or list(range(rank))
+    kept = torch.Size(1 if dim in dims else size for dim, size in enumerate(shape_of(x)))
+    if torch.broadcast_shapes(shape_of(other), kept) != kept:  # it is compared along other dims
         return None
     return extreme_ops.is_extreme, (x, dims, found.kind)
 
@@ -128,11 +130,23 @@ def _scattered(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
     into, dim, index, source, kind = at.args[:5]  # type: ignore[union-attr]
     if kind not in ("amax", "amin") or x is not (into if other is at else source):
         return None
+    if other is not at and not _is_same(other.args[1:3], (dim, index)):  # read at other places
+        return None
     include_self = at.kwargs.get("include_self", True)  # type: ignore[union-attr]
     if at.target is aten.index_reduce.default:  # type: ignore[union-attr]
         index = _spread(node, index, dim, shape_of(source))  # type: ignore[arg-type]
     arguments = (into, index, source, dim, kind, include_self, other is not at)
     return extreme_ops.is_scattered_extreme, arguments
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one value: constants are written once for forward and once for backward."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:
+        return bool(a == b)
+    calls_same = a.op == b.op == "call_function" and a.target is b.target
+    return calls_same and a.kwargs == b.kwargs and _is_same(a.args, b.args)
 
 
 def _spread(node: fx.Node, index: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
