@@ -71,14 +71,13 @@ def label_joint_graph(whole: Trace, part: Trace, num: int, *, independent: bool)
     first = _Pass(whole, part, num, independent, near=False)
     try:
         return first.run()
-    except CoupledError:
+    except CoupledError as refusal:
         if not first.raises.elsewhere:
             raise
         try:  # what is raised early is raised for all that follows from it, which may be too much
             return _Pass(whole, part, num, independent, near=True).run()
-        except CoupledError:
-            pass
-        raise
+        except CoupledError as second:
+            raise refusal from second
 
 
 class _Pass:
