@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, solving
 from autopar.planning.alike import Alike, Effort
 from autopar.planning.clock import Clock
-from autopar.planning.job import PlannerLoop
+from autopar.planning.job import Phase, PlannerLoop, State
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks
 from autopar.planning.runner_up import runner_ups
@@ -140,6 +140,39 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
         with pytest.raises(InfeasibleError, match="the smallest that was tried"):
             planned()
         assert (len(answers), len(tried)) == (2, 1)
+
+
+def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases, step = list[Phase](), PlannerLoop.step
+
+    def watched(search: PlannerLoop, state: State) -> State:
+        phases.append(state.phase)
+        return step(search, state)
+
+    monkeypatch.setattr(PlannerLoop, "step", watched)
+    planned()
+    assert phases == [Phase.ASK, Phase.TRY, Phase.FINISH]
+    phases.clear()
+    planned(memory_bytes=240_000)
+    round_trip = [Phase.ASK, Phase.TRY, Phase.LEARN]
+    num_rounds = len(phases) // 3
+    assert num_rounds > 1 and phases == [*round_trip * (num_rounds - 1), Phase.ASK, Phase.TRY, Phase.FINISH]
+    phases.clear()
+    with pytest.raises(InfeasibleError):
+        planned(memory_bytes=8 * KIB)
+    assert phases == [Phase.ASK, Phase.TRY, Phase.FINISH, Phase.SHRINK]
+
+
+def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them() -> None:
+    search = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
+    learnt = replace(search.ungrouped.learnt, retained=(search.ungrouped.problem.moments[0],))
+    problem = replace(search.ungrouped.priced.problem, regions=(KIB,))
+    groups = replace(search.ungrouped, priced=replace(search.ungrouped.priced, problem=problem), learnt=learnt, bound_s=1e-9)
+    state = State(Phase.SHRINK, groups, None, 1.0, smallest=2**60, decided=(1,))
+    again = search.step(state)
+    assert (again.phase, again.regions, again.effort) == (Phase.SOLVE, frozenset(), Effort.WHOLE)
+    assert not again.groups.learnt.retained and again.groups.bound_s == 1e-9, "a bound of all plans holds on"
+    assert (again.smallest, again.decided, again.best) == (0, (), None)
 
 
 def test_every_phase_is_told_and_timed() -> None:
