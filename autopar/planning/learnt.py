@@ -14,11 +14,12 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.analysis.in_place import has_own_memory
+from autopar.capture.trace import Trace
 from autopar.choices import Choices, Multipliers
 from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.cost.widening import WIDENED
-from autopar.problem import Moment
+from autopar.problem import Moment, Problem
 from autopar.run.memory import NodePeak
 from autopar.solve import evaluated
 from autopar.strategies import Starts
@@ -91,14 +92,35 @@ class Learnt:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Of a job whose layers are in some groups."""
+class LayerGroups:
+    """Layers in groups that decide alike, their problem, and what is known of it.
+
+    Attributes:
+        starts: where groups begin, by list of layers; empty where all equal layers decide alike.
+        bound_s: no plan takes less; 0 where nothing is proven. multipliers: prove it by arithmetic.
+    """
 
     priced: Priced
     learnt: Learnt
-    bound_s: float
-    multipliers: Multipliers | None
     starts: Starts
+    bound_s: float = 0.0
+    multipliers: Multipliers | None = None
+
+    @staticmethod
+    def of(trace: Trace, priced: Priced, starts: Starts) -> LayerGroups:
+        """Groups of which nothing is known yet."""
+        return LayerGroups(priced, Learnt.nothing(Liveness(trace, priced)), starts)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem with all moments that are known."""
+        return replace(self.priced.problem, moments=self.learnt.moments)
+
+    def forget(self) -> LayerGroups:
+        """Drop the learned moments; the bound stays."""
+        return replace(self, learnt=Learnt.nothing(self.learnt.liveness))
+
+
 
 
 def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
