@@ -25,7 +25,6 @@ from autopar.planning.alike import Alike
 from autopar.planning.axes import on_axes, without_stages
 from autopar.planning.clock import Clock
 from autopar.planning.job import Job
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Schedule
 from autopar.planning.repricing import decisions
 from autopar.planning.search import Planned
@@ -33,6 +32,7 @@ from autopar.planning.sharing import Sharing
 from autopar.planning.steps import step_of
 from autopar.planning.tried import Tried
 from autopar.plans import Overlap, Pipeline, Plan
+from autopar.request import PlanOptions
 from autopar.run.parameters import storable
 from autopar.run.returned import Returned
 from autopar.stages import Cut, cut

@@ -33,13 +33,13 @@ from autopar.planning.draft import Draft
 from autopar.planning.grouping import starts_of
 from autopar.planning.learnt import Known, Learnt
 from autopar.planning.multipliers import certified
-from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.smallest import Need, light, preferred, refusal
 from autopar.planning.solving import Solving
 from autopar.planning.tried import Elsewhere, TooSlow, Tried, beside
 from autopar.plans import Fingerprint
+from autopar.request import PlanOptions
 from autopar.solve import Least, quickest
 from autopar.strategies import Starts
 

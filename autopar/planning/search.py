@@ -17,12 +17,12 @@ from autopar.planning.assembly import assemble, fingerprint
 from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict
 from autopar.planning.job import Job
-from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.smallest import Need
 from autopar.planning.timeline import beside
 from autopar.planning.tried import Elsewhere, Tried
 from autopar.plans import Plan
+from autopar.request import PlanOptions
 from autopar.run.program import Program, StagedProgram
 from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 from autopar.version import VERSION
@@ -78,7 +78,7 @@ def make_plan(
         InfeasibleError: where nothing fits the memory; says what would.
         TooSlow: where the bound shows that no plan beats the limit.
     """
-    clock, options = Clock(progress), options.begun()
+    clock, options = Clock(progress), options.of_a_trace().begun()
     job = whole_job(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s, elsewhere=elsewhere)
     return finished(job.best_tried(), clock, options)
 

@@ -28,10 +28,10 @@ from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.job import Job
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Peaks
 from autopar.planning.tried import Tried
 from autopar.problem import Value
+from autopar.request import PlanOptions
 from autopar.run.device_mesh import device_mesh
 from autopar.run.executor import Outputs
 from autopar.run.memory import NodePeak, node_peaks, trace_peak
