@@ -37,5 +37,6 @@ def searched(
     """
     budget = options.budget(profile)
     mark = fingerprint(trace, "", profile, VERSION)
+    options = options.of_a_trace()
     clock, recorded = Clock(lambda _: None), options.to_json(profile)
     return job(trace, mesh, pricing, options, clock, mark, recorded, budget, whole=whole).best_tried()

@@ -123,7 +123,7 @@ class Planner:
         Raises:
             InfeasibleError: where none does.
         """
-        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP)
+        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, outputs="dtensor")
         best: Tried | None = None
         refusal: InfeasibleError | None = None
         for rows in (0, *ROWS):
