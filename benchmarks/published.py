@@ -22,6 +22,7 @@ import torch
 
 from autopar import hf
 from autopar.api.planning import plan_call
+from autopar.api.request import PlanRequest
 from autopar.api.tracing import as_planned, planned_part
 from autopar.constraints import Constraint, pipeline
 from autopar.errors import InfeasibleError
@@ -78,7 +79,7 @@ def _planned(setup: Setup, constraints: Sequence[Constraint], memory_bytes: int 
     """The plan, and how many seconds of its step are those of matmuls."""
     model, batch = hf.build(setup.spec, batch=setup.batch, seq=setup.seq, dtype=torch.float32, device="meta")
     options = PlanOptions(memory_bytes=memory_bytes, constraints=tuple(constraints), precision="bf16", outputs="loss", gap=0.02)
-    trace, planned = plan_call(model, setup.mesh, (), batch, setup.profile, options)
+    trace, planned = plan_call(PlanRequest(model, setup.mesh, setup.profile, options), (), batch)
     plan = planned.plan
     part = as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, (), batch)[0]
     slower_s = repriced(plan, part, plan.mesh, with_matmuls(setup.profile, SLOWER), options)

@@ -152,7 +152,7 @@ def finish(
     """The plan and program of choices; `in_order` as in `random_plan`."""
     trace, profile = prepared.trace, prepared.profile
     mark = fingerprint(trace, name, profile, VERSION)
-    options = PlanOptions(memory_bytes=AMPLE_BYTES, optimizer=prepared.priced.optimizer)
+    options = PlanOptions(memory_bytes=AMPLE_BYTES, optimizer=prepared.priced.optimizer, outputs="dtensor")
     recorded = {"memory_bytes": AMPLE_BYTES, "optimizer": options.optimizer, "batch": options.batch, "outputs": options.outputs}
     draft = PlanDraft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
     plan = assemble(draft, mark, recorded, 0.0)

@@ -40,6 +40,7 @@ def searched(
     """
     budget = options.budget(profile)
     mark = fingerprint(trace, "", profile, VERSION)
+    options = options.of_a_trace()
     clock, recorded = Clock(lambda _: None), options.to_json(profile)
     peaks = peaks or Peaks(options)
     emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)

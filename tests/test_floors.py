@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("redistribute",),
     ("problem",),
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
+    ("request",),
     ("analysis", "run", "breakdown", "stages"),
     ("strategies",),  # merges nodes by what analysis says of them
     ("cost", "emit", "validation"),  # validation judges what emit makes, and shares nothing with it

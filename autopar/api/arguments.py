@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autopar.constraints import Constraint
 from autopar.devices import Unshaped, is_unshaped
-from autopar.errors import AutoparError, ConstraintError, MeshError
+from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import mesh_of
 
@@ -71,17 +70,6 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
         what = f"example_inputs are {type(example_inputs).__name__}"
         raise AutoparError(what, remedy="pass the batch as forward takes it: a mapping of keywords, a sequence of positions, or one tensor")
     return tuple(example_inputs), {}
-
-
-def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
-    """What `constraints` was given, as a tuple.
-
-    Raises:
-        ConstraintError: where it is no sequence, as one constraint alone.
-    """
-    if not isinstance(constraints, Iterable) or isinstance(constraints, str):
-        raise ConstraintError(f"constraints={constraints} is no sequence", remedy="put constraints into a list: constraints=[...]")
-    return tuple(constraints)
 
 
 def check_model(model: nn.Module) -> None:

@@ -20,19 +20,20 @@ from autopar.api.fitting import check_fits
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of, told_trained
 from autopar.api.hardware import planned_for
 from autopar.api.planning import plan_told
+from autopar.api.request import PlanRequest
 from autopar.api.tracing import as_planned, program_of, refuse_parts, settled, traced_for
 from autopar.api.validating import validate_before_run
 from autopar.capture import Trace
 from autopar.cost.priced import OPTIMIZERS
-from autopar.devices import HardwareLike, is_unshaped
+from autopar.devices import is_unshaped
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
-from autopar.planning import Planned, PlanOptions
+from autopar.planning import Planned
 from autopar.plans import Plan
+from autopar.request import Backend, Outputs, PlanOptions
 from autopar.run.agreement import announced
 from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, device_mesh
-from autopar.run.executor import Outputs
 from autopar.run.module import ParallelModule
 from autopar.run.optimizer_state import PlannedState, note_planned
 from autopar.run.program import Program, StagedProgram
@@ -45,27 +46,22 @@ log = logging.getLogger("autopar")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What `compile` was asked for; `build` goes to the `ParallelModule`, `options` to the planner, or `further` in their place."""
-
-    model: nn.Module
-    mesh: MeshLike
-    plan: Plan | str | Path | None
-    hardware: HardwareLike | None
-    build: Mapping[str, Any]
-    options: Mapping[str, Any]
-    further: _Further | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Further:
-    """How a further program is planned, in place of `Order.options`.
+    """What `compile` was asked for.
 
     Attributes:
-        otherwise: options where a constraint cannot hold.
+        request: what the planner is called with, unless there is a plan.
+        otherwise: options of a further program where a constraint of the request cannot hold.
     """
 
-    options: PlanOptions
-    otherwise: PlanOptions
+    request: PlanRequest
+    plan: Plan | str | Path | None = None
+    backend: Backend = "eager"
+    otherwise: PlanOptions | None = None
+
+    @property
+    def build(self) -> dict[str, Any]:
+        """How the `ParallelModule` is built."""
+        return {"backend": self.backend, "batch": self.request.options.batch, "outputs": self.request.options.outputs}
 
 
 @torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
@@ -80,8 +76,8 @@ def parallel_module(
     Raises:
         as `autopar.compile`.
     """
-    mesh = order.mesh
-    kind = _device_type(order.model, (args, kwargs))
+    model, mesh, options = order.request.model, order.request.mesh, order.request.options
+    kind = _device_type(model, (args, kwargs))
     if shared is None and not isinstance(mesh, DeviceMesh):
         _tell_of_gpus(kind, mesh)
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
@@ -89,19 +85,18 @@ def parallel_module(
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    as_planned = order.build["outputs"] in ("auto", "loss")  # a call without labels has no loss alone
-    wanted = plan.options.get("outputs", "dtensor") if as_planned else order.build["outputs"]
-    module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
+    as_planned = options.outputs in ("auto", "loss")  # a call without labels has no loss alone
+    wanted = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
+    module = build(program, devices, model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
         _note_optimizer(module, plan)
-        asked = order.options if order.plan is None else plan.options
-        module.is_for_inference = bool(asked.get("inference", False))
+        module.is_for_inference = options.inference if order.plan is None else bool(plan.options.get("inference", False))
         for line in idle(plan) if rank() == 0 else ():
             log.warning(line)
         usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
-        further = order.build if usual else {**order.build, "outputs": wanted}
-        module.variants = Variants(partial(_variant, further, order.hardware, Structure.of(order.model), devices))
+        further = order if usual else replace(order, request=replace(order.request, options=replace(options, outputs=wanted)))
+        module.variants = Variants(partial(_variant, further, Structure.of(model), devices))
     return module
 
 
@@ -112,27 +107,32 @@ def _note_optimizer(module: nn.Module, plan: Plan) -> None:
 
 
 def _variant(
-    build: Mapping[str, Any], asked: HardwareLike | None, structure: Structure, devices: DeviceMesh,
+    first: Order, structure: Structure, devices: DeviceMesh,
     module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> ParallelModule | StagedModule:  # fmt: skip
-    """A program for another mode or a batch of other shapes, over the module's parameters."""
+    """A program for another mode or a batch of other shapes, over the module's parameters.
+
+    Args:
+        first: what the module was made for, with outputs as further calls have them.
+    """
     alike = torch.is_grad_enabled() and isinstance(module, ParallelModule)  # stages hold other parameters on other ranks
     trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}", "batch or mode", devices)
     plan: Plan = module.plan
-    hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
+    hardware = planned_for(plan) if first.request.hardware is None else first.request.hardware  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled()
     asks = any(trained.values()) or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
-    asked_again, otherwise = (
-        replace(options, outputs=build["outputs"], inference=options.inference and not asks)  # of a frozen model by itself
+    batch, outputs = first.request.options.batch, first.request.options.outputs
+    again, otherwise = (
+        replace(options, batch=batch, outputs=outputs, inference=options.inference and not asks)  # of a frozen model by itself
         for options in asked_of(plan, storage_of(module))
     )
-    further = _Further(asked_again, otherwise)
     if only_forward:
-        further = _Further(*(beside_the_optimizer(plan, options) for options in (asked_again, otherwise)))
+        again, otherwise = beside_the_optimizer(plan, again), beside_the_optimizer(plan, otherwise)
     with torch.enable_grad():
         model = structure.as_called(training, trained)
-        made = parallel_module(Order(model, devices, None, hardware, build, {}, further), args, kwargs, module)
+        order = Order(PlanRequest(model, devices, hardware, again, is_further=True), None, first.backend, otherwise)
+        made = parallel_module(order, args, kwargs, module)
     made.train(training)
     made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
     return made
@@ -159,21 +159,22 @@ def _device_type(model: nn.Module, batch: object) -> str:
 
 def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program | StagedProgram]:
     """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
+    request = order.request
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
     if plan is not None:
-        _check_outputs(plan, order.build["outputs"])
+        _check_outputs(plan, request.options.outputs)
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
         trace, planned = _plan_here(order, args, kwargs)
         validate_before_run(as_planned(trace, planned.plan), planned.plan, planned.program)
         return planned.plan, planned.program
     if plan is None:
-        with announced(f"compiles {type(order.model).__name__}"):
+        with announced(f"compiles {type(request.model).__name__}"):
             plan = _from_rank_zero(order, args, kwargs)
-    trace = traced_for(plan, order.model, args, kwargs)
-    refuse_parts(trace, order.build["batch"])
-    is_shaped_so = is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh)
-    check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(order.mesh), type(order.model).__name__)
-    return plan, program_of(plan, order.model, trace, args, kwargs)
+    trace = traced_for(plan, request.model, args, kwargs)
+    refuse_parts(trace, request.options.batch)
+    is_shaped_so = is_unshaped(request.mesh) and is_shape_of(plan.mesh, request.mesh)
+    check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(request.mesh), type(request.model).__name__)
+    return plan, program_of(plan, request.model, trace, args, kwargs)
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
@@ -184,16 +185,13 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
 
 
 def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
-    log.info("planning for mesh %s", as_mesh(order.mesh))
-    further = order.further
-    if further is None:
-        chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
-        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
-    call = order.model, order.mesh, args, kwargs, order.hardware
+    log.info("planning for mesh %s", as_mesh(order.request.mesh))
     try:
-        return plan_told(*call, further.options, another=True)
+        return plan_told(order.request, args, kwargs)
     except ConstraintError as error:
-        found = plan_told(*call, further.otherwise, another=True)
+        if order.otherwise is None:
+            raise
+        found = plan_told(replace(order.request, options=order.otherwise), args, kwargs)
         log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
         return found
 

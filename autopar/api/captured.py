@@ -16,11 +16,12 @@ from autopar.capture import Trace
 from autopar.constraints import Pipelined
 from autopar.hardware import Hardware
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan, make_staged_plan
+from autopar.planning import Planned, make_plan, make_staged_plan
 from autopar.planning.clock import Progress
 from autopar.planning.staged import check_order
 from autopar.planning.tried import Elsewhere
 from autopar.planning.units import check_parts
+from autopar.request import PlanOptions
 from autopar.schedules import AUTO
 from autopar.stages.points import cut_points
 

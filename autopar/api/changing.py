@@ -9,7 +9,7 @@ from autopar.constraints import Constraint
 from autopar.constraints.words import in_words
 from autopar.constraints.written import parse_constraint
 from autopar.errors import ConstraintError
-from autopar.planning import PlanOptions
+from autopar.request import PlanOptions
 
 _NUMBER = "num_microbatches"
 

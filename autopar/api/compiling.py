@@ -10,21 +10,22 @@ from torch import Tensor, nn
 
 from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, launched
 from autopar.api.building import Order, parallel_module
-from autopar.api.options import Options, spelled_out
+from autopar.api.options import takes_options
+from autopar.api.request import PlanRequest
 from autopar.api.tracing import refuse_wrapped
 from autopar.devices import HardwareLike, is_unshaped
-from autopar.errors import AutoparError, PlanError, RuntimeStateError
+from autopar.errors import PlanError, RuntimeStateError
 from autopar.keywords import named
 from autopar.plans import Plan
+from autopar.request import Backend, CompileKeywords, PlanOptions, check_choice
 from autopar.run.derivatives import refuse_tracing, refuse_transforms
-from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.module import ParallelModule
 from autopar.run.part import is_plain
 from autopar.run.staged_module import StagedModule
 
 
 @named("autopar.compile", "docs/planning.md")
-@spelled_out
+@takes_options("compile")
 def compile(
     model: nn.Module,
     mesh: Launched = None,
@@ -32,10 +33,8 @@ def compile(
     example_inputs: Example | None = None,
     plan: Plan | str | Path | None = None,
     backend: Backend = "eager",
-    batch: Batch = "global",
-    outputs: Outputs = "auto",
     hardware: HardwareLike | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[CompileKeywords],
 ) -> ParallelModule | StagedModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
@@ -48,41 +47,30 @@ def compile(
         example_inputs: the global batch. Without it, planning happens at the first call, and the parameters exist from then on.
         plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is what further calls are planned for.
         backend: ``"eager"`` or ``"inductor"``, which may need more memory than the plan says.
-        batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
-        outputs: what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one; what would read this rank's part alone is
-            refused), ``"full"`` (whole on every rank), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the
-            logits of a language model need not be there at once, and the planner may compute its loss some rows at a time. ``"auto"``:
-            ``"dtensor"`` in training beside a loss, else ``"full"`` (evaluation and inference, models without a loss). In
-            several microbatches, or stages, only ``"full"`` gives them: parts of these have no place in a whole tensor. Of a model that
-            returns a loss, backward goes through that alone; else through whatever the user computes of the outputs, on every rank
-            the same: with ``"local"`` the gradient that comes back is taken for this rank's part of the whole loss' gradient.
-        hardware, options: as in `plan`; `time_limit_s` is of each planning.
+        hardware: as in `plan`.
+        options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
 
     Raises:
         as `plan`; PlanError where the plan is for another model or mesh and says what differs, or options are passed beside it.
     """
     check_model(model)
     refuse_wrapped(model)
-    _check_options(plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
-    if example_inputs is None and batch == "local":
+    check_choice("backend", backend, get_args(Backend))
+    chosen = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
+    _check_beside(plan, options)
+    if example_inputs is None and chosen.batch == "local":
         raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
-    build = {"backend": backend, "batch": batch, "outputs": outputs}
     if mesh is not None and not is_unshaped(mesh):
         as_mesh(mesh)  # what is none is refused at once
-    order = Order(model, launched() if mesh is None else mesh, plan, hardware, build, dict(options))
+    order = Order(PlanRequest(model, launched() if mesh is None else mesh, hardware, chosen), plan, backend)
     return Deferred(order) if example_inputs is None else parallel_module(order, *as_call(example_inputs))
 
 
-_CHOICES: Mapping[str, Any] = {"backend": Backend, "batch": Batch, "outputs": Outputs}
-
-
-def _check_options(plan: object, hardware: object, build: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """That choices are known, and no option is passed that a plan has already."""
-    for name, value in build.items():
-        if value not in get_args(_CHOICES[name]):
-            raise AutoparError(f"{name}={value!r} is not known", remedy=f"pass one of {', '.join(get_args(_CHOICES[name]))}")
-    if plan is not None and options:
-        what = f"{' and '.join(options)} beside plan=: the plan was made with options of its own"
+def _check_beside(plan: object, options: Mapping[str, Any]) -> None:
+    """That no option is passed that a plan has already. Raises PlanError."""
+    passed = [name for name in options if name not in ("batch", "outputs")]  # which bear on how the plan is run, too
+    if plan is not None and passed:
+        what = f"{' and '.join(passed)} beside plan=: the plan was made with options of its own"
         raise PlanError(what, remedy="leave them out, or leave out the plan")
 
 
@@ -102,7 +90,7 @@ class Deferred(nn.Module):
     def __init__(self, order: Order) -> None:
         super().__init__()
         object.__setattr__(self, "_waiting", order)  # not through nn.Module: the plain model is no child
-        self.training, self._mode_is_set = order.model.training, False
+        self.training, self._mode_is_set = order.request.model.training, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""
@@ -110,9 +98,9 @@ class Deferred(nn.Module):
         if self._waiting is not None:
             refuse_transforms()
             if not self._mode_is_set:  # nothing was captured in the mode that the model had
-                self.training = self._waiting.model.training
-            elif self.training != self._waiting.model.training:
-                self._waiting.model.train(self.training)
+                self.training = self._waiting.request.model.training
+            elif self.training != self._waiting.request.model.training:
+                self._waiting.request.model.train(self.training)
             self.module = parallel_module(self._waiting, args, kwargs)
             object.__setattr__(self, "_waiting", None)
         return self.module(*args, **kwargs)
@@ -171,9 +159,9 @@ class Deferred(nn.Module):
             order = self.__dict__.get("_waiting", self)
             if order is None:
                 return getattr(self.module, name)
-            if order is self or name.startswith("_") or not hasattr(order.model, name):
+            if order is self or name.startswith("_") or not hasattr(order.request.model, name):
                 raise
-            if is_plain(value := getattr(order.model, name)):  # `config`, `device`: the plain model's, which it is made of
+            if is_plain(value := getattr(order.request.model, name)):  # `config`, `device`: the plain model's, which it is made of
                 return value
             return self._ready(name)
 

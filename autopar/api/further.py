@@ -15,8 +15,8 @@ from autopar.api.recorded import recorded
 from autopar.constraints import Constraint, Megatron, Offloaded, Pipelined, Resting, pipeline, rests_as
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
-from autopar.planning import PlanOptions
 from autopar.plans import Plan
+from autopar.request import PlanOptions
 from autopar.run.module import ParallelModule
 from autopar.run.program import StagedProgram
 from autopar.run.staged_module import StagedModule

@@ -1,45 +1,47 @@
-"""The options of `compile` that are `plan`'s, as editors and `help` see them: each with its type and default.
-
-`compile` takes them as they are given, since a plan that is passed has been made with options of its own.
-"""
+"""The options of `plan` and `compile` as `help` and notebooks see them: each with its type, default and text."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Literal, TypedDict, TypeVar
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from autopar.constraints import Constraint
-from autopar.planning import PlanOptions
+from autopar.request import DEFAULTS, Call, CompileKeywords, PlanKeywords, options_of
 
 F = TypeVar("F", bound=Callable[..., object])
+_KEYWORDS: Mapping[Call, Any] = {"plan": PlanKeywords, "compile": CompileKeywords}
+_WIDTH = 140  # columns of a docstring
 
 
-class Options(TypedDict, total=False):
-    """As `autopar.plan` takes them; what is left out has the default of `PlanOptions`."""
+def takes_options(call: Call) -> Callable[[F], F]:
+    """A function that takes ``**options`` shows each in its signature, and in its docstring in place of ``options:``."""
 
-    memory_bytes: int | None
-    optimizer: str
-    constraints: Sequence[Constraint]
-    strict: bool
-    gap: float
-    time_limit_s: float
-    solver: str
-    num_microbatches: int | Literal["auto"]
-    loss_rows: int | Literal["auto"]
-    precision: Literal["bf16", "fp16"] | None
-    inference: bool
+    def decorate(function: F) -> F:
+        here = inspect.signature(function)
+        named = [p for p in here.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        kinds = _KEYWORDS[call].__annotations__
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=kinds[name].__forward_arg__)
+            for name in options_of(call)
+        ]
+        function.__signature__ = here.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+        function.__doc__ = _with_texts(function.__doc__, call)
+        return function
+
+    return decorate
 
 
-def spelled_out(function: F) -> F:
-    """The function, whose signature shows every option where it takes ``**options``."""
-    defaults = {f.name: f.default for f in fields(PlanOptions)}
-    here = inspect.signature(function)
-    named = [p for p in here.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
-        for name, kind in Options.__annotations__.items()
+def _with_texts(docstring: str | None, call: Call) -> str | None:
+    """A docstring, with the texts of the options in place of its paragraph on ``options:``; None where Python left docstrings out."""
+    lines = (docstring or "").splitlines(keepends=True)
+    at = next((number for number, line in enumerate(lines) if line.lstrip().startswith("options: ")), None)
+    if at is None:
+        return docstring
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    behind = next(n for n in range(at + 1, len(lines) + 1) if n == len(lines) or not lines[n].startswith(f"{indent} "))
+    texts = [
+        textwrap.fill(f"{name}: {option.help}", _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False)
+        for name, option in options_of(call).items()
     ]
-    function.__signature__ = here.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
-    return function
+    return "".join([*lines[:at], *(f"{text}\n" for text in texts), *lines[behind:]])

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, runs_on
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.fitting import check_fits
 from autopar.api.gaps import told_of_gap
 from autopar.api.hardware import as_hardware, of_plan
+from autopar.api.options import takes_options
+from autopar.api.request import PlanRequest
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
 from autopar.api.this_machine import default_hardware, within_this_gpu
@@ -37,17 +38,17 @@ from autopar.api.validating import with_validation
 from autopar.api.waiting import with_waits
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged, named_so
-from autopar.constraints import Constraint, speak_of
+from autopar.constraints import speak_of
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.emit import emit, emit_staged
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.hardware import Mixed
 from autopar.keywords import named
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions
+from autopar.planning import Planned
 from autopar.plans import Plan
 from autopar.report import card as card  # with it, notebooks show plans
-from autopar.run.executor import Batch, Outputs
+from autopar.request import PlanKeywords, PlanOptions
 from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
 
@@ -55,35 +56,20 @@ log = logging.getLogger("autopar")
 
 
 def plan_call(
-    model: nn.Module,
-    mesh: MeshLike,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    hardware: HardwareLike | None,
-    options: Mapping[str, Any] | PlanOptions,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    another: bool = False,
+    request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[Trace, Planned]:
-    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times.
-
-    Args:
-        another: whether it is another call of what was compiled; one without a loss has outputs all the same.
-    """
+    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
+    model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
     devices = as_hardware(default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware, mesh)
-    if isinstance(options, PlanOptions):
-        chosen = options
-    else:
-        chosen = PlanOptions(**{"outputs": "auto", **options, "constraints": as_constraints(options.get("constraints", ()))})
     chosen = (within_this_gpu(chosen, devices) if hardware is None and not isinstance(devices, Mixed) else chosen).begun()
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
         log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
         trace = traced(model, args, kwargs, chosen.precision, inference=True)  # as the plan will be read
     refuse_parts(trace, chosen.batch)
-    wanted = "auto" if another and chosen.outputs == "loss" and trace.loss is None else chosen.outputs
+    wanted = "auto" if request.is_further and chosen.outputs == "loss" and trace.loss is None else chosen.outputs
     inference, has_loss = not trace.differentiable, trace.loss is not None
     chosen = replace(chosen, inference=inference, outputs=settled(wanted, has_loss, inference))
     trace = as_wanted(trace, chosen.outputs)
@@ -108,7 +94,7 @@ def plan_call(
         if wanted == "auto" and chosen.outputs == "full" and has_loss:
             log.warning("whole outputs beside the loss do not fit into memory, so that each rank keeps its part of them: %s", error.what)
             parts = replace(chosen, outputs="dtensor")
-            return plan_call(model, mesh, args, kwargs, hardware, parts, progress=progress, another=another)
+            return plan_call(replace(request, options=parts), args, kwargs, progress=progress)
         if len(meshes) > 1:
             raise
         found = instead(error, chooser(meshes[0]))
@@ -116,38 +102,34 @@ def plan_call(
     return trace, with_waits(told_of_gap(found, is_late=chosen.is_late), devices, part_of)
 
 
-def plan_model(
-    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: HardwareLike | None = None, **options: Any
-) -> tuple[Trace, Planned]:
-    """As `plan`, but also returns the trace, the program and the phase times."""
-    return plan_told(model, mesh, *as_call(example_inputs), hardware, options)
-
-
-def plan_told(*call: Any, another: bool = False) -> tuple[Trace, Planned]:
+def plan_told(request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
     """As `plan_call`; on a terminal, what takes long is said."""
     with progress_of_long("capturing the model") as tell:
-        return plan_call(*call, progress=lambda phase: tell(PHASES.get(phase, phase)), another=another)
+        return plan_call(request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase)))
+
+
+def plan_model(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Example,
+    hardware: HardwareLike | None = None,
+    **options: Unpack[PlanKeywords],
+) -> tuple[Trace, Planned]:
+    """As `plan`, but also returns the trace, the program and the phase times."""
+    request = PlanRequest(model, mesh, hardware, PlanOptions(**options))  # type: ignore[arg-type]  # any sequence of constraints
+    return plan_told(request, *as_call(example_inputs))
 
 
 @named("autopar.plan", "docs/planning.md")
+@takes_options("plan")
 def plan(
     model: nn.Module,
     mesh: MeshLike,
     *,
     example_inputs: Example,
     hardware: HardwareLike | None = None,
-    memory_bytes: int | None = None,
-    optimizer: str = "adamw",
-    constraints: Sequence[Constraint] = (),
-    strict: bool = False,
-    gap: float = 0.01,
-    time_limit_s: float = math.inf,
-    num_microbatches: int | Literal["auto"] = "auto",
-    loss_rows: int | Literal["auto"] = "auto",
-    precision: Literal["bf16", "fp16"] | None = None,
-    inference: bool = False,
-    batch: Batch = "global",
-    outputs: Outputs = "auto",
+    **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
 
@@ -162,34 +144,12 @@ def plan(
             ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it (`autopar.constraints.pipeline`) are each planned for their own,
             k on those k mod n. All else is in lockstep, at the pace of the slowest, in the memory of the smallest; `explain` says how long
             the others wait: none is given more samples than another.
-        memory_bytes: budget per device; by default the profile's memory less 10 %.
-        optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
-        constraints: what is forced (`autopar.constraints`).
-        strict: refuse ops that run replicated for want of a rule.
-        gap: relative distance between plan and proven bound at which the search stops.
-        time_limit_s: of all planning. When it is nearly over, the best plan so far is the answer, with its gap; only a first plan that
-            fits may take longer. By default none: all other limits count work, not seconds, so that the same input gives the same plan,
-            byte for byte. Where a limit ends a solve, a warning says that the plan may be another in the next run.
-        num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
-            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
-            each other. Stages that nobody asked for are tried on GPUs, of the loss alone, where nothing is forced, unless this is 1.
-        loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
-            choice, where the model does not return the logits (see ``outputs="loss"``). Under `tensor_parallel` and `megatron` what
-            makes these logits, and a table that is tied to it, is not split by its vocabulary then.
-        precision: ``"bf16"`` or ``"fp16"``: parameters rest as they are, with their gradients and optimizer state, and are gathered and
-            computed with in that dtype, as the model's floating inputs are; buffers stay. Gradients are summed in the parameters'
-            dtype. Training in fp16 needs a `torch.amp.GradScaler`. None: the model's dtypes, or those of an active `torch.autocast`.
-        inference: forward alone is planned, without gradients and optimizer state. So it is where no parameter requires a gradient.
-        batch, outputs: as in `compile`.
+        options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
 
     Raises:
         CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each.
     """
-    return plan_model(
-        model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
-        constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
-        num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision, inference=inference,
-    )[1].plan  # fmt: skip
+    return plan_model(model, mesh, example_inputs=example_inputs, hardware=hardware, **options)[1].plan
 
 
 def verify(

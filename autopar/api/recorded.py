@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.constraints import read_constraint
 from autopar.hardware import Hardware, HardwareProfile, Mixed, profile_of
-from autopar.planning import PlanOptions
 from autopar.plans import Plan
+from autopar.request import OPTIONS, PlanOptions
 
 
 def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> PlanOptions:
@@ -27,12 +27,11 @@ def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> Plan
 
 def recorded(plan: Plan) -> PlanOptions:
     """The same on the hardware that the plan was made for: with its budget; where stages' devices have their own, with none."""
-    known: Mapping[str, Any] = plan.options
-    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows", "precision", "inference")
-    words = {name: known[name] for name in names if name in known}
-    constraints = tuple(read_constraint(c) for c in known.get("constraints", ()))
+    known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
+    asked = {name: known[name] for name, option in OPTIONS.items() if option.is_recorded and name in known}
     own = plan.pipeline is not None and plan.pipeline.rank_budgets
-    return PlanOptions(memory_bytes=None if own else known.get("memory_bytes"), constraints=constraints, **words)
+    asked["memory_bytes"] = None if own else known.get("memory_bytes")
+    return PlanOptions(**{**asked, "constraints": tuple(read_constraint(c) for c in known.get("constraints", ()))})
 
 
 def _is_asked(plan: Plan, hardware: Hardware) -> bool:

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions
-from autopar.planning.options import RESERVED_SHARE
 from autopar.private_folder import find_foreign, find_sharing
+from autopar.request import RESERVED_SHARE, PlanOptions
 from autopar.units import size
 
 log = logging.getLogger("autopar")

@@ -20,14 +20,14 @@ from autopar.capture.trees import paths_in
 from autopar.emit import emit, emit_staged
 from autopar.emit.staged import microbatches_of
 from autopar.errors import CaptureError, ChangedPlanError, ConstraintError, CoupledError, Where
-from autopar.planning.options import PRECISIONS
 from autopar.plans import Pipeline, Plan
-from autopar.run.executor import Outputs
+from autopar.request import Outputs
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 from autopar.stages.placing import CutError
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -40,7 +40,7 @@ def traced(
         CaptureError: also where the model is parallel or compiled already.
     """
     refuse_wrapped(model)
-    return capture(model, args, kwargs, precision=None if precision is None else PRECISIONS[precision], inference=inference)
+    return capture(model, args, kwargs, precision=None if precision is None else _PRECISIONS[precision], inference=inference)
 
 
 def traced_for(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.changing import changed, obeyed_by
 from autopar.api.fitting import check_fits
 from autopar.api.hardware import as_hardware, of_plan, planned_for
 from autopar.api.planning import plan_told
 from autopar.api.recorded import options_of, recorded
+from autopar.api.request import PlanRequest
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints import Constraint
@@ -28,12 +29,12 @@ from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
 from autopar.hardware import Hardware, profile_of
 from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
 from autopar.planning.axes import notes, without_stages
 from autopar.planning.carrying import Carried, carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
 from autopar.plans import Flips, Plan
+from autopar.request import PlanOptions, as_constraints
 from autopar.run.returned import Returned
 from autopar.units import seconds, share, size
 
@@ -149,7 +150,7 @@ def what_if(
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
     options = change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
     options = replace(options, constraints=(*options.constraints, *change.more))
-    best = plan_told(model, there, args, kwargs, devices, options)[1].plan
+    best = plan_told(PlanRequest(model, there, devices, options), args, kwargs)[1].plan
     turning = Flips()
     if num_flips:
         turning = all_flips(best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips)

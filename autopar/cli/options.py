@@ -5,18 +5,31 @@ Nothing here needs torch, which takes seconds to import: help and what is mistyp
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from autopar.devices import read_hardware
 from autopar.errors import AutoparError, PlanError
 from autopar.hf.specs import KNOWN, parse
+from autopar.request import OPTIONS
 
+F = TypeVar("F", bound=Callable[..., None])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 BATCH, DTYPE, RESTING = 8, "bfloat16", "float32"
 """What is built unless it is given: samples in the global batch, and the parameters' dtype; with --precision that in which they rest."""
+
+
+
+def _as_typer_has_it(option: str) -> Any:
+    """The flag of an option of planning."""
+    flag = OPTIONS[option].flag
+    assert flag is not None, f"{option} has no flag"
+    return typer.Option(flag.name, metavar=flag.metavar, min=flag.least, help=flag.help)
+
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
 Hf = Annotated[
@@ -29,12 +42,7 @@ Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples
 DevicesPerNode = Annotated[
     int | None, typer.Option(min=1, help="Of axes: how many ranks in a row share a node; by default as many as the last axis has.")
 ]
-Constraints = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--constraint", metavar="CALL", help="What is forced, as in Python: 'megatron(tp=8, zero=3)', fsdp; several are given one by one."
-    ),
-]
+Constraints = Annotated[list[str] | None, _as_typer_has_it("constraints")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[
     str | None,
@@ -42,6 +50,26 @@ Dtype = Annotated[
         help=f"Of parameters, one of {', '.join(DTYPES)}; unless given {DTYPE}, with --precision {RESTING}. Of --module the function says."
     ),
 ]
+
+
+def takes_options(command: F) -> F:
+    """A command that takes ``**options`` has a flag for each option of planning that declares one, ahead of its keyword-only parameters."""
+    here, kinds = inspect.signature(command, eval_str=True), inspect.Parameter
+    first = [p for p in here.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
+    last = [p for p in here.parameters.values() if p.kind is kinds.KEYWORD_ONLY]
+    flags = [
+        kinds(name, kinds.KEYWORD_ONLY, default=option.flag.default, annotation=Annotated[option.flag.kind, _as_typer_has_it(name)])
+        for name, option in OPTIONS.items()
+        if option.flag is not None
+    ]
+    command.__signature__ = here.replace(parameters=[*first, *flags, *last])  # type: ignore[attr-defined]
+    return command
+
+
+def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of planning, from what their flags were given. Raises AutoparError where a value cannot be read."""
+    flags = {name: OPTIONS[name].flag for name in given}
+    return {name: given[name] if flag is None else flag.read(given[name]) for name, flag in flags.items()}
 
 
 def check_dtype(name: str | None) -> None:

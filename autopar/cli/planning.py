@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from autopar import constraints
 from autopar.api import as_call
 from autopar.api.planning import plan_call
+from autopar.api.request import PlanRequest
 from autopar.cli.flags import as_flags
 from autopar.cli.models import built
 from autopar.constraints import Constraint
-from autopar.constraints.written import parse_constraint
 from autopar.devices import Unshaped
 from autopar.errors import PlanError
 from autopar.explanation import explain
 from autopar.hardware import Hardware
 from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
 from autopar.plans import Plan
+from autopar.request import PlanOptions
 from autopar.schedules import AUTO
 from autopar.terminal import PHASES, progress, say
 from autopar.units import seconds
@@ -30,15 +31,19 @@ Named = tuple[str | None, str | None, str | None, int | None, int | None, str | 
 _TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
 
 
-def forced(
-    written: Sequence[str], axis: str | None, microbatches: int | None, schedule: str | None, chunks: int | None, *, offload: bool
-) -> tuple[Constraint, ...]:
-    """All that is forced: as written, the pipeline along `axis` if any, the hosts' memory. Raises ConstraintError."""
-    found: list[Constraint] = [parse_constraint(text) for text in written]
+def with_stages(options: PlanOptions, axis: str | None, schedule: str | None, chunks: int | None, *, offload: bool) -> PlanOptions:
+    """The options with what flags force beside their constraints: the pipeline along `axis` if any, the hosts' memory.
+
+    Raises:
+        ConstraintError: where constraints do not go together.
+    """
+    found: list[Constraint] = []
     if axis is not None:
-        named = None if axis == AUTO else axis
-        found.append(constraints.pipeline(named, microbatches=microbatches, schedule=schedule, chunks=chunks))
-    return (*found, constraints.offload()) if offload else tuple(found)
+        num = None if options.num_microbatches == "auto" else options.num_microbatches
+        found.append(constraints.pipeline(None if axis == AUTO else axis, microbatches=num, schedule=schedule, chunks=chunks))
+    if offload:
+        found.append(constraints.offload())
+    return replace(options, constraints=(*options.constraints, *found))
 
 
 def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None) -> None:
@@ -48,7 +53,7 @@ def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: 
         network, example = built(*named, "meta", inference=options.inference, precision=options.precision)
         tell("capturing")
         args, kwargs = as_call(example)
-        _, planned = plan_call(network, mesh, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))
+        _, planned = plan_call(PlanRequest(network, mesh, devices, options), args, kwargs, progress=lambda p: tell(clock.at(p)))
     _tell(planned.plan, clock.phases(planned.seconds), out_file)
 
 

@@ -7,7 +7,7 @@ from autopar.capture.trace import Trace
 from autopar.emit.build import emit
 from autopar.errors import ChangedPlanError
 from autopar.plans import Plan
-from autopar.run.executor import Outputs
+from autopar.request import Outputs
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Count, Microbatches, StagedProgram, whole_outputs
 from autopar.run.returned import Returned, is_returned

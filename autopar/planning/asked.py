@@ -15,10 +15,10 @@ from autopar.hardware import Hardware, HardwareProfile, profile_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.assembly import fingerprint
-from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.units import Unit
 from autopar.plans import Fingerprint
+from autopar.request import PlanOptions
 from autopar.run.orders import num_in_flight
 from autopar.run.returned import Returned
 from autopar.solve import Evaluation

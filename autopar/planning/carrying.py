@@ -27,7 +27,6 @@ from autopar.planning.axes import on_axes, without_stages
 from autopar.planning.clock import Clock
 from autopar.planning.emitter import Emitter
 from autopar.planning.learnt import LayerGroups
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.repricing import decisions
 from autopar.planning.search import Planned
@@ -35,6 +34,7 @@ from autopar.planning.sharing import Sharing
 from autopar.planning.steps import step_of
 from autopar.planning.tried import Candidate
 from autopar.plans import Overlap, Pipeline, Plan
+from autopar.request import PlanOptions
 from autopar.run.returned import Returned
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve

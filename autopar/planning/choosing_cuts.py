@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
 from autopar.planning.asked import Asked
-from autopar.planning.options import UNLIMITED
 from autopar.planning.units import Unit, balanced, fastest
+from autopar.request import UNLIMITED
 from autopar.stages import NO_PIPELINE, CutPoint, find_refusal
 
 _LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit

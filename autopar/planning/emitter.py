@@ -15,11 +15,11 @@ from autopar.planning.clock import Clock
 from autopar.planning.draft import PlanDraft
 from autopar.planning.learnt import LayerGroups, Learnt
 from autopar.planning.multipliers import certified
-from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks
 from autopar.planning.tried import Candidate
 from autopar.plans import Fingerprint
+from autopar.request import PlanOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from autopar.cost.times import CollectivePrices, own_collectives
 from autopar.hardware import Hardware, HardwareProfile
 from autopar.layout_graph import Arc
 from autopar.mesh import Mesh
-from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
 from autopar.planning.runner_up import local_load, variants_by_op
 from autopar.plans import COMPUTE, FARTHEST, NO_CHOICE, NO_DEARER, NO_FLIP, NO_OTHER, Flip, Flips, Plan, load_of
 from autopar.problem import Hidden, Kernel, Kernels, OpStrategy, Problem
+from autopar.request import PlanOptions
 from autopar.streams import Balance
 
 _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar.planning.alike import Alike
-from autopar.planning.options import PlanOptions
+from autopar.request import PlanOptions
 from autopar.run.memory import NodePeak, PeakMemory, all_peaks
 from autopar.run.orders import Action
 from autopar.run.program import Program

@@ -24,9 +24,9 @@ from autopar.errors import PlanError
 from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
-from autopar.planning.options import UNLIMITED, PlanOptions
 from autopar.planning.schedules import scheduled_time
 from autopar.plans import Communication, Plan, counted_time, moved_load
+from autopar.request import UNLIMITED, PlanOptions
 from autopar.rules import call_of, operands_of
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve

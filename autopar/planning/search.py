@@ -18,13 +18,13 @@ from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict
 from autopar.planning.emitter import Emitter
 from autopar.planning.job import PlannerLoop
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Peaks
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.smallest import Need
 from autopar.planning.timeline import beside
 from autopar.planning.tried import Candidate, Elsewhere
 from autopar.plans import Plan
+from autopar.request import PlanOptions
 from autopar.run.program import Program, StagedProgram
 from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 from autopar.version import VERSION
@@ -80,7 +80,7 @@ def make_plan(
         InfeasibleError: where nothing fits the memory; says what would.
         TooSlow: where the bound shows that no plan beats the limit.
     """
-    clock, options = Clock(progress), options.begun()
+    clock, options = Clock(progress), options.of_a_trace().begun()
     search = prepare_search(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s, elsewhere=elsewhere)
     return finished(search.find_best(), clock, options)
 

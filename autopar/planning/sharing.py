@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import InfeasibleError, size_text
 from autopar.planning.alike import Alike
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Schedule
 from autopar.planning.search import Planned
 from autopar.plans import KERNELS_BUFFERS, RESTING
+from autopar.request import PlanOptions
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.run.returned import Returned

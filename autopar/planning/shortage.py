@@ -12,10 +12,10 @@ from autopar.hardware import Hardware, slowest
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.planning.clock import Clock
-from autopar.planning.options import PlanOptions
 from autopar.planning.search import finished, prepare_search
 from autopar.planning.smallest import Need, proven_bytes
 from autopar.planning.staged import staged_search
+from autopar.request import PlanOptions
 
 
 @dataclass(frozen=True, slots=True)

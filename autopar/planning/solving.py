@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.choices import Apart, Choices
 from autopar.planning.alike import Alike, Effort
-from autopar.planning.options import PlanOptions
 from autopar.problem import Problem
+from autopar.request import PlanOptions
 from autopar.solve import Common, Least, choices_or_least, within
 from autopar.streams import ON_COMPUTE, Balance
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.price import price
 from autopar.planning.asked import Asked
-from autopar.planning.options import UNLIMITED
 from autopar.planning.smallest import Need, proven_bytes
 from autopar.planning.units import Unit, balanced
+from autopar.request import UNLIMITED
 from autopar.stages import CutPoint, cut
 from autopar.strategies import Forced, classes_of
 

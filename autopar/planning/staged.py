@@ -33,7 +33,6 @@ from autopar.planning.conflicts import with_conflict_of_stages
 from autopar.planning.emitter import Emitter
 from autopar.planning.job import PlannerLoop
 from autopar.planning.joining import joined
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Peaks
 from autopar.planning.search import Planned, finished, needs
 from autopar.planning.sharing import Sharing, neediest
@@ -42,6 +41,7 @@ from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
 from autopar.planning.units import reweighed
 from autopar.planning.unstaged import unstaged
+from autopar.request import PlanOptions
 from autopar.solve import shortage
 from autopar.stages import Cut, cut, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
@@ -307,6 +307,7 @@ def staged_search(
     Raises:
         ConstraintError: where a constraint does not speak of this mesh, or the schedule does not run.
     """
+    options = options.of_a_trace()
     if wish.axis:
         check(wish, mesh)
     left = mesh.without(wish.axis) if wish.axis else mesh

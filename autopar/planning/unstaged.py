@@ -11,12 +11,12 @@ from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.planning.asked import Asked, OnKind, Whole
 from autopar.planning.clock import Clock
-from autopar.planning.options import UNLIMITED
 from autopar.planning.over_cuts import Least
 from autopar.planning.proving import Pipelines, Proven, parted, proven
 from autopar.planning.schedules import least_time
 from autopar.planning.tried import TooSlow
 from autopar.planning.units import one_stage, units_of
+from autopar.request import UNLIMITED
 from autopar.schedules import INTERLEAVED
 from autopar.solve import evaluated, solve
 from autopar.stages import Seams, seams, usable_points

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -29,14 +29,12 @@ from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
 from autopar.ops.in_place import functional_form
 from autopar.private_folder import private_folder
+from autopar.request import Backend, Batch, Outputs
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.splitting import local_part
 from autopar.run.unused import tangent_names, without
 
-Backend = Literal["eager", "inductor"]
-Batch = Literal["global", "local"]
-Outputs = Literal["full", "local", "dtensor", "loss", "auto"]
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 Boxed = Callable[[list[Any]], Any]
 

@@ -12,7 +12,7 @@ from autopar.capture._torch.fakes import new_fake_mode
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
-from autopar.run.executor import Batch, Outputs
+from autopar.request import Batch, Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.rehearsal import Rehearsal, Seen

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
+from autopar.request import Backend, Batch, Outputs
 from autopar.run.agreement import announced
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_grad_norm_
@@ -26,7 +27,7 @@ from autopar.run.compiled import Compiled
 from autopar.run.derivatives import as_given, first_derivatives_only, ran_twice, which_are_plain
 from autopar.run.device_mesh import agree, check_shape, groups_of
 from autopar.run.equal import check_tangents
-from autopar.run.executor import Backend, Batch, Executor, Outputs
+from autopar.run.executor import Executor
 from autopar.run.held import held
 from autopar.run.parameters import Storage
 from autopar.run.parted import parted

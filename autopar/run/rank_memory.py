@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.ambient import as_written
 from autopar.capture._torch.fakes import new_fake_mode
-from autopar.run.executor import Outputs
+from autopar.request import Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.orders import Action
 from autopar.run.program import Program

@@ -18,8 +18,9 @@ from torch import Tensor, fx
 from autopar.collective import HOST_KINDS
 from autopar.kernels.collectives import PARTS, Groups, local_length, local_start, use_groups
 from autopar.kernels.host import is_on_host
+from autopar.request import Batch, Outputs
 from autopar.run.effects import Effect, Operands, Place, Storage, Value, lie_of, lying, tried_out
-from autopar.run.executor import Batch, Executor, Outputs, without_saved
+from autopar.run.executor import Executor, without_saved
 from autopar.run.live import LiveBytes
 from autopar.run.program import Action, Program
 from autopar.run.reordered import called, order_of, reads

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from autopar.run.executor import Outputs
+from autopar.request import Outputs
 from autopar.run.program import Microbatches, ProgramTensor
 
 

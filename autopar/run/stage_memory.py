@@ -16,8 +16,8 @@ from autopar.capture._torch.fakes import new_fake_mode
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
+from autopar.request import Outputs
 from autopar.run.effects import flat, lie_of, lying
-from autopar.run.executor import Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program
 from autopar.run.rehearsal import Rehearsal

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from autopar.layout import local_shape
-from autopar.run.executor import Executor, Outputs
+from autopar.request import Outputs
+from autopar.run.executor import Executor
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.returned import is_returned
 from autopar.run.splitting import local_part

@@ -27,13 +27,14 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from autopar import random_ops
 from autopar.errors import RuntimeStateError
 from autopar.kernels.binding import bind
+from autopar.request import Backend, Batch, Outputs
 from autopar.run.agreement import announced
 from autopar.run.answered import Answered
 from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_over_stages
 from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, check_shape, groups_of, stage_devices
-from autopar.run.executor import Backend, Batch, Executor, Outputs
+from autopar.run.executor import Executor
 from autopar.run.loss_scale import LossScale
 from autopar.run.overflows import share_overflows
 from autopar.run.parameters import Storage

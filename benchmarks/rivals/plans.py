@@ -27,10 +27,10 @@ from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.options import PlanOptions
 from autopar.planning.peaks import Peaks
 from autopar.planning.tried import Candidate
 from autopar.problem import Value
+from autopar.request import PlanOptions
 from autopar.run.device_mesh import device_mesh
 from autopar.run.executor import Outputs
 from autopar.run.memory import NodePeak, node_peaks, trace_peak
@@ -122,7 +122,7 @@ class Planner:
         Raises:
             InfeasibleError: where none does.
         """
-        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP)
+        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, outputs="dtensor")
         best: Candidate | None = None
         refusal: InfeasibleError | None = None
         for rows in (0, *ROWS):

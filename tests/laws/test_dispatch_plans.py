@@ -34,11 +34,11 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.flips import _Local
-from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of, repriced
 from autopar.planning.runner_up import local_load, variants_by_op
 from autopar.plans import COMPUTE, Communication, Plan
 from autopar.problem import OpStrategy
+from autopar.request import PlanOptions
 from autopar.run.lockstep import run_lockstep
 
 H100 = HardwareProfile.load("h100-sxm")

@@ -11,7 +11,8 @@ from torch import Tensor
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
-from autopar.run.executor import Executor, Outputs
+from autopar.request import Outputs
+from autopar.run.executor import Executor
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program, ProgramTensor
 

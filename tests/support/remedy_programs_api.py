@@ -13,14 +13,14 @@ from torch import nn
 
 import autopar
 from autopar import HardwareProfile, Mesh, Plan
-from autopar.api.arguments import as_call, as_constraints, as_mesh, check_model
+from autopar.api.arguments import as_call, as_mesh, check_model
 from autopar.api.changing import changed
 from autopar.api.shaping import shapes
 from autopar.api.tracing import microbatch_of, refuse_wrapped
 from autopar.constraints import fsdp
 from autopar.devices import hardware_of, read_mesh
 from autopar.layout import Layout
-from autopar.planning.options import PlanOptions
+from autopar.request import PlanOptions, as_constraints
 from autopar.run.saved import Checkpoints
 from tests.support.made_plan import made_plan
 from tests.support.mlp import Mlp
@@ -221,23 +221,20 @@ PLANS: dict[str, Program] = {
 }
 
 OPTIONS: dict[str, Program] = {
-    f"planning/options.py PlanOptions.__post_init__ {number}": Program(
-        _options(**refused), says, _options(**followed)
-    )
-    for number, (refused, says, followed) in enumerate(
-        (
-            ({"optimizer": "lion"}, "adamw", {"optimizer": "adamw"}),
-            ({"memory_bytes": "80 GB"}, "80 * 2**30", {"memory_bytes": 80 * 2**30}),
-            ({"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
-            ({"batch": "mine"}, "local", {"batch": "local"}),
-            ({"outputs": "none"}, "loss", {"outputs": "loss"}),
-            ({"loss_rows": -1}, "a number from 0", {"loss_rows": 0}),
-            ({"precision": "bfloat16"}, "bf16", {"precision": "bf16"}),
-            ({"gap": 1.0}, "0.01", {"gap": 0.01}),
-            ({"time_limit_s": 0}, "60", {"time_limit_s": 60}),
-            ({"solver": "glpk"}, "highs", {"solver": "highs"}),
-            ({"constraints": ("fsdp",)}, "autopar.constraints", {"constraints": (fsdp(),)}),
-        )
+    f"request.py {where}": Program(_options(**refused), says, _options(**followed))
+    for where, refused, says, followed in (
+        ("check_choice 0", {"optimizer": "lion"}, "adamw", {"optimizer": "adamw"}),
+        ("check_choice 0 | batch", {"batch": "mine"}, "local", {"batch": "local"}),
+        ("check_choice 0 | outputs", {"outputs": "none"}, "loss", {"outputs": "loss"}),
+        ("check_choice 0 | precision", {"precision": "bfloat16"}, "bf16", {"precision": "bf16"}),
+        ("check_choice 0 | solver", {"solver": "glpk"}, "highs", {"solver": "highs"}),
+        ("_check_budget 0", {"memory_bytes": "80 GB"}, "80 * 2**30", {"memory_bytes": 80 * 2**30}),
+        ("_check_count 0", {"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
+        ("_check_count 0 | rows", {"loss_rows": -1}, "a number from 0", {"loss_rows": 0}),
+        ("_check_gap 0", {"gap": 1.0}, "0.01", {"gap": 0.01}),
+        ("_check_limit 0", {"time_limit_s": 0}, "60", {"time_limit_s": 60}),
+        ("_check_switch 0", {"strict": "no"}, "True or False", {"strict": False}),
+        ("_check_constraints 0", {"constraints": ("fsdp",)}, "autopar.constraints", {"constraints": (fsdp(),)}),
     )
 }
 
@@ -247,7 +244,7 @@ CALLS: dict[str, Program] = {
         "a sequence of positions",
         lambda: as_call([7]),
     ),
-    "api/arguments.py as_constraints 0": Program(
+    "request.py as_constraints 0": Program(
         lambda: as_constraints(fsdp()), "constraints=[...]", lambda: as_constraints([fsdp()])
     ),
     "api/arguments.py check_model 0": Program(
@@ -275,10 +272,10 @@ CALLS: dict[str, Program] = {
         "pass the global batch",
         _compiled(batch="local", example_inputs=BATCH, hardware="cpu-gloo"),
     ),
-    "api/compiling.py _check_options 0": Program(
+    "request.py check_choice 0 | backend": Program(
         _compiled(backend="xla"), "eager", _compiled(backend="eager")
     ),
-    "api/compiling.py _check_options 1": Program(
+    "api/compiling.py _check_beside 0": Program(
         _compiled(plan=made_plan(), gap=0.1), "leave them out", _compiled(plan=made_plan())
     ),
     "api/compiling.py Deferred._ready 0": Program(

@@ -18,7 +18,7 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.planning import PlanOptions
 from autopar.plans import OPTIONS, Plan
-from autopar.run.executor import Batch, Outputs
+from autopar.request import Batch, Outputs
 
 LEAVES = (Layout,)  # written as one text
 

@@ -67,7 +67,7 @@ def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_do
 def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def planned(*_: object, progress: object, another: bool) -> None:
+    def planned(*_: object, progress: object) -> None:
         assert callable(progress)
         progress("solve")
 

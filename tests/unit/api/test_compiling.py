@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, check, compile, plan, verify
-from autopar.api.options import Options
 from autopar.api.tracing import batch_size
 from autopar.constraints import ddp
 from autopar.devices import read_mesh
 from autopar.errors import AutoparError, CaptureError, ConstraintError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
 from autopar.plans import Plan
 
 
@@ -311,18 +308,6 @@ def test_backward_reads_a_buffer_as_it_was_before_forward_changed_it() -> None:
 def test_options_are_checked_before_the_first_call(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(AutoparError, match=complaint):
         compile(nn.Linear(4, 4), 1, **options)
-
-
-def test_compile_shows_the_options_of_plan_with_their_defaults() -> None:
-    """To `help`, notebooks and type checkers."""
-    here, its_own = inspect.signature(compile).parameters, {"plan", "backend", "solver"}
-    of_plan = inspect.signature(plan).parameters
-    assert not [p for p in here.values() if p.kind is p.VAR_KEYWORD] and set(here) - its_own == set(of_plan)
-    known = {f.name: f.default for f in fields(PlanOptions) if f.repr}  # what `begun` sets is no option
-    assert set(Options.__annotations__) == set(known) - {"batch", "outputs"}
-    for name in Options.__annotations__.keys() - its_own:
-        assert here[name].default == of_plan[name].default == known[name], name
-        assert here[name].annotation == of_plan[name].annotation, name
 
 
 class Counted(nn.Module):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.constraints import Constraint, layout, megatron, pipeline
 from autopar.errors import AutoparError, ConstraintError
@@ -29,8 +30,10 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
     recorded = options.to_json(H100)
     assert json.loads(json.dumps(recorded)) == recorded == {
         "memory_bytes": 7, "optimizer": "sgd", "constraints": [{"pattern": "up", "weight": "R"}], "strict": True, "gap": 0.5,
-        "num_microbatches": "auto", "loss_rows": "auto", "precision": None, "inference": False, "batch": "local", "outputs": "dtensor",
+        "num_microbatches": "auto", "loss_rows": "auto", "precision": None, "inference": False, "batch": "local", "outputs": "auto",
     }  # fmt: skip
+    assert options.of_a_trace().to_json(H100) == {**recorded, "outputs": "dtensor"}, "outputs that are to be whole are so in the trace"
+    assert PlanOptions(outputs="full").of_a_trace() == PlanOptions(outputs="full")
     assert PlanOptions(time_limit_s=1.0).to_json(H100) == PlanOptions(time_limit_s=2.0).to_json(H100)
 
 
@@ -43,6 +46,13 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
         ({"gap": 1.0}, r"gap=1\.0 is no relative gap(.|\n)*from 0 to below 1"),
         ({"gap": -0.1}, r"gap=-0\.1"),
         ({"gap": float("nan")}, "gap=nan"),
+        ({"gap": "1 %"}, "gap=1 % is no relative gap"),
+        ({"time_limit_s": "60"}, "time_limit_s=60 is no limit"),
+        ({"strict": "no"}, r"strict='no' is neither True nor False(.|\n)*pass True or False"),
+        ({"inference": None}, "inference=None is neither True nor False"),
+        ({"optimizer": ["sgd"]}, r"optimizer \['sgd'\] is not known"),
+        ({"precision": torch.bfloat16}, r"precision=torch\.bfloat16 is not known(.|\n)*bf16, fp16, or None"),
+        ({"constraints": layout("up", weight="R")}, "is no sequence"),
         ({"solver": "gurobi"}, r"solver 'gurobi' is not known(.|\n)*highs, cbc"),
         ({"constraints": ("up",)}, r"'up' is no constraint(.|\n)*autopar\.constraints"),
     ],

@@ -1,0 +1,141 @@
+"""Options are declared once, by `PlanOptions`: signatures, docstrings, flags and the table of the documentation say the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import typer
+from torch import nn
+
+import autopar
+from autopar.api.options import takes_options
+from autopar.cli import app
+from autopar.constraints import ddp
+from autopar.errors import ArgumentError, AutoparError
+from autopar.request import DEFAULTS, OPTIONS, Call, CompileKeywords, Option, PlanKeywords, PlanOptions, options_of
+
+ROOT = Path(__file__).parents[3]
+CALLS: dict[Call, Callable[..., Any]] = {"plan": autopar.plan, "compile": autopar.compile}
+OF_THE_CALL = {"model", "mesh", "example_inputs", "hardware", "plan", "backend"}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_field_but_the_end_of_the_time_is_an_option() -> None:
+    assert [f.name for f in fields(PlanOptions)] == [*OPTIONS, "ends"]
+    assert PlanOptions() == PlanOptions(**DEFAULTS), "every default passes its check"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_signature_shows_every_option_with_its_default_and_type(call: Call) -> None:
+    shown = dict(inspect.signature(CALLS[call]).parameters)
+    options = {name: p for name, p in shown.items() if name not in OF_THE_CALL}
+    assert list(options) == list(options_of(call))
+    declared = {f.name: f.type for f in fields(PlanOptions)}
+    for name, parameter in options.items():
+        assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default == DEFAULTS[name], name
+        assert parameter.annotation == str(declared[name]).replace("tuple[Constraint, ...]", "Sequence[Constraint]"), name
+
+
+@pytest.mark.parametrize(("call", "keywords"), [("plan", PlanKeywords), ("compile", CompileKeywords)])
+def test_type_checkers_see_the_same_options(call: Call, keywords: Any) -> None:
+    assert set(keywords.__annotations__) == set(options_of(call))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_docstring_tells_of_every_option(call: Call) -> None:
+    docstring = CALLS[call].__doc__ or ""
+    told = re.findall(r"^ {8}(\w+): ", docstring, re.MULTILINE)
+    assert told[-len(options_of(call)) :] == list(options_of(call))
+    for name, option in options_of(call).items():
+        assert words(f"{name}: {option.help}") in words(docstring), name
+    assert docstring.index("outputs: ") < docstring.index("Raises:"), "what comes behind the arguments stays"
+    assert max(map(len, docstring.splitlines())) <= 140
+
+
+def test_a_docstring_without_a_place_for_options_stays() -> None:
+    def told(**options: Any) -> None:
+        """Do it."""
+
+    def untold(**options: Any) -> None:  # as under python -OO
+        pass
+
+    assert takes_options("plan")(told).__doc__ == "Do it." and takes_options("plan")(untold).__doc__ is None
+
+
+def test_an_option_of_one_function_is_refused_by_the_other() -> None:
+    of_compile = set(options_of("compile")) - set(options_of("plan"))
+    for name in of_compile:
+        with pytest.raises(ArgumentError, match=f"autopar.plan takes no argument '{name}'"):
+            autopar.plan(nn.Linear(2, 2), 1, example_inputs={}, **cast(Any, {name: DEFAULTS[name]}))
+
+
+def test_options_of_a_compilation_are_checked_at_once_though_it_plans_at_the_first_call() -> None:
+    with pytest.raises(AutoparError, match=r"gap=2 is no relative gap"):
+        autopar.compile(nn.Linear(2, 2), 1, gap=2)
+    with pytest.raises(AutoparError, match="is no sequence"):
+        autopar.compile(nn.Linear(2, 2), 1, constraints=cast(Any, ddp()))
+
+
+def flags() -> dict[str, Any]:
+    command = cast(Any, typer.main.get_command(app)).commands["plan"]
+    return {parameter.name: parameter for parameter in command.params}
+
+
+def test_the_command_line_has_a_flag_for_every_option_that_declares_one() -> None:
+    there = flags()
+    assert "options" not in there
+    for name, option in OPTIONS.items():
+        if option.flag is None:
+            continue
+        shown = there[name]
+        assert option.flag.name in ("/".join((*shown.opts, *shown.secondary_opts)), *shown.opts), name
+        assert (shown.help, shown.metavar, shown.default) == (option.flag.help, option.flag.metavar, option.flag.default), name
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag is not None])
+def test_a_flag_that_is_not_given_leaves_the_option_at_its_default(name: str) -> None:
+    flag = OPTIONS[name].flag
+    assert flag is not None and flag.read(flag.default) == DEFAULTS[name]
+
+
+def test_flags_are_read_as_the_planner_takes_them() -> None:
+    given = {"memory_bytes": "2GiB", "num_microbatches": 3, "time_limit_s": 5.0, "constraints": ["ddp()"]}
+    read = {name: cast(Any, OPTIONS[name].flag).read(value) for name, value in given.items()}
+    assert read == {"memory_bytes": 2 * 2**30, "num_microbatches": 3, "time_limit_s": 5.0, "constraints": (ddp(),)}
+
+
+def row(name: str, option: Option) -> str:
+    """Of the table in the documentation."""
+    default = repr(DEFAULTS[name]).replace("'", '"')
+    return f"| `{name}` | {option.default_in_words or f'`{default}`'} | {option.brief} |"
+
+
+def test_the_documentation_has_a_table_of_the_options() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    table = page.split("## Options", 1)[1].split("|---|---|---|\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    assert table[0].startswith("| `hardware` |"), "which is of the machine, and no option of the planner"
+    assert table[1:] == [row(name, option) for name, option in OPTIONS.items() if option.brief], "write these rows there"
+
+
+def test_names_say_units() -> None:
+    for name, option in OPTIONS.items():
+        assert option.unit == {"bytes": "bytes", "s": "seconds"}.get(name.rpartition("_")[2], ""), name
+
+
+def test_the_options_can_be_read_without_torch() -> None:
+    """Help and mistyped options of the command line do not wait for it."""
+    read = "p.PlanOptions(**p.read_options({'constraints': None, 'gap': 0.5}))"
+    code = f"import sys, autopar.cli.plan as p; {read}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "False"
