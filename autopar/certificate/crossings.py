@@ -20,14 +20,14 @@ from autopar.validation.shards import held_bytes
 
 def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
     """Whether later stages begin where it is said, and the said values cross, in these layouts and bytes."""
-    places: dict[int, str] = {}
-    for points in levels(part) if pipeline.positions else ():
-        places = {point.position: point.module for point in points} | places
+    places: dict[int, list[str]] = {}  # a finer level may call the part at a position by another name
+    for point in (point for points in levels(part) if pipeline.positions for point in points):
+        places.setdefault(point.position, []).append(point.module)
     for number, (position, module) in enumerate(zip(pipeline.positions, pipeline.modules, strict=True), 1):
         if position not in places:
             yield Finding("model", f"stage {number} begins at forward node {position}, where no layer or part of the model begins")
-        elif places[position] != module:
-            yield Finding("model", f"stage {number} begins with {places[position]!r}, not {module!r}")
+        elif module not in places[position]:
+            yield Finding("model", f"stage {number} begins with {places[position][0]!r}, not {module!r}")
     for number, said in enumerate(pipeline.crossings):
         yield from _differences(number, said, _crossed(part, made, pipeline, number))
 

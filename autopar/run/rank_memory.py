@@ -15,7 +15,7 @@ from typing import Any
 from autopar.ambient import as_written
 from autopar.capture._torch.fakes import new_fake_mode
 from autopar.run.executor import Outputs
-from autopar.run.memory import LiveBytes
+from autopar.run.live import LiveBytes
 from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.stage_memory import batch_of, put_together, stage_work

@@ -12,6 +12,7 @@ model's own, and says so; so it is where in its own dtype only the program's sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,9 +31,10 @@ from autopar.verification.comparison import Results, compare, floor_share_of, fl
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
 from autopar.verification.summed import scales_of_sums
-from autopar.verification.zeros import scale_of_zeros
+from autopar.verification.zeros import noise_of_rounding, scale_of_zeros
 
 _MAGNIFIED = 3.0  # how many times closer the model has to be in its own dtype, where what was captured wrongly is as far away
+_NOISES = 4.0  # how many times the noise of rounding two programs may be apart: each has that of all its sums
 
 
 def verify_program(
@@ -189,12 +191,16 @@ def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
     wide = max(share, floor_share_with(lower.values()))
-    errors, scale, summed = compare(ours, plain, wide), 0.0, dict[str, float]()
+    errors, scale = compare(ours, plain, wide), 0.0
+    summed, noise = dict[str, float](), dict[str, float]()
     if errors.worst > limit:
         scale = scale_of_zeros(case, plain, limit * wide) if max(errors.gradients.values(), default=0.0) > limit else 0.0
         summed = scales_of_sums(case) if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) > limit else {}
         errors = compare(ours, plain, wide, scale, summed)
-    traced = compare(ours, case.run_traced(), share, scale, summed).worst if lower and case.num_draws_apart == 1 else None
+    if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) <= limit < errors.worst < math.inf:
+        noise = {name: _NOISES * size / limit for name, size in noise_of_rounding(case).items()}
+        errors = compare(ours, plain, wide, scale, summed, noise)
+    traced = compare(ours, case.run_traced(), share, scale, summed, noise).worst if lower and case.num_draws_apart == 1 else None
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

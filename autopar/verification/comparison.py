@@ -68,20 +68,26 @@ class Errors:
 
 
 def compare(
-    ours: Results, reference: Results, share: float, scale: float = 0.0, summed: Mapping[str, float] = MappingProxyType({})
+    ours: Results,
+    reference: Results,
+    share: float,
+    scale: float = 0.0,
+    summed: Mapping[str, float] = MappingProxyType({}),
+    noise: Mapping[str, float] = MappingProxyType({}),
 ) -> Errors:
     """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros.
 
     Args:
         share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if that is larger.
         summed: of outputs and buffers, by name, the scale of what was summed for them; their floor is the same share of it.
+        noise: of gradients, by name, a floor of their own (`autopar.verification.zeros.noise_of_rounding`).
     """
     floor = share * max((scale, *(magnitude(x) for x in reference.gradients.values())))
     floors = {name: share * size for name, size in summed.items()}
     return Errors(
         _relative(ours.outputs, reference.outputs, floors),
         _relative(ours.buffers, reference.buffers, floors),
-        _relative(ours.gradients, reference.gradients, dict.fromkeys(reference.gradients, floor)),
+        _relative(ours.gradients, reference.gradients, {name: max(floor, noise.get(name, 0.0)) for name in reference.gradients}),
     )
 
 

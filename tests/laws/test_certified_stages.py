@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from changed import with_options
+from torch import nn
 
 import autopar
 from autopar.analysis.microbatches import Microbatching
@@ -275,3 +277,34 @@ def test_what_a_plan_with_stages_cannot_say_is_refused_when_it_is_read(
 def test_what_crosses_nowhere_is_named_when_a_plan_is_explained(made: Made) -> None:
     with pytest.raises(PlanError, match="nowhere is said to cross a cut, and stage 0 decides nothing about it"):
         autopar.explain(crossing(node="nowhere")(made.plan), profile=PROFILE)
+
+
+class NamedByParameter(nn.Module):
+    """Too few modules for four stages: cuts are before parameters, one of an embedding's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(16, 16), nn.Embedding(5, 16)
+        self.keys, self.head = nn.Parameter(torch.randn(7, 16)), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        hidden = x * self.first(x) + x + self.table(label)
+        hidden = hidden + (hidden @ self.keys.t()).softmax(-1) @ self.keys
+        return self.head(hidden).square().mean()
+
+
+def test_a_stage_may_begin_with_a_parameter_where_a_module_begins_too() -> None:
+    model, batch = NamedByParameter(), {"x": torch.randn(12, 16), "label": torch.zeros(12).long()}
+    four = autopar.constraints.pipeline("a", microbatches=2, schedule="gpipe")
+    plan = autopar.plan(
+        model,
+        {"a": 4},
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=[four],
+        outputs="loss",
+        gap=0.5,
+    )
+    assert plan.pipeline is not None
+    assert "table.weight" in plan.pipeline.modules
+    assert autopar.check(plan, model, batch).ok

@@ -66,3 +66,50 @@ def test_what_differs_by_more_is_not(
     monkeypatch.setattr(check, "compare", off)
     with pytest.raises(autopar.errors.VerificationError):
         autopar.verify(found, model, (x,))
+
+
+class NormedTwice(nn.Module):
+    """Batch norm, then two instance norms: the bias of the first has a gradient of noise alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.first = nn.Dropout2d(0.2), nn.BatchNorm2d(3)
+        self.second = nn.InstanceNorm2d(3, affine=True)
+        self.third = nn.InstanceNorm2d(3, affine=True)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.third(self.second(self.first(self.drop(x))))
+        pooled = nn.functional.max_pool2d(hidden, 3, stride=2, padding=1)
+        return self.head(pooled.mean((2, 3))).square().mean()
+
+
+def normed_twice() -> tuple[Any, nn.Module, Tensor]:
+    """A plan of the model above on two devices, the model and its batch."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = NormedTwice()
+    x = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "full"}
+    return autopar.plan(model, 2, example_inputs=(x,), **options), model, x
+
+
+def test_gradients_of_noise_alone_are_measured_by_what_one_rounding_of_the_weights_does() -> None:
+    plan, model, x = normed_twice()
+    assert autopar.verify(plan, model, (x,)).ok
+
+
+@pytest.mark.parametrize("name", ["first.bias", "first.weight", "head.bias"])
+def test_a_gradient_that_is_off_by_more_than_its_noise_is_not_equal(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, model, x = normed_twice()
+    judge = check.compare
+
+    def off(ours: Results, reference: Results, *rest: Any) -> Any:
+        moved = {n: y + 1e-8 * (n == name) for n, y in ours.gradients.items()}
+        return judge(Results(ours.outputs, ours.buffers, moved), reference, *rest)
+
+    monkeypatch.setattr(check, "compare", off)
+    with pytest.raises(autopar.errors.VerificationError):
+        autopar.verify(plan, model, (x,))
