@@ -20,6 +20,7 @@ from autopar.emit.choices import input_key, parameter_key, placeholder_keys, sto
 from autopar.errors import ChangedPlanError, PlanError
 from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.layout import Layout
+from autopar.layout.stored_placements import storable
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.axes import on_axes, without_stages
@@ -33,7 +34,6 @@ from autopar.planning.sharing import Sharing
 from autopar.planning.steps import step_of
 from autopar.planning.tried import Tried
 from autopar.plans import Overlap, Pipeline, Plan
-from autopar.run.parameters import storable
 from autopar.run.returned import Returned
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve

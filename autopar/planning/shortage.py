@@ -10,9 +10,9 @@ from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
 from autopar.hardware import Hardware, slowest
 from autopar.mesh import Mesh
+from autopar.planning import Planned
 from autopar.planning.clock import Clock
 from autopar.planning.options import PlanOptions
-from autopar.planning import Planned
 from autopar.planning.search import finished, whole_job
 from autopar.planning.smallest import Need, proven_bytes
 from autopar.planning.staged import staged_search
