@@ -117,10 +117,14 @@ def plan_call(
 
 
 def plan_model(
-    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: HardwareLike | None = None, **options: Any
-) -> tuple[Trace, Planned]:
+    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: HardwareLike | None = None, write_lp: str | Path | None = None,
+    **options: Any,
+) -> tuple[Trace, Planned]:  # fmt: skip
     """As `plan`, but also returns the trace, the program and the phase times."""
-    return plan_told(model, mesh, *as_call(example_inputs), hardware, options)
+    trace, planned = plan_told(model, mesh, *as_call(example_inputs), hardware, options)
+    if write_lp is not None:
+        planned.write_lp(write_lp)
+    return trace, planned
 
 
 def plan_told(*call: Any, another: bool = False) -> tuple[Trace, Planned]:
@@ -131,24 +135,12 @@ def plan_told(*call: Any, another: bool = False) -> tuple[Trace, Planned]:
 
 @named("autopar.plan", "docs/planning.md")
 def plan(
-    model: nn.Module,
-    mesh: MeshLike,
-    *,
-    example_inputs: Example,
-    hardware: HardwareLike | None = None,
-    memory_bytes: int | None = None,
-    optimizer: str = "adamw",
-    constraints: Sequence[Constraint] = (),
-    strict: bool = False,
-    gap: float = 0.01,
-    time_limit_s: float = math.inf,
-    num_microbatches: int | Literal["auto"] = "auto",
-    loss_rows: int | Literal["auto"] = "auto",
-    precision: Literal["bf16", "fp16"] | None = None,
-    inference: bool = False,
-    batch: Batch = "global",
-    outputs: Outputs = "auto",
-) -> Plan:
+    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: HardwareLike | None = None, memory_bytes: int | None = None,
+    optimizer: str = "adamw", constraints: Sequence[Constraint] = (), strict: bool = False, gap: float = 0.01,
+    time_limit_s: float = math.inf, solver: str = "highs", write_lp: str | Path | None = None,
+    num_microbatches: int | Literal["auto"] = "auto", loss_rows: int | Literal["auto"] = "auto",
+    precision: Literal["bf16", "fp16"] | None = None, inference: bool = False, batch: Batch = "global", outputs: Outputs = "auto",
+) -> Plan:  # fmt: skip
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
 
     Args:
@@ -170,6 +162,9 @@ def plan(
         time_limit_s: of all planning. When it is nearly over, the best plan so far is the answer, with its gap; only a first plan that
             fits may take longer. By default none: all other limits count work, not seconds, so that the same input gives the same plan,
             byte for byte. Where a limit ends a solve, a warning says that the plan may be another in the next run.
+        solver: ``"highs"``, or a solver that PuLP finds on this machine, by PuLP's name or its family's, in any case: ``"cbc"``,
+            ``"scip"``, ``"gurobi"``; ``"pulp:highs"`` is HiGHS through PuLP. These are slower.
+        write_lp: where to write the integer program that the plan answers, in LP format. Not of plans with stages.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
             each other. Stages that nobody asked for are tried on GPUs, of the loss alone, where nothing is forced, unless this is 1.
@@ -188,7 +183,8 @@ def plan(
     return plan_model(
         model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
         constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
-        num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision, inference=inference,
+        num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision, inference=inference, solver=solver,
+        write_lp=write_lp,
     )[1].plan  # fmt: skip
 
 

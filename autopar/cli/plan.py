@@ -17,6 +17,9 @@ from autopar.terminal import check_writable, parse_size
 if TYPE_CHECKING:
     from autopar.run.executor import Outputs
 
+Solver = Annotated[str, typer.Option(metavar="NAME", help="highs, or a solver that PuLP finds here, such as cbc, scip or gurobi; slower.")]
+LpFile = Annotated[Path | None, typer.Option("--write-lp", metavar="FILE", help="Where the integer program is written, in LP format.")]
+
 
 def plan_command(
     mesh: Annotated[
@@ -58,10 +61,13 @@ def plan_command(
         str | None, typer.Option(help="bf16 or fp16: what wider parameters, which rest as they are, are gathered and computed with in.")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")] = False,
+    solver: Solver = "highs",
+    lp_file: LpFile = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     check_writable(out_file)
+    check_writable(lp_file)
     check_named(hf, model, module, dtype)
     _check_stages(pipeline, schedule, chunks)
     budget = parse_size(memory)
@@ -71,10 +77,10 @@ def plan_command(
 
     forced = planning.forced(constraint or (), pipeline, microbatches, schedule, chunks, offload=offload)
     options = planning.PlanOptions(
-        budget, optimizer, forced, strict, gap, math.inf if time_limit is None else time_limit,
+        budget, optimizer, forced, strict, gap, math.inf if time_limit is None else time_limit, solver=solver,
         num_microbatches=microbatches or "auto", outputs=cast("Outputs", outputs), precision=precision, inference=inference,
     )  # fmt: skip
-    planning.plan_named((hf, model, module, batch, seq, dtype), axes, devices, options, out_file)
+    planning.plan_named((hf, model, module, batch, seq, dtype), axes, devices, options, out_file, lp_file)
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:

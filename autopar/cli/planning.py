@@ -41,8 +41,10 @@ def forced(
     return (*found, constraints.offload()) if offload else tuple(found)
 
 
-def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None) -> None:
-    """Build a model on meta, plan it, and say what the plan is; it is written where that is asked for."""
+def plan_named(
+    named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None, lp_file: Path | None = None
+) -> None:
+    """Build a model on meta, plan it, and say what the plan is; it, and its integer program, are written where that is asked for."""
     clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
         network, example = built(*named, "meta", inference=options.inference, precision=options.precision)
@@ -50,6 +52,9 @@ def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: 
         args, kwargs = as_call(example)
         _, planned = plan_call(network, mesh, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))
     _tell(planned.plan, clock.phases(planned.seconds), out_file)
+    if lp_file is not None:
+        planned.write_lp(lp_file)
+        say(f"integer program written to {lp_file}")
 
 
 def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:

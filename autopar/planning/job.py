@@ -40,7 +40,7 @@ from autopar.planning.smallest import Need, light, preferred, refusal
 from autopar.planning.solving import Solving
 from autopar.planning.tried import Elsewhere, TooSlow, Tried, beside
 from autopar.plans import Fingerprint
-from autopar.solve import Least, quickest
+from autopar.solve import Least, quickest, within
 from autopar.strategies import Starts
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
@@ -282,7 +282,8 @@ class Job:
             program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates, named=False)
         with self.clock.phase("memory"):
             peak = self._peaks.peak_bytes(program)
-        return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s)
+        problem = within(replace(self.priced.problem, moments=self.learnt.moments), self.regions)
+        return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s, problem)
 
     @property
     def _peaks(self) -> Peaks:

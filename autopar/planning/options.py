@@ -15,8 +15,8 @@ from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.run.executor import Batch, Outputs
+from autopar.solve import check_solver
 
-SOLVERS = ("highs", "cbc")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What parameters may be read in where they rest in a wider dtype. Training in fp16 needs the loss scaled, by `torch.amp.GradScaler`."""
 UNLIMITED = 2**60
@@ -37,7 +37,7 @@ class PlanOptions:
         gap: relative distance of incumbent and bound at which the search stops. time_limit_s: of all planning; by default none, as all
             other limits count work, so that the same input gives the same plan. When it is nearly over, the best plan so far is the answer;
             where there is none yet, the search goes on to the first.
-        solver: ``highs`` or ``cbc``.
+        solver: ``highs``, or one of PuLP's that is on this machine (`autopar.solve.named`).
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
         precision: ``"bf16"`` or ``"fp16"``: the dtype that wider floating parameters and inputs are read in;
@@ -83,8 +83,7 @@ class PlanOptions:
         if not self.time_limit_s > 0.0:
             what = f"time_limit_s={self.time_limit_s} is no limit"
             raise AutoparError(what, remedy="pass seconds of planning, for example 60, or leave it out")
-        if self.solver not in SOLVERS:
-            raise AutoparError(f"solver {self.solver!r} is not known", remedy=f"pass one of {', '.join(SOLVERS)}")
+        check_solver(self.solver)
         for constraint in self.constraints:
             if not isinstance(constraint, Constraint):
                 raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")
