@@ -34,7 +34,6 @@ Precision = Literal["bf16", "fp16"]
 Auto = Literal["auto"]
 Call = Literal["plan", "compile"]
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
-SOLVERS = ("highs", "cbc")
 UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
 RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
@@ -138,6 +137,12 @@ def _check_limit(name: str, value: Any) -> None:
         raise AutoparError(f"{name}={value} is no limit", remedy="pass seconds of planning, for example 60, or leave it out")
 
 
+def _check_name(name: str, value: Any) -> None:
+    """Which solvers there are is known where PuLP is imported (`autopar.solve.check_solver`)."""
+    if not isinstance(value, str):
+        raise AutoparError(f"{name}={value!r} is not the name of a solver", remedy='pass a name, for example "highs" or "cbc"')
+
+
 def _check_switch(name: str, value: Any) -> None:
     if value not in (False, True):
         raise AutoparError(f"{name}={value!r} is neither True nor False", remedy="pass True or False")
@@ -181,6 +186,7 @@ class PlanKeywords(TypedDict, total=False):
     strict: bool
     gap: float
     time_limit_s: float
+    solver: str
     num_microbatches: int | Auto
     loss_rows: int | Auto
     precision: Precision | None
@@ -191,8 +197,6 @@ class PlanKeywords(TypedDict, total=False):
 
 class CompileKeywords(PlanKeywords, total=False):
     """The options that `autopar.compile` takes."""
-
-    solver: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +265,14 @@ class PlanOptions:
         ),
     ))
     solver: str = field(default="highs", metadata=_option(
-        "``highs`` or ``cbc``.",
-        _among(SOLVERS, form="{name} {value!r}"),
-        calls=("compile",),
+        '``"highs"``, or a solver that PuLP finds on this machine, by its name or its family\'s, in any case: ``"cbc"``, ``"scip"``,'
+        ' ``"gurobi"``; ``"pulp:highs"`` is HiGHS through PuLP. These are slower.',
+        _check_name,
+        brief="which [solver](#solvers) solves the integer program",
         is_recorded=False,
+        flag=Flag(
+            "--solver", "highs, or a solver that PuLP finds here, such as cbc, scip or gurobi; slower.", str, "highs", metavar="NAME"
+        ),
     ))
     num_microbatches: int | Auto = field(default="auto", metadata=_option(
         'into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits the memory, as few as'

@@ -156,7 +156,8 @@ def finish(
     recorded = {"memory_bytes": AMPLE_BYTES, "optimizer": options.optimizer, "batch": options.batch, "outputs": options.outputs}
     draft = PlanDraft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
     plan = assemble(draft, mark, recorded, 0.0)
-    tried = Candidate(draft, plan, emit(trace, plan), plan.prediction.peak_bytes, 0.0)
+    peak_bytes = plan.prediction.peak_bytes
+    tried = Candidate(draft, plan, emit(trace, plan), peak_bytes, 0.0, prepared.priced.problem)
     peaks = Peaks(options)
     if in_order:
         tried = Ordering(prepared.priced, AMPLE_BYTES, peaks.peak_bytes, peaks.by_node, Clock(lambda _: None)).fastest(tried)

@@ -49,6 +49,7 @@ from autopar.planning import Planned
 from autopar.plans import Plan
 from autopar.report import card as card  # with it, notebooks show plans
 from autopar.request import PlanKeywords, PlanOptions
+from autopar.solve import check_solver
 from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
 
@@ -62,6 +63,7 @@ def plan_call(
     model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
+    check_solver(chosen.solver)
     devices = as_hardware(default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware, mesh)
     chosen = (within_this_gpu(chosen, devices) if hardware is None and not isinstance(devices, Mixed) else chosen).begun()
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
@@ -114,11 +116,15 @@ def plan_model(
     *,
     example_inputs: Example,
     hardware: HardwareLike | None = None,
+    write_lp: str | Path | None = None,
     **options: Unpack[PlanKeywords],
 ) -> tuple[Trace, Planned]:
     """As `plan`, but also returns the trace, the program and the phase times."""
     request = PlanRequest(model, mesh, hardware, PlanOptions(**options))  # type: ignore[arg-type]  # any sequence of constraints
-    return plan_told(request, *as_call(example_inputs))
+    trace, planned = plan_told(request, *as_call(example_inputs))
+    if write_lp is not None:
+        planned.write_lp(write_lp)
+    return trace, planned
 
 
 @named("autopar.plan", "docs/planning.md")
@@ -129,6 +135,7 @@ def plan(
     *,
     example_inputs: Example,
     hardware: HardwareLike | None = None,
+    write_lp: str | Path | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
@@ -144,12 +151,13 @@ def plan(
             ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it (`autopar.constraints.pipeline`) are each planned for their own,
             k on those k mod n. All else is in lockstep, at the pace of the slowest, in the memory of the smallest; `explain` says how long
             the others wait: none is given more samples than another.
+        write_lp: where to write the integer program that the plan answers, in LP format. Not of plans with stages.
         options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
 
     Raises:
         CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each.
     """
-    return plan_model(model, mesh, example_inputs=example_inputs, hardware=hardware, **options)[1].plan
+    return plan_model(model, mesh, example_inputs=example_inputs, hardware=hardware, write_lp=write_lp, **options)[1].plan
 
 
 def verify(

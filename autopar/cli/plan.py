@@ -14,6 +14,8 @@ from autopar.request import PlanOptions
 from autopar.schedules import AUTO, INTERLEAVED, SCHEDULES
 from autopar.terminal import check_writable
 
+LpFile = Annotated[Path | None, typer.Option("--write-lp", metavar="FILE", help="Where the integer program is written, in LP format.")]
+
 
 @takes_options
 def plan_command(
@@ -38,11 +40,13 @@ def plan_command(
     schedule: Annotated[str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {AUTO}.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help=f"Stages per device of {INTERLEAVED}, 2 by default.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")] = False,
+    lp_file: LpFile = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
     **options: Any,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     check_writable(out_file)
+    check_writable(lp_file)
     check_named(hf, model, module, dtype)
     _check_stages(pipeline, schedule, chunks)
     axes = read_mesh(mesh, devices_per_node)
@@ -51,7 +55,7 @@ def plan_command(
     from autopar.cli import planning  # with torch, for which nothing above waits
 
     chosen = planning.with_stages(chosen, pipeline, schedule, chunks, offload=offload)
-    planning.plan_named((hf, model, module, batch, seq, dtype), axes, devices, chosen, out_file)
+    planning.plan_named((hf, model, module, batch, seq, dtype), axes, devices, chosen, out_file, lp_file)
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:

@@ -46,8 +46,10 @@ def with_stages(options: PlanOptions, axis: str | None, schedule: str | None, ch
     return replace(options, constraints=(*options.constraints, *found))
 
 
-def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None) -> None:
-    """Build a model on meta, plan it, and say what the plan is; it is written where that is asked for."""
+def plan_named(
+    named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None, lp_file: Path | None = None
+) -> None:
+    """Build a model on meta, plan it, and say what the plan is; it, and its integer program, are written where that is asked for."""
     clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
         network, example = built(*named, "meta", inference=options.inference, precision=options.precision)
@@ -55,6 +57,9 @@ def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: 
         args, kwargs = as_call(example)
         _, planned = plan_call(PlanRequest(network, mesh, devices, options), args, kwargs, progress=lambda p: tell(clock.at(p)))
     _tell(planned.plan, clock.phases(planned.seconds), out_file)
+    if lp_file is not None:
+        planned.write_lp(lp_file)
+        say(f"integer program written to {lp_file}")
 
 
 def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:

@@ -20,6 +20,7 @@ from autopar.planning.peaks import Peaks
 from autopar.planning.tried import Candidate
 from autopar.plans import Fingerprint
 from autopar.request import PlanOptions
+from autopar.solve import within
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Emitter:
         with self.clock.phase("memory"):
             peak = self.peaks.peak_bytes(program)
         peak_bytes = peak + plan.prediction.beside_bytes
-        return Candidate(draft, plan, program, peak_bytes, groups.bound_s)
+        problem = within(groups.problem, choices.regions)
+        return Candidate(draft, plan, program, peak_bytes, groups.bound_s, problem)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak of a candidate is within the budget."""

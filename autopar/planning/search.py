@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, check
@@ -24,8 +25,10 @@ from autopar.planning.smallest import Need
 from autopar.planning.timeline import beside
 from autopar.planning.tried import Candidate, Elsewhere
 from autopar.plans import Plan
+from autopar.problem import Problem
 from autopar.request import PlanOptions
 from autopar.run.program import Program, StagedProgram
+from autopar.solve import write_lp
 from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 from autopar.version import VERSION
 
@@ -36,6 +39,7 @@ class Planned:
 
     Attributes:
         computing_s: what any plan without stages computes at least; 0 where that is not known.
+        problem: what the solver was asked, of a plan without stages.
         closer: where the plan's bound over all cuts can be raised: searches for one that is so many times it, and gives what it finds.
     """
 
@@ -44,6 +48,7 @@ class Planned:
     seconds: dict[str, float]
     closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
     computing_s: float = field(default=0.0, repr=False, compare=False)
+    problem: Problem | None = field(default=None, repr=False, compare=False)
 
     def closer_proven(self, *, in_time: bool = True) -> Planned:
         """The plan with a bound as close as was asked for, if that can be had; by the search's word, since no multipliers prove it.
@@ -58,6 +63,17 @@ class Planned:
         if found_s > proof.bound_s:
             proof = replace(proof, bound_s=found_s, searched_bound_s=found_s, gap=1.0 - found_s / proof.objective_s)
         return replace(self, plan=replace(self.plan, proof=proof), closer=None)
+
+    def write_lp(self, path: str | Path) -> None:
+        """Write the integer program whose answer the plan is, in LP format (`autopar.solve.lp_file`).
+
+        Raises:
+            AutoparError: where the plan has stages, each with a program of its own, or the file cannot be written.
+        """
+        if self.problem is None:
+            what = "a plan with pipeline stages is the answer of several integer programs, and one file holds one"
+            raise AutoparError(what, where=str(path), remedy="pass num_microbatches=1 and no pipeline, or leave the LP file out")
+        write_lp(self.problem, self.plan.proof.objective_s, path)
 
     def stage_program(self) -> Program:
         """The program of a plan without a pipeline."""
@@ -142,7 +158,8 @@ def finished(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planne
     memory = dict(plan.prediction.memory_bytes)
     memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
     plan = replace(plan, prediction=beside(replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan))
-    return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds, computing_s=priced.problem.computing_s)
+    computing_s = priced.problem.computing_s
+    return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds, computing_s=computing_s, problem=candidate.problem)
 
 
 def needs(planned: Planned) -> tuple[Need, float]:

@@ -29,13 +29,18 @@ def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all plans."""
+    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all plans.
+
+    Attributes:
+        problem: what the solver was asked, with the moments that were known then.
+    """
 
     draft: PlanDraft
     plan: Plan
     program: Program
     peak_bytes: int
     bound_s: float
+    problem: Problem
 
     @property
     def time_s(self) -> float:

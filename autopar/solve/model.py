@@ -2,7 +2,7 @@
 
 Some hundred thousand columns are usual, so that an object of PuLP's for each, and an expression for each row, took longer than the solver
 did. Here a row goes straight into arrays, which HiGHS takes as they are (`autopar.solve.engine`); of the same arrays a PuLP model is made
-for CBC (`autopar.solve.cbc`).
+for its solvers (`autopar.solve.modelled`).
 """
 
 from __future__ import annotations

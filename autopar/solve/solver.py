@@ -1,4 +1,4 @@
-"""Problem → Choices, by HiGHS (`autopar.solve.search`) or by CBC, PuLP's own."""
+"""Problem → Choices, by HiGHS (`autopar.solve.search`) or by one of PuLP's solvers (`autopar.solve.modelled`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Literal, overload
 from autopar.choices import Apart, Choices
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Problem
-from autopar.solve.cbc import solve_with_cbc
 from autopar.solve.common import Common
 from autopar.solve.idle import without_idle
 from autopar.solve.illegal import refusal
 from autopar.solve.least import Least, least_budget
+from autopar.solve.modelled import solve_modelled
+from autopar.solve.named import LIVE
 from autopar.solve.quick import quick
 from autopar.solve.search import BranchAndCut
 from autopar.streams import ON_COMPUTE, Balance
@@ -24,9 +25,9 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
 
     Args:
         gap: stop when incumbent and bound are this close (relative).
-        max_nodes: limit of the search tree. time_limit_s: where it ends a run, which is logged, the answer may differ between
+        max_nodes: limit of ``highs``' search tree. time_limit_s: where it ends a run, which is logged, the answer may differ between
             runs and `Choices.stats["timed_out"]` is 1.
-        solver: ``highs``, or ``cbc``, which is slower.
+        solver: ``highs``, or one of PuLP's (`autopar.solve.named`), which are slower.
 
     Raises:
         InfeasibleError: where nothing fits the budget; with the smallest budget that would do.
@@ -88,8 +89,8 @@ def choices_or_least(
     if not all(op.strategies for op in problem.ops):
         raise refusal(problem)
     proven = False
-    if solver == "cbc":
-        choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
+    if solver.lower() != LIVE:
+        choices, bound_s, proven_by = solve_modelled(problem, solver, gap, time_limit_s), 0.0, None
     else:
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
@@ -107,4 +108,5 @@ def choices_or_least(
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.
-    return replace(least.choices, bound_s=min(bound_s, least.choices.objective_s), free_bound_s=0.0, solver=solver, multipliers=proven_by)
+    bound_s = min(bound_s, least.choices.objective_s)
+    return replace(least.choices, bound_s=bound_s, free_bound_s=0.0, solver=solver.lower(), multipliers=proven_by)

@@ -105,6 +105,16 @@ def test_nodes_and_devices_are_shaped_by_the_planner(here: Path, command: Comman
     assert code == 1 and "nodes × devices per node as 4x8" in complaint
 
 
+def test_another_solver_plans_and_the_integer_program_is_written(here: Path, command: Command) -> None:
+    asked = (*PLAN, "--module", "model.py:small", "--out", "plan.json")
+    code, said, complaint = command(*asked, "--solver", "CBC", "--write-lp", "program.lp")
+    assert code == 0, complaint
+    assert Plan.load(here / "plan.json").proof.solver == "cbc"
+    assert "integer program written to program.lp" in said and "Minimize" in (here / "program.lp").read_text()
+    code, _, complaint = command(*asked, "--solver", "simplex")
+    assert code == 1 and "solver 'simplex' is not known" in complaint and "available here: highs" in complaint
+
+
 def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command: Command) -> None:
     stages = ("--pipeline", "node", "--microbatches", "4")
     code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--out", "plan.json")

@@ -11,9 +11,9 @@ import numpy as np
 import pulp
 import pytest
 
-from autopar.solve.cbc import to_pulp
 from autopar.solve.engine import Engine, proof
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Model
+from autopar.solve.modelled import to_pulp
 from autopar.solve.rows import Rows
 
 
