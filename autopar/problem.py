@@ -279,6 +279,32 @@ class Problem:
         return sum(op.count * min((s.time_s - s.communication_s for s in op.strategies), default=0.0) for op in self.ops)
 
 
+def is_early(problem: Problem, v: int, *, late: bool) -> bool:
+    """Whether every collective that moves variant `v` in one phase has slack, whatever is chosen.
+
+    This holds in two cases. In the first, the tree of collectives starts from versions that exist
+    when its phase starts: values that rest, and, in backward, values of forward that were kept
+    because backward cannot recompute them. In the second, only parameters read the result: it is a
+    gradient. Transfers to another stage are not counted as early, because the whole model counts
+    them like all other values.
+
+    Args:
+        problem: the problem that the variant belongs to.
+        v: index of the variant.
+        late: whether the phase is backward and the value was made in forward; otherwise the phase
+            is the one that makes the value.
+
+    Returns:
+        True if all these collectives are prefetchable or deferrable (`autopar.solve.slack`).
+    """
+    variant = problem.variants[v]
+    value = problem.values[variant.value]
+    made_by = problem.ops[value.op]
+    if value.given or late:
+        return value.given or (made_by.kind == "compute" and not made_by.recomputable)
+    return all(problem.ops[use.op].kind == "parameter" for use in variant.uses if use.phase == value.phase)
+
+
 def at_best(problem: Problem) -> Problem:
     """Every op with the best route that it could have, for nothing: what is proven of that holds for the problem."""
     if not problem.routes:

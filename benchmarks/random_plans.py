@@ -27,11 +27,11 @@ from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.planning.assembly import assemble, fingerprint
 from autopar.planning.clock import Clock
-from autopar.planning.draft import Draft
+from autopar.planning.draft import PlanDraft
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks
 from autopar.planning.timeline import beside
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Candidate
 from autopar.plans import RESTING, Plan
 from autopar.problem import Op, Problem
 from autopar.run.program import Program
@@ -154,9 +154,9 @@ def finish(
     mark = fingerprint(trace, name, profile, VERSION)
     options = PlanOptions(memory_bytes=AMPLE_BYTES, optimizer=prepared.priced.optimizer, outputs="dtensor")
     recorded = {"memory_bytes": AMPLE_BYTES, "optimizer": options.optimizer, "batch": options.batch, "outputs": options.outputs}
-    draft = Draft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
+    draft = PlanDraft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
     plan = assemble(draft, mark, recorded, 0.0)
-    tried = Tried(draft, plan, emit(trace, plan), plan.prediction.peak_bytes, 0.0)
+    tried = Candidate(draft, plan, emit(trace, plan), plan.prediction.peak_bytes, 0.0)
     peaks = Peaks(options)
     if in_order:
         tried = Ordering(prepared.priced, AMPLE_BYTES, peaks.peak_bytes, peaks.by_node, Clock(lambda _: None)).fastest(tried)

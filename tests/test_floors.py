@@ -1,17 +1,36 @@
-"""The house has floors: a module imports only from a strictly lower one. Also: no circles, short files, short functions.
+"""The structure of the package: who may import whom, what an import may load, sizes, complexity.
 
-Each checker takes parsed modules and returns sentences about what is wrong, so that it can be shown to fail on a planted
-violation.
+A module imports only from a strictly lower floor, and imports make no circle. Rules say what
+importing a package must not load through all modules that it reaches. Files and functions are short.
+The number of functions and classes that are too complex may only fall.
+
+Each checker takes parsed modules and returns sentences about what is wrong. Planted violations show
+that it fails.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
+from complexity import check_ratchet, classes_over, complexity, functions_over, num_parameters
+from import_rules import Rule, check_rules, unused_exceptions
+from planted_structure import COMPLEX, OTHER_LOADS, PERMITTED_LOADS, SIMPLE, forbidden_loads
+from source_modules import (
+    Module,
+    all_nodes,
+    executed_nodes,
+    imports_of,
+    internal_targets,
+    is_under,
+    read_modules,
+    uses_of,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,78 +64,58 @@ TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.capture._trans
 OPTIONAL_ONLY_IN = ("cli", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_COMPLEXITY = 12  # of a function; `complexity` defines it
+MAX_PARAMETERS = 7
+MAX_MUTABLE_FIELDS = 10
+
+# Today's numbers of functions and classes above these limits. They may only fall.
+MOST_COMPLEX_FUNCTIONS = 122
+MOST_LONG_PARAMETER_LISTS = 73
+MOST_LARGE_MUTABLE_CLASSES = 21
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A parsed module: dotted name, whether it is a package's `__init__`, its syntax tree and number of lines."""
-
-    name: str
-    is_package: bool
-    tree: ast.Module
-    num_lines: int
-
-    @property
-    def unit(self) -> str:
-        """The first name below the root package; empty for the root's own `__init__` and `__main__`."""
-        parts = self.name.split(".")
-        return "" if len(parts) < 2 or parts[1] == "__main__" else parts[1]
+def units_except(*excluded: str) -> tuple[str, ...]:
+    """All units with a floor, without `excluded`."""
+    return tuple(unit for unit in FLOOR if unit not in excluded)
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
-    """A module that is imported, the names taken from it (none where the module itself is), and where."""
-
-    target: str
-    names: tuple[str, ...]
-    line: int
-
-
-def read_modules(root: Path, package: str = "autopar") -> dict[str, Module]:
-    modules = {}
-    for path in sorted((root / package).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        is_package = parts[-1] == "__init__"
-        name = ".".join(parts[:-1] if is_package else parts)
-        text = path.read_text(encoding="utf-8")
-        modules[name] = Module(name, is_package, ast.parse(text, str(path)), text.count("\n"))
-    return modules
-
-
-def imports_of(module: Module) -> Iterator[Import]:
-    """All imports, those inside functions and under TYPE_CHECKING included: a late import is an import."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, (), node.lineno)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.name.split(".")
-                kept = parts[: len(parts) - node.level + (1 if module.is_package else 0)]
-                base = ".".join([*kept, *([base] if base else [])])
-            yield Import(base, tuple(alias.name for alias in node.names), node.lineno)
-
-
-def attributes_of(module: Module) -> Iterator[tuple[str, int]]:
-    """Dotted attribute chains on a plain name, ``torch.distributed.init_process_group``, longest form only."""
-    inner = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and id(node) not in inner:
-            names, value = [node.attr], node.value
-            while isinstance(value, ast.Attribute):
-                names, value = [value.attr, *names], value.value
-            if isinstance(value, ast.Name):
-                yield ".".join([value.id, *names]), node.lineno
-
-
-def internal_targets(modules: Mapping[str, Module], imported: Import) -> list[str]:
-    """The autopar modules that an import loads: ``from autopar.rules import table`` loads ``autopar.rules.table``."""
-    if imported.target.split(".")[0] != "autopar":
-        return []
-    found = [f"{imported.target}.{name}" for name in imported.names if f"{imported.target}.{name}" in modules]
-    plain = len(found) < max(len(imported.names), 1)
-    return found + ([imported.target] if plain else [])
+SOLVER = ("autopar.solve", "highspy", "pulp")
+# Imports that run only when a process group, or an interleaved order, is used.
+LATE_PROCESS_GROUPS = {
+    "autopar.run.orders": "asks torch for the order of interleaved stages, and makes no process group",
+    "autopar.kernels.providers": "asks a running group for symmetric memory; planning reads only tables",
+    "autopar.kernels.peers": "maps the memory of a running group; planning reads only sizes",
+}
+RULES = {
+    "only the planner, and what calls it, needs the solver": Rule(
+        units_except("solve", "planning", "report", "api", "training", "cli"), SOLVER
+    ),
+    "planning touches no process groups": Rule(
+        units_except(*PROCESS_GROUP_UNITS, "certificate", "validation"),
+        ("torch.distributed",),
+        permitted=PLACEMENT_MODULES,
+        late_uses=LATE_PROCESS_GROUPS,
+    ),
+    "a plan and its program are checked without process groups": Rule(
+        ("certificate", "validation"),
+        ("torch.distributed",),
+        permitted=PLACEMENT_MODULES,
+        late_uses=LATE_PROCESS_GROUPS,
+        uses={"autopar.run.transfers": "validation runs the transfers of stages between symbols"},
+    ),
+    "validation shares nothing with emission and the search": Rule(
+        ("validation",), ("autopar.emit", "autopar.planning", *SOLVER)
+    ),
+}
+# What is imported in a fresh interpreter, where no module of SOLVER may be loaded then.
+WITHOUT_SOLVER = (
+    "autopar.certificate",
+    "autopar.verification",
+    "autopar.validation",
+    "autopar.explanation",
+    "autopar.run.module",
+    "autopar.run.staged_module",
+)
 
 
 def floor_of(name: str) -> int | None:
@@ -131,7 +130,7 @@ def check_floors(modules: Mapping[str, Module]) -> list[str]:
         if own is None:
             problems.append(f"{module.name} has no floor: add {module.unit!r} to FLOORS")
             continue
-        for imported in imports_of(module):
+        for imported in imports_of(module, all_nodes(module)):
             for target in internal_targets(modules, imported):
                 other = floor_of(target)
                 if target.split(".")[1:2] == [module.unit] and module.unit:
@@ -141,14 +140,6 @@ def check_floors(modules: Mapping[str, Module]) -> list[str]:
     return problems
 
 
-def _torch_uses(module: Module) -> Iterator[tuple[str, int]]:
-    """Every dotted torch name that a module imports or spells out."""
-    for imported in imports_of(module):
-        for name in imported.names or ("",):
-            yield f"{imported.target}.{name}".rstrip("."), imported.line
-    yield from attributes_of(module)
-
-
 CAPTURE_PRIVATE = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._guards", "torch._export", "torch._inductor.compile_fx")
 
 
@@ -156,33 +147,29 @@ def check_foreign_imports(modules: Mapping[str, Module]) -> list[str]:
     """pulp and highspy only in solve/, torch's private capture modules only in capture/_torch, and so on."""
     problems = []
     for module in modules.values():
-        for target, line in _torch_uses(module):
+        for target, line in uses_of(module, all_nodes(module)):
             first = target.split(".")[0]
             where = f"{module.name}:{line} uses {target}"
             if first in ("pulp", "highspy") and module.unit != "solve":
                 problems.append(f"{where}: only solve/ may")
-            if _is_under(target, CAPTURE_PRIVATE) and not _is_under(module.name, (PRIVATE_TORCH_ONLY_IN,)):
+            if is_under(target, CAPTURE_PRIVATE) and not is_under(module.name, (PRIVATE_TORCH_ONLY_IN,)):
                 problems.append(f"{where}: only capture/_torch may")
             if first == "transformers" and module.name not in TRANSFORMERS_ONLY_IN and module.unit not in OPTIONAL_ONLY_IN:
                 problems.append(f"{where}: only capture/_transformers.py, training and cli may")
             if first in ("accelerate", "peft", "lightning") and module.unit != "training":
                 problems.append(f"{where}: only training/ may")
-            distributed = _is_under(target, ("torch.distributed",))
-            if distributed and not _is_under(target, PLACEMENT_MODULES) and module.unit not in PROCESS_GROUP_UNITS:
+            distributed = is_under(target, ("torch.distributed",))
+            if distributed and not is_under(target, PLACEMENT_MODULES) and module.unit not in PROCESS_GROUP_UNITS:
                 problems.append(f"{where}: only {sorted(PROCESS_GROUP_UNITS)} touch process groups")
     return sorted(set(problems))
-
-
-def _is_under(target: str, roots: Iterable[str]) -> bool:
-    return any(target == root or target.startswith(root + ".") for root in roots)
 
 
 def check_cycles(modules: Mapping[str, Module]) -> list[str]:
     """Imports at module level make no circle (imports inside functions do not run at load time)."""
     graph: dict[str, set[str]] = {}
     for module in modules.values():
-        top_level = Module(module.name, module.is_package, ast.Module(_load_time(module.tree.body), []), 0)
-        targets = {target for imported in imports_of(top_level) for target in internal_targets(modules, imported)}
+        imported = imports_of(module, executed_nodes(module, late=False))
+        targets = {target for each in imported for target in internal_targets(modules, each)}
         graph[module.name] = targets & modules.keys() - {module.name}
     done: set[str] = set()
     problems = []
@@ -200,21 +187,6 @@ def check_cycles(modules: Mapping[str, Module]) -> list[str]:
     return problems
 
 
-def _load_time(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements that run when the module is loaded, without function bodies and TYPE_CHECKING blocks."""
-    kept: list[ast.stmt] = []
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.dump(statement.test):
-            continue
-        if isinstance(statement, ast.ClassDef):
-            kept += _load_time(statement.body)
-        else:
-            kept.append(statement)
-    return kept
-
-
 def check_lengths(modules: Mapping[str, Module]) -> list[str]:
     problems = []
     for module in modules.values():
@@ -226,6 +198,39 @@ def check_lengths(modules: Mapping[str, Module]) -> list[str]:
                 if length > MAX_FUNCTION_LINES:
                     problems.append(f"{module.name}:{node.lineno} {node.name}: {length} lines, at most {MAX_FUNCTION_LINES}")
     return problems
+
+
+def check_complexity(
+    modules: Mapping[str, Module], complex: int, parameters: int, fields: int
+) -> list[str]:
+    """Sentences if the numbers of offenders differ from those that are allowed.
+
+    Args:
+        modules: by dotted name.
+        complex: how many functions may have more than `MAX_COMPLEXITY`.
+        parameters: how many functions may have more than `MAX_PARAMETERS`.
+        fields: how many mutable classes may have more than `MAX_MUTABLE_FIELDS`.
+    """
+    return [
+        *check_ratchet(
+            functions_over(modules, MAX_COMPLEXITY, complexity),
+            complex,
+            f"functions with a complexity over {MAX_COMPLEXITY}",
+            "MOST_COMPLEX_FUNCTIONS",
+        ),
+        *check_ratchet(
+            functions_over(modules, MAX_PARAMETERS, num_parameters),
+            parameters,
+            f"functions with more than {MAX_PARAMETERS} parameters",
+            "MOST_LONG_PARAMETER_LISTS",
+        ),
+        *check_ratchet(
+            classes_over(modules, MAX_MUTABLE_FIELDS),
+            fields,
+            f"mutable classes with more than {MAX_MUTABLE_FIELDS} fields",
+            "MOST_LARGE_MUTABLE_CLASSES",
+        ),
+    ]
 
 
 def check_packages(root: Path, package: str = "autopar") -> list[str]:
@@ -255,6 +260,40 @@ def test_imports_make_no_circle(house: dict[str, Module]) -> None:
 
 def test_files_and_functions_are_short(house: dict[str, Module]) -> None:
     assert check_lengths(house) == []
+
+
+def test_an_import_loads_nothing_that_a_rule_forbids(house: dict[str, Module]) -> None:
+    assert check_rules(house, RULES) == []
+
+
+def test_every_exception_of_a_rule_is_needed(house: dict[str, Module]) -> None:
+    assert unused_exceptions(house, RULES) == []
+
+
+def test_every_rule_names_units_and_modules_that_exist(house: dict[str, Module]) -> None:
+    units = {module.unit for module in house.values()}
+    for rule in RULES.values():
+        assert set(rule.units) <= units
+        own = [name for name in rule.forbidden if name.startswith("autopar.")]
+        assert set(own) <= set(house)
+
+
+def test_what_runs_and_checks_a_plan_loads_no_solver_in_a_fresh_interpreter() -> None:
+    code = f"import sys, {', '.join(WITHOUT_SOLVER)}; print(*sorted(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    loaded = run.stdout.split()
+    assert set(WITHOUT_SOLVER) <= set(loaded)
+    assert [name for name in loaded if is_under(name, SOLVER)] == []
+
+
+def test_the_number_of_complex_functions_and_classes_only_falls(house: dict[str, Module]) -> None:
+    problems = check_complexity(
+        house, MOST_COMPLEX_FUNCTIONS, MOST_LONG_PARAMETER_LISTS, MOST_LARGE_MUTABLE_CLASSES
+    )
+    assert problems == []
 
 
 def test_every_package_has_an_init() -> None:
@@ -292,6 +331,29 @@ PLANTED: list[tuple[str, Checker, dict[str, str], str]] = [
 ]
 
 
+LOADS = [*forbidden_loads(), *OTHER_LOADS]
+rules = partial(check_rules, rules=RULES)
+exceptions = partial(unused_exceptions, rules=RULES)
+no_complexity = partial(check_complexity, complex=0, parameters=0, fields=0)
+some_complexity = partial(check_complexity, complex=1, parameters=1, fields=1)
+PLANTED += [(f"loads: {name}", rules, files, message) for name, files, message in LOADS]
+PLANTED += [
+    (f"complex: {name}", no_complexity, {"mesh.py": text}, message) for name, text, message in COMPLEX
+]
+PLANTED += [
+    ("fewer " + constant, some_complexity, {"mesh.py": ""}, f": 0: lower {constant} from 1 to 0")
+    for constant in (
+        "MOST_COMPLEX_FUNCTIONS",
+        "MOST_LONG_PARAMETER_LISTS",
+        "MOST_LARGE_MUTABLE_CLASSES",
+    )
+]
+PLANTED += [
+    ("an exception of nothing", exceptions, {"run/orders.py": ""}, "autopar.run.orders needs no"),
+    ("an exception of no module", exceptions, {"mesh.py": ""}, "autopar.run.transfers needs no"),
+]
+
+
 def _plant(root: Path, files: Mapping[str, str]) -> dict[str, Module]:
     for name, text in files.items():
         path = root / "autopar" / name
@@ -315,6 +377,10 @@ ALLOWED: list[tuple[str, Checker, dict[str, str]]] = [
     ("late circle", check_cycles, {"rules/a.py": "def f():\n    import autopar.rules.b", "rules/b.py": "import autopar.rules.a"}),
     ("long enough", check_lengths, {"mesh.py": "x = 1\n" * 400}),
 ]
+
+
+ALLOWED += [(f"loads: {name}", rules, files) for name, files in PERMITTED_LOADS]
+ALLOWED += [(f"simple: {name}", no_complexity, {"mesh.py": text}) for name, text in SIMPLE]
 
 
 @pytest.mark.parametrize(("checker", "files"), [case[1:] for case in ALLOWED], ids=[case[0] for case in ALLOWED])

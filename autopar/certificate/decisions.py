@@ -24,10 +24,10 @@ from autopar.emit.choices import buffer_key, input_key, output_key, parameter_ke
 from autopar.errors import AutoparError, HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
+from autopar.layout.stored_placements import storable
 from autopar.mesh import Mesh
 from autopar.plans import Entry, NodeChoice, Plan
 from autopar.rules import call_of, is_strategy
-from autopar.run.parameters import storable
 from autopar.validation.shards import held_bytes
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}

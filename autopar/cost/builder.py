@@ -21,11 +21,11 @@ from autopar.cost.times import CollectivePrices, call_time, own_collectives
 from autopar.cost.uncast import Uncast
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
+from autopar.layout.stored_placements import storable
 from autopar.layout_graph import LayoutGraph, all_layouts, layout_graph, local_bytes
 from autopar.mesh import Mesh
 from autopar.problem import Op, OpKind, OpStrategy, Phase, Use, Value, Variant
 from autopar.rules import TensorInfo
-from autopar.run.parameters import storable
 from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref, group_of
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")

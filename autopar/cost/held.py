@@ -40,11 +40,11 @@ from autopar.cost.times import CollectivePrices
 from autopar.errors import ConstraintError, LayoutError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
+from autopar.layout.stored_placements import storable
 from autopar.layout_graph import all_layouts
 from autopar.mesh import Mesh
 from autopar.problem import Op, OpStrategy
 from autopar.redistribute import Step, cheapest_chain
-from autopar.run.parameters import storable
 from autopar.strategies import Forced
 
 ZeroStages = Mapping[int, int]

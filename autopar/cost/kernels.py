@@ -31,9 +31,8 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.layout_graph import Arc
 from autopar.mesh import Mesh
-from autopar.problem import Hidden, Kernel, Kernels, Problem
+from autopar.problem import Hidden, Kernel, Kernels, Problem, is_early
 from autopar.rules import Call, operands_of
-from autopar.solve import is_early
 from autopar.strategies import ClusterClass, ClusterStrategy, pattern_of
 
 NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"

@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
-
 from autopar import ops
-from autopar.analysis.in_place import has_own_memory, operand_written
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
-from autopar.cost.spans import NEVER, Span
+from autopar.cost.spans import Span, find_spans
 from autopar.cost.widening import WIDENED, widened_bytes
 from autopar.layout import local_shape
 from autopar.problem import Moment, Value
@@ -50,9 +47,9 @@ class Liveness:
         named = {p.name: results[p.gradient].name for p in self.trace.parameters if p.gradient is not None}
         self.parameter = {named[name]: i for i, s in sources if s.kind == "parameter" for name in s.names if name in named}
         self.variant = {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
-        self.spans = {}
-        for node in reversed(nodes[:-1]):
-            self.spans[node.name] = self._span(node)
+        ops = self.priced.problem.ops
+        recomputable = {node for node, op in self.owner.items() if ops[op].recomputable}
+        self.spans = find_spans(self.trace, recomputable, self.parameter)
         outputs = [(i, s) for i, s in sources if s.kind == "output" and not s.crosses and not set(s.names) & self.trace.mutated.keys()]
         self.returned = {s.nodes[0]: (i, self._returned_bytes(i, s.nodes[0])) for i, s in outputs if self._is_made(s.nodes[0])}
         scratch = [(i, s.cluster, self._scratch_bytes(s.cluster)) for i, s in sources if s.cluster is not None]
@@ -91,34 +88,6 @@ class Liveness:
         for node, (op, sizes) in self.returned.items() if not self.priced.problem.accumulates else ():
             if self.spans[node].latest < now:
                 add(live, sizes, op, 1)
-
-    def _span(self, node: fx.Node) -> Span:
-        users = [user for user in node.users if user.op == "call_function"]
-        backward = [self.positions[user.name] for user in users if user.meta["phase"] == "backward"]
-        forward = [user for user in users if user.meta["phase"] == "forward"]
-        returned = [user for user in node.users if user.op == "output" and node.meta.get("phase", "forward") == "forward"]
-        repeated = [u for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
-        again = [self.spans[u.name] for u in repeated]
-        viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
-        views = [self.spans[u.name] for u in viewing]
-        through = [self.spans[u.name].earliest for u in repeated if u not in viewing] + [span.again for span in views]
-        asking = [span.asked for span in again if span.asked >= 0]
-        first = min(backward, default=NEVER)
-        soonest = [*backward, *(span.earliest for span in (*again, *views) if span.earliest >= 0)]
-        last = max([NEVER, *backward, *(span.latest for span in (*again, *views))])
-        return Span(
-            made=self.positions[node.name],
-            last_forward=max([NEVER, *(self.positions[u.name] for u in (*forward, *returned)), *(v.last_forward for v in views)]),
-            earliest=min(soonest, default=NEVER),
-            latest=last,
-            read=min([*backward, *(span.read for span in views if span.read >= 0)], default=NEVER),
-            again=min((at for at in through if at >= 0), default=NEVER),
-            asked=first if first >= 0 else max(asking, default=NEVER),
-            until=max([NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
-            is_view=node.op == "call_function" and not has_own_memory(node),
-            takes_over=operand_written(node) is not None,
-            is_gradient=node.name in self.parameter,
-        )
 
     def moment(self, node: str, phase: str, running: Collection[str] = ()) -> Moment:
         """What is live while `node` runs, or what it made is widened (`autopar.cost.widening`), without reserve.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.analysis.in_place import has_own_memory, operand_written
+from autopar.capture.trace import Trace
 
 NEVER = -1
 """No position."""
@@ -47,3 +53,63 @@ class Span:
         that it can run again for this node has done so: it may be gone, or a version of it that others do not read."""
         left = self.read != NEVER and (num_versions == 1 or self.again != now)
         return self.earliest > now or (self.earliest == now and left)
+
+
+def find_spans(
+    trace: Trace, recomputable: Collection[str], gradients: Collection[str]
+) -> dict[str, Span]:
+    """Find from when to when each tensor of a trace is live, whatever the plan.
+
+    Args:
+        recomputable: nodes that could run again in backward, by name.
+        gradients: nodes that make gradients of parameters, by name.
+
+    Returns:
+        The span of each node but the output, by name.
+    """
+    nodes = list(trace.graph.nodes)
+    positions = {node.name: place for place, node in enumerate(nodes)}
+    found: dict[str, Span] = {}
+    for node in reversed(nodes[:-1]):
+        found[node.name] = _span(node, positions, found, recomputable, node.name in gradients)
+    return found
+
+
+def _span(
+    node: fx.Node,
+    positions: Mapping[str, int],
+    spans: Mapping[str, Span],
+    recomputable: Collection[str],
+    is_gradient: bool,
+) -> Span:
+    """The span of a node, given those of all later nodes."""
+    users = [user for user in node.users if user.op == "call_function"]
+    own_phase = node.meta.get("phase", "forward")
+    backward = [positions[user.name] for user in users if user.meta["phase"] == "backward"]
+    forward = [user for user in users if user.meta["phase"] == "forward"]
+    returned = [u for u in node.users if u.op == "output" and own_phase == "forward"]
+    repeated = [user for user in forward if user.name in recomputable]
+    again = [spans[user.name] for user in repeated]
+    viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == own_phase]
+    views = [spans[user.name] for user in viewing]
+    # Where ops that run again could read it, directly or through views.
+    through = [spans[user.name].earliest for user in repeated if user not in viewing]
+    through += [span.again for span in views]
+    asking = [span.asked for span in again if span.asked >= 0]
+    first = min(backward, default=NEVER)
+    later = (*again, *views)
+    soonest = [*backward, *(span.earliest for span in later if span.earliest >= 0)]
+    read_in_forward = [positions[user.name] for user in (*forward, *returned)]
+    return Span(
+        made=positions[node.name],
+        last_forward=max([NEVER, *read_in_forward, *(view.last_forward for view in views)]),
+        earliest=min(soonest, default=NEVER),
+        latest=max([NEVER, *backward, *(span.latest for span in later)]),
+        read=min([*backward, *(view.read for view in views if view.read >= 0)], default=NEVER),
+        again=min((at for at in through if at >= 0), default=NEVER),
+        asked=first if first >= 0 else max(asking, default=NEVER),
+        until=max([NEVER, *backward, *asking, *(v.until for v in views)]),  # views hold its memory
+        is_view=node.op == "call_function" and not has_own_memory(node),
+        takes_over=operand_written(node) is not None,
+        is_gradient=is_gradient,
+    )

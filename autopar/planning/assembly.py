@@ -20,7 +20,7 @@ from autopar.hardware import Hardware, Mixed
 from autopar.kernels.sums import sum_dtype
 from autopar.layout_graph import local_bytes
 from autopar.planning.communications import communications, of_kernels
-from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
+from autopar.planning.draft import FIELD, PlanDraft, all_keys, tensor_patterns
 from autopar.planning.timeline import crossing_times, own_time, step_time, timeline
 from autopar.plans import KERNELS_BUFFERS, Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, beyond_shares_s
 from autopar.rules import is_discovered, is_fallback
@@ -56,7 +56,7 @@ COVERS = (
 )
 
 
-def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, object], bound_s: float) -> Plan:
+def assemble(draft: PlanDraft, fingerprint: Fingerprint, options: Mapping[str, object], bound_s: float) -> Plan:
     """The plan, with its peak still to be filled in from the emitted program."""
     objective = draft.evaluation.objective_s
     choices = draft.choices
@@ -81,7 +81,7 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
     )
 
 
-def covers_of(draft: Draft) -> tuple[str, ...]:
+def covers_of(draft: PlanDraft) -> tuple[str, ...]:
     """What the bound covers."""
     starts = draft.priced.starts
     strategies = (s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies)
@@ -115,7 +115,7 @@ def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def _entries(draft: Draft) -> Iterable[Entry]:
+def _entries(draft: PlanDraft) -> Iterable[Entry]:
     sources = {n.name: n.meta.get("source", "") for n in draft.trace.graph.nodes}
     seen: dict[str, int] = {}
     for index, (op, source) in enumerate(zip(draft.priced.problem.ops, draft.priced.sources, strict=True)):
@@ -150,7 +150,7 @@ def portable_line(source: str) -> str:
     return printable(source[len(root) :])
 
 
-def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, ...], tuple[tuple[int, ...], ...]]:
+def _nodes(draft: PlanDraft, index: int, strategy: int) -> tuple[tuple[NodeChoice, ...], tuple[tuple[int, ...], ...]]:
     source: Source = draft.priced.sources[index]
     if source.cluster is not None:
         members = zip(source.cluster.first.members, source.cluster.strategies[strategy].members, strict=True)
@@ -162,7 +162,7 @@ def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, .
     return nodes, tuple(indices for _, indices in patterns)
 
 
-def _kept(draft: Draft) -> Iterable[Kept]:
+def _kept(draft: PlanDraft) -> Iterable[Kept]:
     keys = all_keys(draft.trace)
     for v, nodes in draft.evaluation.kept.items():
         value = draft.priced.problem.values[draft.priced.problem.variants[v].value]
@@ -172,7 +172,7 @@ def _kept(draft: Draft) -> Iterable[Kept]:
                 yield Kept(pattern, result, instances, layouts, size)
 
 
-def _prediction(draft: Draft, moved: Sequence[Communication]) -> Prediction:
+def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
     evaluation, problem, choices = draft.evaluation, draft.priced.problem, draft.choices
     resting = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
     gathered = 0
@@ -208,7 +208,7 @@ def _prediction(draft: Draft, moved: Sequence[Communication]) -> Prediction:
     )  # fmt: skip
 
 
-def _on_hosts(draft: Draft) -> dict[str, int]:
+def _on_hosts(draft: PlanDraft) -> dict[str, int]:
     """Bytes of the host's memory, by kind."""
     found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies"), 0)
     state, _ = OPTIMIZERS[draft.priced.optimizer]

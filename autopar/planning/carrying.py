@@ -20,20 +20,21 @@ from autopar.emit.choices import input_key, parameter_key, placeholder_keys, sto
 from autopar.errors import ChangedPlanError, PlanError
 from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.layout import Layout
+from autopar.layout.stored_placements import storable
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.axes import on_axes, without_stages
 from autopar.planning.clock import Clock
-from autopar.planning.job import Job
-from autopar.planning.peaks import Schedule
+from autopar.planning.emitter import Emitter
+from autopar.planning.learnt import LayerGroups
+from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.repricing import decisions
 from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing
 from autopar.planning.steps import step_of
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Candidate
 from autopar.plans import Overlap, Pipeline, Plan
 from autopar.request import PlanOptions
-from autopar.run.parameters import storable
 from autopar.run.returned import Returned
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve
@@ -70,13 +71,13 @@ def carried(
     carrier = _Carrier(without_stages(plan, mesh), options, _forced(plan, trace, mesh, options))
     if plan.pipeline is None or there.pipeline is None:
         profile = slowest(hardware)
-        tried = carrier.tried(_Piece(there, trace, profile, options.budget(profile), any(c.kernel for c in plan.communications)))
+        tried = carrier.emit(_Piece(there, trace, profile, options.budget(profile), any(c.kernel for c in plan.communications)))
         return Carried(tried.time_s, (tried.peak_bytes,))
     assert returned is not None, "a pipeline returns something"
     sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes, returned)
     axis, planned = there.pipeline.axis, list[Planned]()
     for number, piece in enumerate(_pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)):
-        planned.append(_planned(carrier.tried(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)))
+        planned.append(_planned(carrier.emit(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)))
     step_s = step_of(there.pipeline.schedule, [each.plan for each in planned], there.pipeline.num_microbatches, there.pipeline.num_chunks)
     step_s += handing_s(axis, mesh, hardware, there.pipeline.handed_bytes)
     return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
@@ -108,20 +109,23 @@ class _Carrier:
     forced: Forced
     alike: Alike = field(default_factory=Alike)
 
-    def tried(self, piece: _Piece, crossing: Crossing | None = None, pipeline: Pipeline | None = None) -> Tried:
+    def emit(self, piece: _Piece, crossing: Crossing | None = None, pipeline: Pipeline | None = None) -> Candidate:
         """The piece's plan there, emitted, in the order in which it runs fastest within its budget."""
         _check_inputs(piece, self.mesh, pipeline)
         priced = self._priced(piece, crossing, 1 if pipeline is None else pipeline.num_microbatches)
-        job = Job(
-            piece.trace, self.mesh, lambda _: priced, self.options, Clock(lambda _: None), piece.plan.fingerprint,
-            self.options.to_json(piece.profile), piece.budget, piece.schedule, alike=self.alike,
+        peaks = Peaks(self.options, piece.schedule, piece.flying, self.alike)
+        emitter = Emitter(
+            piece.trace, self.mesh, self.options, Clock(lambda _: None), piece.plan.fingerprint,
+            self.options.to_json(piece.profile), piece.budget, peaks,
         )  # fmt: skip
         strategies, again = decisions(priced, piece.plan)
         regions = None if piece.has_kernels else frozenset[int]()
-        tried = job.tried(Choices(strategies, again, _kept(priced, piece.plan, piece.trace), 0.0, 0.0, regions=regions))
-        if tried.peak_bytes <= piece.budget:
-            return job.ordered(tried)
-        return replace(tried, plan=replace(tried.plan, overlap=Overlap(priced.problem.overlap_slowdown)))
+        kept = _kept(priced, piece.plan, piece.trace)
+        choices = Choices(strategies, again, kept, 0.0, 0.0, regions=regions)
+        found = emitter.emit(LayerGroups.of(piece.trace, priced, piece.plan.starts), choices)
+        if emitter.fits(found):
+            return emitter.order(found)
+        return replace(found, plan=replace(found.plan, overlap=Overlap(priced.problem.overlap_slowdown)))
 
     def _priced(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
         forced = replace(self.forced, starts=piece.plan.starts, storage={**self.forced.storage, **_rests(piece, self.mesh)})
@@ -161,9 +165,9 @@ def _pieces(before: Pipeline, there: Pipeline, trace: Trace, hardware: Hardware,
         yield _Piece(new, part, profile, sharing.budgets[number], has_kernels, schedule, there.num_in_flight[number])
 
 
-def _planned(tried: Tried) -> Planned:
-    plan = replace(tried.plan, prediction=replace(tried.plan.prediction, peak_bytes=tried.peak_bytes))
-    return Planned(plan, tried.program, {})
+def _planned(candidate: Candidate) -> Planned:
+    prediction = replace(candidate.plan.prediction, peak_bytes=candidate.peak_bytes)
+    return Planned(replace(candidate.plan, prediction=prediction), candidate.program, {})
 
 
 def _check_inputs(piece: _Piece, mesh: Mesh, pipeline: Pipeline | None) -> None:

@@ -14,7 +14,7 @@ from autopar.cost.routes import ROUTE, savings, why_not
 from autopar.cost.times import own_collectives
 from autopar.emit.choices import storage_key
 from autopar.layout_graph import Arc
-from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
+from autopar.planning.draft import FIELD, PlanDraft, all_keys, tensor_patterns
 from autopar.plans import Communication, InKernel
 from autopar.rules import EXCHANGES
 from autopar.solve import Taken
@@ -34,7 +34,7 @@ def of_kernels(priced: Priced) -> str:
     return (_KERNELS.format(shares) if shares else _NO_KERNELS) + further
 
 
-def communications(draft: Draft) -> Iterable[Communication]:
+def communications(draft: PlanDraft) -> Iterable[Communication]:
     """Those of all tensors, those that nodes do by themselves, and those at the ends of a step."""
     keys = all_keys(draft.trace)
     problem, evaluation = draft.priced.problem, draft.evaluation
@@ -61,7 +61,7 @@ def communications(draft: Draft) -> Iterable[Communication]:
     yield from _step_communications(draft)
 
 
-def _own_communications(draft: Draft) -> Iterable[Communication]:
+def _own_communications(draft: PlanDraft) -> Iterable[Communication]:
     """What nodes move by themselves: in their own phase, and where backward runs them again."""
     price, chosen = draft.priced.moves.price, draft.choices
     runs = [(n, s, False) for n, s in enumerate(chosen.strategies)] + [(n, s, True) for n, s in chosen.recomputed.items()]
@@ -81,7 +81,7 @@ def _own_communications(draft: Draft) -> Iterable[Communication]:
                 yield Communication(member.pattern, 0, instances, module, phase, c, *ends, price(c), kernel=kernel, why=why, own=True)
 
 
-def _in_kernel(draft: Draft, taken: Taken | None, arc: Arc) -> InKernel | None:
+def _in_kernel(draft: PlanDraft, taken: Taken | None, arc: Arc) -> InKernel | None:
     if taken is None:
         return None
     cluster = draft.priced.sources[taken.op].cluster
@@ -91,7 +91,7 @@ def _in_kernel(draft: Draft, taken: Taken | None, arc: Arc) -> InKernel | None:
     return InKernel(name, cluster.first.members[0].pattern, taken.again, hidden.num_chunks, hidden.saved_s)
 
 
-def _step_communications(draft: Draft) -> Iterable[Communication]:
+def _step_communications(draft: PlanDraft) -> Iterable[Communication]:
     """At the begin and the end of a step: of parameters (result 0) and of the sums of their gradients (result 1)."""
     parameters = {p.name: p for p in draft.trace.parameters}
     for op, source, s in zip(draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True):

@@ -20,7 +20,7 @@ FIELD = re.compile(r"\{\d+\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PlanDraft:
     """Everything a plan is assembled from."""
 
     trace: Trace
@@ -31,9 +31,9 @@ class Draft:
     runner_ups: Mapping[int, RunnerUp]
 
     @staticmethod
-    def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> Draft:
+    def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> PlanDraft:
         """Of choices as they are, without what would come next."""
-        return Draft(trace, mesh, priced, choices, evaluated(priced.problem, choices), {})
+        return PlanDraft(trace, mesh, priced, choices, evaluated(priced.problem, choices), {})
 
 
 def tensor_patterns(refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:

@@ -1,298 +1,391 @@
-"""The rounds of one search, for a trace and its problem.
+"""The loop of one search, for a trace and its problem.
 
-The transient peak depends on the order of the emitted program, so it is re-derived on it, node by node. Where the plan is over
-its budget, these moments become rows of the problem (`autopar.cost.moments`), and it is solved again. The first problem has
-none of them, so its bound holds for all.
+Each round solves the problem, emits the answer, and measures its peak memory. The transient peak
+depends on the order of the emitted program. If the plan is over its budget, the moments at which it
+is become rows of the problem (`autopar.cost.moments`), and the next round solves it again. The
+first problem has none of these rows, so its bound holds for all plans.
 
-Equal layers take one decision. Where that leaves plan and bound too far apart, since the relaxation mixes decisions, layers are put into
-groups (`autopar.planning.grouping`), and the problem of these is solved; its bound is one for plans with such groups. Moments that are
-learnt shift these shares, so the layers are then cut once more.
+Equal layers take one decision. If that leaves plan and bound too far apart, since the relaxation
+mixes decisions, layers are put into groups (`autopar.planning.grouping`), and the problem of these
+groups is solved; its bound is one for plans with such groups. Learned moments shift the shares of
+the mixture, so the layers are then put into other groups once more.
 
-A large search, or one where memory binds, first asks for plans only, since most bounds are of no use: if the plan does not fit, the bound
-of what it was the answer to is far below any that does. Where it may be near, the search is done again, to its end or that of its work.
+A large search, or one where memory binds, first asks for plans only, since most bounds are of no
+use: if the plan does not fit, the bound of its problem is far below any plan that does. If that
+bound may be near the best plan, the search is repeated to its end or to the limit of its work.
+
+A search is a chain of states (`State`). Each phase (`Phase`) is a function from a state to the next
+one, and decides from the state, the options and the time that is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from enum import Enum, auto
+from functools import cached_property, partial
 
-from autopar.capture.trace import Trace
-from autopar.choices import Apart, Choices, Multipliers
-from autopar.cost.moments import Liveness
+from autopar.choices import Apart, Choices
 from autopar.cost.priced import Priced
-from autopar.emit import emit
-from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
-from autopar.planning.alike import Alike, Effort
-from autopar.planning.assembly import assemble
-from autopar.planning.clock import Clock
-from autopar.planning.draft import Draft
+from autopar.planning.alike import Effort
+from autopar.planning.emitter import Emitter
 from autopar.planning.grouping import starts_of
-from autopar.planning.learnt import Known, Learnt
-from autopar.planning.multipliers import certified
-from autopar.planning.ordering import Ordering
-from autopar.planning.peaks import Peaks, Schedule
+from autopar.planning.learnt import LayerGroups, Learnt
 from autopar.planning.smallest import Need, light, preferred, refusal
 from autopar.planning.solving import Solving
-from autopar.planning.tried import Elsewhere, TooSlow, Tried, beside
-from autopar.plans import Fingerprint
-from autopar.request import PlanOptions
+from autopar.planning.tried import Candidate, Elsewhere, TooSlow, beside
 from autopar.solve import Least, quickest
 from autopar.strategies import Starts
 
-_ROUNDS = 12  # each either fits or adds moments at which the plan before did not
-_WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
+_ROUNDS = 12  # each finds a plan that fits, or adds moments at which the plan before did not
+_WASTE = 0.02  # share of the budget: if a plan leaves more unused, moments may admit a better one
+
+
+class Phase(Enum):
+    """What a search does next."""
+
+    ASK = auto()  # solve until it is known which equal layers decide apart
+    GROUP = auto()  # put these layers into groups, and solve for the groups
+    SOLVE = auto()  # solve for the groups as they are
+    TRY = auto()  # emit the answer, and compare it with the best plan
+    LEARN = auto()  # add the moments at which the plan is over its budget
+    REGROUP = auto()  # put layers into the groups that the learned moments ask for
+    FINISH = auto()  # prove the best plan to the end, and order its communications
+    SHRINK = auto()  # no plan fits: search without kernels, or for little memory
+    DONE = auto()  # `State.best` is the answer
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a search knows.
+
+    Attributes:
+        groups: the layers in their groups. regions: what kernels may share with their peers
+            (`autopar.problem.Choices`), None for all.
+        limit_s: a plan that takes as long is not wanted.
+        effort: of each round's solve: MIXED while layers may still be put into groups, else WHOLE.
+        answer: of the last solve, to an assignment or a refusal.
+        free: the last answer to a problem without learned moments, and that problem.
+        decided: the decisions of the plans tried so far, the last one last.
+        candidate: the last plan tried. best: the fastest that fits. smallest: the least peak, or 0.
+    """
+
+    phase: Phase
+    groups: LayerGroups
+    regions: frozenset[int] | None
+    limit_s: float
+    effort: Effort = Effort.MIXED
+    answer: Choices | Least | Apart | None = None
+    free: tuple[Priced, Choices] | None = None
+    decided: tuple[object, ...] = ()
+    candidate: Candidate | None = None
+    best: Candidate | None = None
+    smallest: int = 0
+    was_regrouped: bool = False
 
 
 @dataclass
-class Job:
-    """The rounds of one search: solve, emit, look at the memory, learn moments.
+class PlannerLoop:
+    """Searches for the best plan of one trace.
 
     Attributes:
-        pricing: gives the problem where layers decide in these groups. whole: equal layers decide alike, or are in groups already.
-        regions: what kernels may share with their peers (`autopar.problem.Choices`).
+        emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
+        limit_s: a plan that takes as long is not wanted.
         elsewhere: asked once, before a search goes on for long.
+        whole: whether layers stay as `pricing` has them, and are put into no groups.
+        regions: as of `State`.
     """
 
-    trace: Trace
-    mesh: Mesh
+    emitter: Emitter
     pricing: Callable[[Starts], Priced]
-    options: PlanOptions
-    clock: Clock
-    mark: Fingerprint
-    recorded: Mapping[str, object]
-    budget: int
-    schedule: Schedule | None = None  # of a stage
-    bound_s: float = 0.0
-    multipliers: Multipliers | None = None
     limit_s: float = math.inf
     elsewhere: Elsewhere | None = None
-    alike: Alike = field(default_factory=Alike)
-    priced: Priced = field(init=False)
-    learnt: Learnt = field(init=False)
     whole: bool = False
     regions: frozenset[int] | None = None
-    _starts: Starts = field(default_factory=dict)  # of the groups that layers are in
-    _ungrouped: tuple[Priced, Liveness] | None = None  # of layers in no groups
-    _is_cut_anew: bool = False
-    _free: tuple[Priced, Choices] | None = None  # the last answer with nothing learnt, and its problem
     _solving: Solving = field(init=False)
 
     def __post_init__(self) -> None:
-        self._solving = Solving(self.options, self.alike)
-        self._cut({})
+        self.options, self.clock = self.emitter.options, self.emitter.clock
+        self._solving = Solving(self.options, self.emitter.peaks.alike)
 
-    def _cut(self, starts: Starts) -> None:
-        """Put layers into these groups, of which nothing is known."""
-        with self.clock.phase("price"):
-            known = None if starts else self._ungrouped
-            if known is None:
-                priced = self.pricing(starts)
-                known = priced, Liveness(self.trace, priced)
-            self._ungrouped = self._ungrouped if starts else known
-            self.priced, liveness = known
-            self.learnt, self.bound_s, self._starts = Learnt.nothing(liveness), 0.0, starts
+    def find_best(self) -> Candidate:
+        """Search for the fastest plan that fits.
 
-    def best_tried(self) -> Tried:
-        """The best plan that fits; where none with kernels was found, without, and where none at all was, one that needs little memory.
+        Returns:
+            The best plan; if none with kernels fits, one without; if none at all was found, one
+            that needs little memory.
 
         Raises:
-            InfeasibleError: where none was found. TooSlow: where the bound is not below `limit_s`.
+            InfeasibleError: no plan that fits was found. TooSlow: the bound is not below `limit_s`.
         """
-        try:
-            return self._best_of_rounds()
-        except InfeasibleError:
-            if not self.priced.problem.regions:
-                raise
-        self.regions, self.whole = frozenset(), True  # what is proven is of the groups as they are
-        self.learnt = Learnt.nothing(self.learnt.liveness)
-        return self._best_of_rounds()
+        effort = Effort.WHOLE if self.whole else Effort.MIXED
+        state = State(Phase.ASK, self.ungrouped, self.regions, self.limit_s, effort)
+        state = self._next_round(state)
+        while state.phase is not Phase.DONE:
+            state = self.step(state)
+        assert state.best is not None, "a search without a plan raises"
+        return state.best
 
-    def lightest(self) -> Tried | None:
-        """Of some plans that need little memory, whatever they take, the fastest that fits; where none does, the one that needs least. None
-        where none was found."""
-        proven_s = self.bound_s
-        if self._starts:
-            self._cut({})
-        self.multipliers = quickest(self.priced.problem)
-        self.bound_s = max(proven_s, self.multipliers.bound_s if self.multipliers else 0.0)  # of layers in groups: they may decide alike
-        plans = light(self.trace, self.priced, self.options.solve_s, self.tried)
-        found = preferred(plans, lambda tried: (Need(tried.peak_bytes, self.budget), tried.time_s))
-        return self.ordered(found) if found is not None and found.peak_bytes <= self.budget else found
+    def step(self, state: State) -> State:
+        """Do what the phase of a state says.
 
-    def _best_of_rounds(self) -> Tried:
-        best: Tried | None = None
-        smallest, before, seen = 0, None, list[object]()
-        for _ in range(_ROUNDS):
-            found = self._answer()
-            if isinstance(found, Least):
-                break  # under what was learnt; what is proven to fit nowhere was not emitted
-            if self.regions is None:
-                self._prove(found)
-            decided = self._starts, found.strategies, found.recomputed, found.kept, found.regions
-            if decided == before:
-                break  # the moments that were learnt change nothing
-            if decided in seen:  # what the last plan taught has led back to one before: both are to hold
-                self.learnt = self.learnt.lasting()
-            seen.append(decided)
-            tried, before = self.tried(found), decided
-            if tried.peak_bytes <= self.budget:
-                improved = best is None or tried.time_s < best.time_s
-                best = tried if improved else best
-                wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
-                if self.options.is_late or not (improved and wasted and self.learnt and tried.gap > self.options.gap):
-                    break
-            smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
-            self._learn(tried)
-            if self._starts and self.regions is None and not self._is_cut_anew and not self.options.is_late:
-                self._cut_anew()
-        if best is not None:
-            return self.ordered(self._proven_to_the_end(best))
-        is_last = self.regions is not None or not self.priced.problem.regions
-        lightest = self.lightest() if smallest and is_last else None
-        if lightest is None or lightest.peak_bytes > self.budget:
-            raise refusal(self.budget, found, min(smallest, lightest.peak_bytes) if lightest else smallest)
-        return lightest
+        Returns:
+            The next state; the one given is not changed.
 
-    def _proven_to_the_end(self, best: Tried) -> Tried:
-        """The plan with a bound that was searched for to the end, or a better one that this search finds, where the bound may be near."""
-        if self.options.is_late or best.gap <= self.options.gap:
+        Raises:
+            As `find_best`.
+        """
+        steps = {
+            Phase.ASK: self._ask,
+            Phase.GROUP: self._group,
+            Phase.SOLVE: self._solve,
+            Phase.TRY: self._try,
+            Phase.LEARN: self._learn,
+            Phase.REGROUP: self._regroup,
+            Phase.FINISH: self._finish,
+            Phase.SHRINK: self._shrink,
+        }
+        return steps[state.phase](state)
+
+    @cached_property
+    def ungrouped(self) -> LayerGroups:
+        """All equal layers alike, with nothing learned or proven."""
+        with self.clock.phase("price"):
+            return LayerGroups.of(self.emitter.trace, self.pricing({}), {})
+
+    def cut(self, starts: Starts) -> LayerGroups:
+        """Put layers into groups.
+
+        Returns:
+            The groups, with nothing learned or proven.
+        """
+        if not starts:
+            return self.ungrouped
+        with self.clock.phase("price"):
+            return LayerGroups.of(self.emitter.trace, self.pricing(starts), starts)
+
+    def find_lightest(self, proven_s: float = 0.0) -> Candidate | None:
+        """Try some plans that need little memory, whatever they take.
+
+        Args:
+            proven_s: a bound that is known; one for layers in groups holds for equal layers alike.
+
+        Returns:
+            The fastest that fits, in order; if none fits, the one that needs least; None if none
+            was found.
+        """
+        whole = self.ungrouped
+        multipliers = quickest(whole.priced.problem)
+        bound_s = max(proven_s, multipliers.bound_s if multipliers else 0.0)
+        whole = replace(whole, bound_s=bound_s, multipliers=multipliers)
+        emit = partial(self.emitter.emit, whole)
+        plans = light(self.emitter.trace, whole.priced, self.options.solve_s, emit)
+        budget = self.emitter.budget
+        found = preferred(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
+        return self.emitter.order(found) if found is not None and self.emitter.fits(found) else found
+
+    def _next_round(self, state: State) -> State:
+        if len(state.decided) == _ROUNDS:
+            return replace(state, phase=Phase.FINISH)
+        phase = Phase.ASK if state.effort is Effort.MIXED else Phase.SOLVE
+        return replace(state, phase=phase)
+
+    def _ask(self, state: State) -> State:
+        """Solve until it is known which equal layers decide apart."""
+        state = self._solved(state, Effort.MIXED)
+        found = state.answer
+        if isinstance(found, Least):
+            return state
+        assert found is not None, "a solve has an answer"
+        is_too_slow = found.bound_s >= state.limit_s
+        if isinstance(found, Choices) and (is_too_slow or not found.mixed or self.options.is_late):
+            return state  # it is close enough, too slow, or was searched for to the end
+        if not is_too_slow and self.elsewhere is not None:
+            limit_s = min(state.limit_s, beside(self.elsewhere, state.groups.priced.problem, found))
+            state = replace(state, limit_s=limit_s)
+        if found.bound_s >= state.limit_s:
+            raise TooSlow(found.bound_s)
+        return replace(state, phase=Phase.GROUP, effort=Effort.WHOLE)
+
+    def _group(self, state: State) -> State:
+        """Put layers into the groups that the answer asks for, if these are better than none."""
+        mixed = state.answer
+        assert isinstance(mixed, Choices | Apart), "only such an answer mixes decisions"
+        met = mixed if isinstance(mixed, Choices) else None
+        starts = starts_of(state.groups.priced, mixed)
+        if not starts:
+            return self._solved(state, Effort.WHOLE, met)
+        grouped = self._solved(replace(state, groups=self.cut(starts)), Effort.WHOLE)
+        finer = grouped.answer
+        if isinstance(finer, Choices) and self._is_enough(finer, met):
+            return grouped
+        as_before = self._solved(replace(state, free=grouped.free), Effort.WHOLE, met)
+        alike = as_before.answer
+        if not isinstance(finer, Choices):
+            return as_before
+        if isinstance(alike, Choices) and alike.objective_s <= finer.objective_s:
+            return as_before
+        return grouped
+
+    def _is_enough(self, finer: Choices, met: Choices | None) -> bool:
+        """Whether an answer for groups needs no comparison with one for layers as they were."""
+        if met is None:
+            return finer.gap <= self.options.gap
+        return finer.objective_s < met.objective_s
+
+    def _solve(self, state: State) -> State:
+        """Solve for the groups as they are."""
+        return self._solved(state, Effort.WHOLE)
+
+    def _solved(self, state: State, effort: Effort, met: Choices | None = None) -> State:
+        """The state with the answer to its problem, which is then tried.
+
+        Args:
+            met: an answer that is known already.
+        """
+        groups, learnt = state.groups, bool(state.groups.learnt)
+        with self.clock.phase("solve"):
+            found = self._solving.answer(
+                groups.problem, effort, learnt=learnt, regions=state.regions, met=met
+            )
+        if isinstance(found, Choices) and not learnt:
+            state = replace(state, free=(groups.priced, found))
+        return replace(state, phase=Phase.TRY, answer=found)
+
+    def _try(self, state: State) -> State:
+        """Emit the answer, and compare it with the best plan.
+
+        The rounds end if there is no answer, it is the last plan again, or it is good enough.
+        """
+        found, groups = state.answer, state.groups
+        if not isinstance(found, Choices):
+            return replace(state, phase=Phase.FINISH)
+        if state.regions is None:
+            groups = _take_proof(groups, found)
+            if groups.bound_s >= state.limit_s:
+                raise TooSlow(groups.bound_s)
+        decided = groups.starts, found.strategies, found.recomputed, found.kept, found.regions
+        if state.decided and decided == state.decided[-1]:
+            return replace(state, phase=Phase.FINISH, groups=groups)
+        if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
+            groups = replace(groups, learnt=groups.learnt.lasting())
+        candidate = self.emitter.emit(groups, found)
+        smallest = min(state.smallest or candidate.peak_bytes, candidate.peak_bytes)
+        improved = self.emitter.fits(candidate) and (
+            state.best is None or candidate.time_s < state.best.time_s
+        )
+        state = replace(
+            state,
+            phase=Phase.LEARN,
+            groups=groups,
+            decided=(*state.decided, decided),
+            candidate=candidate,
+            best=candidate if improved else state.best,
+            smallest=smallest,
+        )
+        if not self.emitter.fits(candidate) or (improved and self._may_improve(candidate, groups)):
+            return state
+        return replace(state, phase=Phase.FINISH)
+
+    def _may_improve(self, candidate: Candidate, groups: LayerGroups) -> bool:
+        """Whether moments learned from a plan that fits may admit a better one."""
+        wasted = candidate.peak_bytes < self.emitter.budget * (1 - _WASTE)
+        is_far = candidate.gap > self.options.gap
+        return wasted and bool(groups.learnt) and is_far and not self.options.is_late
+
+    def _learn(self, state: State) -> State:
+        """Add the moments at which the last plan is over its budget."""
+        assert state.candidate is not None, "a plan was tried"
+        learnt = self.emitter.learn(state.groups.learnt, state.candidate)
+        state = replace(state, groups=replace(state.groups, learnt=learnt))
+        may_regroup = state.groups.starts and state.regions is None and not state.was_regrouped
+        if may_regroup and not self.options.is_late:
+            return replace(state, phase=Phase.REGROUP, was_regrouped=True)
+        return self._next_round(state)
+
+    def _regroup(self, state: State) -> State:
+        """Put layers into the groups that the learned moments ask for, if these are others.
+
+        The groups before are not solved again with the moments: that takes as long as a round.
+        """
+        reserves = state.groups.learnt.reserves
+        whole = _expect(self.cut({}), reserves)
+        asked = self._solved(replace(state, groups=whole), Effort.MIXED)
+        mixed = asked.answer
+        starts = starts_of(whole.priced, mixed) if isinstance(mixed, Choices | Apart) else {}
+        if starts and starts != state.groups.starts:
+            asked = self._solved(replace(asked, groups=self.cut(starts)), Effort.WHOLE)
+            free = asked.answer
+            if isinstance(free, Choices) and free.bound_s < state.limit_s:
+                groups = _expect(_take_proof(asked.groups, free), reserves)
+                return self._next_round(replace(state, groups=groups, free=asked.free))
+        return self._next_round(replace(state, free=asked.free))
+
+    def _finish(self, state: State) -> State:
+        """Prove the best plan to the end, and order its communications."""
+        if state.best is None:
+            return replace(state, phase=Phase.SHRINK)
+        best = self.emitter.order(self._prove_to_the_end(state, state.best))
+        return replace(state, phase=Phase.DONE, best=best)
+
+    def _prove_to_the_end(self, state: State, best: Candidate) -> Candidate:
+        """Search to the end if the bound may come near the best plan.
+
+        Returns:
+            The best plan with the bound of that search, or a better one that it finds.
+        """
+        if self.options.is_late or best.gap <= self.options.gap or state.regions is not None:
             return best
-        if self._free is None or self._free[0] is not best.draft.priced or self.regions is not None:
+        if state.free is None or state.free[0] is not best.draft.priced:
             return best  # what would be proven is of other plans
-        free = self._free[1]
+        free = state.free[1]
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
             return best  # no bound of a problem is above its answer
-        self.whole = True
-        self.learnt = Learnt.nothing(self.learnt.liveness)
-        found = self._solved(to_the_end=True, met=replace(best.draft.choices, bound_s=0.0))
-        if isinstance(found, Least) or found.bound_s <= self.bound_s:
+        choices = best.draft.choices
+        met = replace(choices, bound_s=0.0)
+        state = self._solved(replace(state, groups=state.groups.forget()), Effort.END, met)
+        found = state.answer
+        if not isinstance(found, Choices) or found.bound_s <= state.groups.bound_s:
             return best
-        self.bound_s, self.multipliers = found.bound_s, found.multipliers
+        groups = state.groups
+        groups = replace(groups, bound_s=found.bound_s, multipliers=found.multipliers)
         if found.objective_s < best.time_s:
-            tried = self.tried(found)
-            if tried.peak_bytes <= self.budget:
-                return tried
-        return self.tried(best.draft.choices)
+            better = self.emitter.emit(groups, found)
+            if self.emitter.fits(better):
+                return better
+        return self.emitter.emit(groups, choices)
 
-    def ordered(self, tried: Tried) -> Tried:
-        """A plan that fits, in the order in which its simulated step is the shortest, within the budget."""
-        if self.options.is_over:
-            return tried
-        over = partial(getattr, self.options, "is_over")
-        return Ordering(tried.draft.priced, self.budget, self._peaks.peak_bytes, self._peaks.by_node, self.clock, over).fastest(tried)
+    def _shrink(self, state: State) -> State:
+        """Search again without kernels, or, if there are none, for a plan of little memory.
 
-    def _prove(self, choices: Choices) -> None:
-        """Take over what is proven of all plans, those with kernels included."""
-        # what was learnt holds reserves, which hold for the plans that it was learnt from only
-        self.bound_s = self.bound_s or (choices.free_bound_s if self.learnt else choices.bound_s)
-        if self.bound_s >= self.limit_s:
-            raise TooSlow(self.bound_s)
-        self.multipliers = self.multipliers if self.learnt else choices.multipliers  # others hold under learnt moments only
-
-    def _answer(self) -> Choices | Least:
-        """The solver's answer, for layers in groups where that is better, to the problem with the moments that are known."""
-        if self.whole:
-            return self._solved()
-        found = self._mixed()
-        if isinstance(found, Apart) and found.bound_s >= self.limit_s:
-            raise TooSlow(found.bound_s)
-        if isinstance(found, Choices) and found.bound_s >= self.limit_s:
-            return found
-        if isinstance(found, Least) or (isinstance(found, Choices) and (not found.mixed or self.options.is_late)):
-            return found  # it is close enough, or was searched for to the end, or to that of the time
-        if self.elsewhere is not None:
-            self.limit_s = min(self.limit_s, beside(self.elsewhere, self.priced.problem, found))
-        if found.bound_s >= self.limit_s:
-            raise TooSlow(found.bound_s)
-        self.whole = True
-        starts, met = starts_of(self.priced, found), found if isinstance(found, Choices) else None
-        if not starts:
-            return self._solved(met=met)
-        before = self._known()
-        self._cut(starts)
-        finer = self._solved()
-        if isinstance(finer, Choices) and (finer.gap <= self.options.gap if met is None else finer.objective_s < met.objective_s):
-            return finer
-        groups, free = self._known(), self._free
-        self._know(before)
-        alike = self._solved(met=met)
-        if not isinstance(finer, Choices) or (isinstance(alike, Choices) and alike.objective_s <= finer.objective_s):
-            return alike
-        self._know(groups)
-        self._free = free
-        return finer
-
-    def _cut_anew(self) -> None:
-        """Put layers into the groups that the relaxation asks for now that there are moments, if these are others.
-
-        What the groups before would give under the moments is not looked at: that takes as long as a round.
+        Raises:
+            InfeasibleError: no plan that fits was found.
         """
-        self._is_cut_anew = True
-        before, reserves = self._known(), self.learnt.reserves
-        self._cut({})
-        self.learnt = Learnt.expected(self.learnt.liveness, reserves)
-        mixed = self._mixed()
-        starts = {} if isinstance(mixed, Least) else starts_of(self.priced, mixed)
-        if starts and starts != before.starts:
-            self._cut(starts)
-            free = self._solved()
-            if isinstance(free, Choices) and free.bound_s < self.limit_s:
-                self._prove(free)
-                self.learnt = Learnt.expected(self.learnt.liveness, reserves)
-                return
-        self._know(before)
+        if state.regions is None and state.groups.priced.problem.regions:
+            again = State(Phase.SOLVE, state.groups.forget(), frozenset(), state.limit_s)
+            return replace(again, effort=Effort.WHOLE, was_regrouped=state.was_regrouped)
+        smallest = state.smallest
+        lightest = self.find_lightest(state.groups.bound_s) if smallest else None
+        if lightest is not None and self.emitter.fits(lightest):
+            return replace(state, phase=Phase.DONE, best=lightest)
+        smallest = min(smallest, lightest.peak_bytes) if lightest is not None else smallest
+        assert isinstance(state.answer, Choices | Least), "the rounds end with such an answer"
+        raise refusal(self.emitter.budget, state.answer, smallest)
 
-    def _known(self) -> Known:
-        return Known(self.priced, self.learnt, self.bound_s, self.multipliers, self._starts)
 
-    def _know(self, known: Known) -> None:
-        self.priced, self.learnt, self._starts = known.priced, known.learnt, known.starts
-        self.bound_s, self.multipliers = known.bound_s, known.multipliers
+def _take_proof(groups: LayerGroups, choices: Choices) -> LayerGroups:
+    """The groups with what an answer proves of all their plans, those with kernels included.
 
-    def _solved(self, *, to_the_end: bool = False, met: Choices | None = None) -> Choices | Least:
-        """The solver's answer for layers as they are, or what it said of a stage that is alike; searched for until there is a plan, where
-        more would take long, or `to_the_end`: until plan and bound are near, or limits are reached. `met` is an answer that is known."""
-        found = self._solution(Effort.END if to_the_end else Effort.WHOLE, met)
-        assert not isinstance(found, Apart), "only a search for what decides apart ends with that"
-        return found
+    Learned moments hold reserves, which are right for the plans that they were learned from only.
+    So the bound without reserves is taken then, and the multipliers stay.
+    """
+    if groups.learnt:
+        return replace(groups, bound_s=groups.bound_s or choices.free_bound_s)
+    bound_s = groups.bound_s or choices.bound_s
+    return replace(groups, bound_s=bound_s, multipliers=choices.multipliers)
 
-    def _mixed(self) -> Choices | Least | Apart:
-        """Which equal layers would decide apart; a plan, where one is met on the way."""
-        return self._solution(Effort.MIXED)
 
-    def _solution(self, effort: Effort, met: Choices | None = None) -> Choices | Least | Apart:
-        with self.clock.phase("solve"):
-            problem = replace(self.priced.problem, moments=self.learnt.moments)
-            found = self._solving.answer(problem, effort, learnt=bool(self.learnt), regions=self.regions, met=met)
-        if isinstance(found, Choices) and not self.learnt:
-            self._free = self.priced, found
-        return found
-
-    def tried(self, choices: Choices) -> Tried:
-        """A plan of these choices, emitted."""
-        with self.clock.phase("assemble"):
-            draft = Draft.of(self.trace, self.mesh, self.priced, choices)
-            plan = assemble(draft, self.mark, self.recorded, self.bound_s)
-            plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
-        with self.clock.phase("emit"):
-            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates, named=False)
-        with self.clock.phase("memory"):
-            peak = self._peaks.peak_bytes(program)
-        return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s)
-
-    @property
-    def _peaks(self) -> Peaks:
-        return Peaks(self.options, self.schedule, self.priced.problem.num_in_flight, self.alike)
-
-    def _learn(self, tried: Tried) -> None:
-        """Moments at which the plan is over the budget, and those known before as they were in it."""
-        with self.clock.phase("memory"):
-            peaks = self._peaks.by_node(tried.program)
-            beside = tried.plan.prediction.beside_bytes
-            if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
-                beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
-            self.learnt = self.learnt.further(tried.draft.choices, peaks, beside, self.budget)
+def _expect(groups: LayerGroups, reserves: dict[str, int]) -> LayerGroups:
+    """The groups with moments whose reserves were learned from plans with other groups."""
+    return replace(groups, learnt=Learnt.expected(groups.learnt.liveness, reserves))

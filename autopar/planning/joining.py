@@ -14,7 +14,7 @@ from autopar.planning.asked import Asked, OnKind, Whole
 from autopar.planning.assembly import SHARES
 from autopar.planning.clock import Clock
 from autopar.planning.communications import of_kernels
-from autopar.planning.draft import Draft
+from autopar.planning.draft import PlanDraft
 from autopar.planning.multipliers import with_multipliers
 from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing
@@ -138,7 +138,7 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
 
 def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
     """The proof with those of one kind of device, where there are any."""
-    draft = Draft(asked.part, asked.left, on.priced, on.choices, on.evaluation, {})
+    draft = PlanDraft(asked.part, asked.left, on.priced, on.choices, on.evaluation, {})
     return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from autopar.choices import Multipliers
 from autopar.cost.widening import WIDENED
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
-from autopar.planning.draft import Draft
+from autopar.planning.draft import PlanDraft
 from autopar.plans import Potential, Proof, Version
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 
 
-def certified(proof: Proof, draft: Draft, multipliers: Multipliers | None) -> Proof:
+def certified(proof: Proof, draft: PlanDraft, multipliers: Multipliers | None) -> Proof:
     """The proof with what arithmetic alone can tell of it; as it is where there are no multipliers."""
     if multipliers is None:
         return proof
@@ -22,7 +22,7 @@ def certified(proof: Proof, draft: Draft, multipliers: Multipliers | None) -> Pr
     return with_multipliers(proof, draft, multipliers)
 
 
-def with_multipliers(proof: Proof, draft: Draft, multipliers: Multipliers) -> Proof:
+def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -> Proof:
     """The proof with these."""
     keys = {node.name: node.meta["key"] for node in draft.trace.graph.nodes if node.op == "call_function"}
     keys_at = keys | {name + WIDENED: key + WIDENED for name, key in keys.items()}
@@ -31,7 +31,7 @@ def with_multipliers(proof: Proof, draft: Draft, multipliers: Multipliers) -> Pr
     return replace(proof, potentials=potentials, memory_s=memory, versions=versions, balance=multipliers.balance)
 
 
-def _versions(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Version]:
+def _versions(draft: PlanDraft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Version]:
     tensors, problem = {**keys, **placeholder_keys(draft.trace)}, draft.priced.problem
 
     def by_layout(v: int, worths: Mapping[tuple[int, int], float]) -> dict[str, float]:
@@ -44,7 +44,7 @@ def _versions(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> I
         yield Version(tensors[name], result, *(by_layout(v, each) for each in worths))
 
 
-def _potentials(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Potential]:
+def _potentials(draft: PlanDraft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Potential]:
     problem, tensors = draft.priced.problem, {**keys, **placeholder_keys(draft.trace)}
     grouped: dict[tuple[int, int, int], dict[int, float]] = {}
     for (v, late, use, layout), worth in multipliers.potentials_s.items():
@@ -59,7 +59,7 @@ def _potentials(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) ->
         yield Potential(tensors[name], result, _first_key(draft, reader.op), reader.operand, phase, by_layout)
 
 
-def _first_key(draft: Draft, op: int) -> str:
+def _first_key(draft: PlanDraft, op: int) -> str:
     """The key of an op's first node, in the first of its instances."""
     source = draft.priced.sources[op]
     return source.cluster.first.members[0].key if source.cluster else _KEYS[source.kind](source.names[0])

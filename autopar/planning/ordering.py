@@ -17,7 +17,7 @@ from autopar.planning.bucketing import WORTH, Groups, offered
 from autopar.planning.clock import Clock
 from autopar.planning.rooms import rooms_left
 from autopar.planning.timeline import simulated_s
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Candidate
 from autopar.plans import Bucket, Overlap
 from autopar.run.memory import NodePeak
 from autopar.run.program import Program
@@ -42,7 +42,7 @@ class Ordering:
     clock: Clock
     over: Callable[[], bool] = lambda: False
 
-    def fastest(self, tried: Tried) -> Tried:
+    def fastest(self, tried: Candidate) -> Candidate:
         """The plan in the order in which its simulated step is the shortest; as it is, it fits."""
         with self.clock.phase("buckets"):
             plans = [tried, *self._in_buckets(tried)]
@@ -52,7 +52,7 @@ class Ordering:
             every = [_Plain(plain, Orders(plain.program, plain.plan)) for plain in plans]
             roomy = [plain.beside(self._all_room(plain.tried)) for plain in every]
             shortest_first = sorted(zip(map(_seconds, roomy), every, roomy, strict=True), key=lambda each: each[0])
-        found: tuple[Tried, _Plain] | None = None  # the best plan so far, with communication beside compute and without
+        found: tuple[Candidate, _Plain] | None = None  # the best plan so far, with communication beside compute and without
         least_s = math.inf
         for roomy_s, plain, ordered in shortest_first:
             if roomy_s >= least_s or (math.isfinite(least_s) and self.over()):
@@ -63,13 +63,13 @@ class Ordering:
                 found, least_s = (within, plain), seconds
         return tried if found is None else self._in_little_room(*found)
 
-    def _in_little_room(self, ordered: Tried, plain: _Plain) -> Tried:
+    def _in_little_room(self, ordered: Candidate, plain: _Plain) -> Candidate:
         """The plan, of which the overlap says no more than what gives its program, and that program."""
         with self.clock.phase("overlap"):
             least = plain.orders.least(ordered.plan.overlap)
             return replace(ordered, plan=replace(ordered.plan, overlap=least), program=written(ordered.program))
 
-    def _in_buckets(self, tried: Tried) -> Iterator[Tried]:
+    def _in_buckets(self, tried: Candidate) -> Iterator[Candidate]:
         """The plan with buckets, and its program, in the order of its ops."""
         programs: dict[tuple[Bucket, ...], Program] = {}
 
@@ -85,13 +85,13 @@ class Ordering:
             if buckets:
                 yield replace(tried, plan=replace(tried.plan, buckets=buckets), program=programs[buckets])
 
-    def _all_room(self, plain: Tried) -> Overlap:
+    def _all_room(self, plain: Candidate) -> Overlap:
         slowdown = self.priced.problem.overlap_slowdown
         return Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else plain.plan.overlap
 
-    def _within_budget(self, plain: _Plain, roomy: Tried) -> Tried | None:
+    def _within_budget(self, plain: _Plain, roomy: Candidate) -> Candidate | None:
         """With as much beside compute as the budget allows; None where the plan is over it with nothing."""
-        tried: dict[Overlap, Tried] = {}
+        tried: dict[Overlap, Candidate] = {}
         beside_bytes = plain.tried.plan.prediction.beside_bytes
 
         def fits(allowed: Overlap) -> bool:
@@ -118,7 +118,7 @@ class Ordering:
                 assert is_within, "it is the plan with nothing early"
         return replace(tried[allowed], plan=replace(plain.tried.plan, overlap=allowed))
 
-    def _left(self, plain: Tried, held: Overlap) -> _Left | None:
+    def _left(self, plain: Candidate, held: Overlap) -> _Left | None:
         """Beside what a plan holds with nothing early; None where that alone is over the budget."""
         with self.clock.phase("memory"):
             beside = plain.plan.prediction.beside_bytes
@@ -131,7 +131,7 @@ class Ordering:
             left = rooms_left(graphs, seen, beside, self.budget)
         return _Left(replace(held, forward_room=left["forward"], backward_room=left["backward"]), beside)
 
-    def _less(self, allowed: Overlap, over: Tried, beside: int) -> Overlap:
+    def _less(self, allowed: Overlap, over: Candidate, beside: int) -> Overlap:
         """With less room in the phases in which an order was over the budget, by what it was over it."""
         excess = dict.fromkeys(("forward", "backward"), 0)
         with self.clock.phase("memory"):
@@ -158,15 +158,15 @@ class _Left:
 class _Plain:
     """A plan in the order of its ops, and the orders that it may have."""
 
-    tried: Tried
+    tried: Candidate
     orders: Orders
 
-    def beside(self, allowed: Overlap) -> Tried:
+    def beside(self, allowed: Overlap) -> Candidate:
         """With as much beside compute as is allowed; the program's graphs are not written."""
         program, held = self.orders.within(allowed)
         return replace(self.tried, plan=replace(self.tried.plan, overlap=held), program=program)
 
 
-def _seconds(tried: Tried) -> float:
+def _seconds(tried: Candidate) -> float:
     """Of a simulated step; a little more where there are buckets, which have to be worth their place in the plan."""
     return simulated_s(tried.program, tried.plan) * (1.0 + WORTH * bool(tried.plan.buckets))

@@ -16,11 +16,13 @@ from autopar.mesh import Mesh
 from autopar.planning.assembly import assemble, fingerprint
 from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict
-from autopar.planning.job import Job
+from autopar.planning.emitter import Emitter
+from autopar.planning.job import PlannerLoop
+from autopar.planning.peaks import Peaks
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.smallest import Need
 from autopar.planning.timeline import beside
-from autopar.planning.tried import Elsewhere, Tried
+from autopar.planning.tried import Candidate, Elsewhere
 from autopar.plans import Plan
 from autopar.request import PlanOptions
 from autopar.run.program import Program, StagedProgram
@@ -79,15 +81,18 @@ def make_plan(
         TooSlow: where the bound shows that no plan beats the limit.
     """
     clock, options = Clock(progress), options.of_a_trace().begun()
-    job = whole_job(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s, elsewhere=elsewhere)
-    return finished(job.best_tried(), clock, options)
+    search = prepare_search(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s, elsewhere=elsewhere)
+    return finished(search.find_best(), clock, options)
 
 
-def whole_job(
+def prepare_search(
     trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, clock: Clock, *, model_name: str = "",
     limit_s: float = math.inf, elsewhere: Elsewhere | None = None,
-) -> Job:  # fmt: skip
-    """The search of `make_plan`, about to begin.
+) -> PlannerLoop:  # fmt: skip
+    """Enumerate strategies for the search of `make_plan`.
+
+    Returns:
+        The search, about to begin.
 
     Raises:
         ConstraintError: where a constraint matches nothing or no strategy meets it.
@@ -117,15 +122,18 @@ def whole_job(
         )
 
     mark = fingerprint(trace, model_name, hardware, VERSION)
-    return Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s, elsewhere=elsewhere)
+    recorded, peaks = options.to_json(profile), Peaks(options)
+    emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)
+    return PlannerLoop(emitter, pricing, limit_s=limit_s, elsewhere=elsewhere)
 
 
-def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
-    draft, plan, program, peak = tried.draft, tried.plan, tried.program, tried.peak_bytes
+def finished(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:
+    draft, plan = candidate.draft, candidate.plan
+    program, peak = candidate.program, candidate.peak_bytes
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
         draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
-        whole = assemble(draft, plan.fingerprint, plan.options, tried.bound_s)
+        whole = assemble(draft, plan.fingerprint, plan.options, candidate.bound_s)
         plan = replace(whole, proof=plan.proof, overlap=plan.overlap, buckets=plan.buckets)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:

@@ -12,7 +12,7 @@ from autopar.hardware import Hardware, slowest
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.planning.clock import Clock
-from autopar.planning.search import finished, whole_job
+from autopar.planning.search import finished, prepare_search
 from autopar.planning.smallest import Need, proven_bytes
 from autopar.planning.staged import staged_search
 from autopar.request import PlanOptions
@@ -37,13 +37,14 @@ def in_one_piece(trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOpti
     Raises:
         ConstraintError: where the constraints cannot hold.
     """
-    job = whole_job(trace, mesh, hardware, options, clock, model_name=model_name)
+    search = prepare_search(trace, mesh, hardware, options, clock, model_name=model_name)
 
     def lightest() -> Planned | None:
-        tried = job.lightest()
-        return None if tried is None else finished(tried, clock, options)
+        found = search.find_lightest()
+        return None if found is None else finished(found, clock, options)
 
-    return Kind(Need(proven_bytes(trace, job.priced, options.solve_s), options.budget(slowest(hardware))), lightest)
+    proven = proven_bytes(trace, search.ungrouped.priced, options.solve_s)
+    return Kind(Need(proven, options.budget(slowest(hardware))), lightest)
 
 
 def in_stages(

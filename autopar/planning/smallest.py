@@ -18,7 +18,7 @@ from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.cost.surely import surely
 from autopar.errors import InfeasibleError, size_text
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Candidate
 from autopar.problem import Problem
 from autopar.solve import Least, Lightest, shortage, within
 
@@ -52,15 +52,15 @@ def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
     return Lightest(_with_moments(trace, priced), time_limit_s).bound_bytes
 
 
-def light(trace: Trace, priced: Priced, time_limit_s: float, tried: Callable[[Choices], Tried]) -> tuple[Tried, ...]:
-    """Some plans of little memory, each of them `tried`."""
+def light(trace: Trace, priced: Priced, time_limit_s: float, emit: Callable[[Choices], Candidate]) -> tuple[Candidate, ...]:
+    """Some plans of little memory, each of them emitted."""
     lightest = Lightest(within(_with_moments(trace, priced), frozenset()), time_limit_s)
     found: list[Choices] = []
     for weight in _WEIGHTS:
         choices = lightest.choices(weight)
         if choices is not None and choices not in found:
             found.append(choices)
-    return tuple(tried(replace(choices, regions=frozenset())) for choices in found)
+    return tuple(emit(replace(choices, regions=frozenset())) for choices in found)
 
 
 def preferred(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:

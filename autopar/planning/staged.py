@@ -30,8 +30,10 @@ from autopar.planning.asked import Asked, Whole, crossing_layouts
 from autopar.planning.choosing_cuts import CutChoice, nearest_legal
 from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict_of_stages
-from autopar.planning.job import Job
+from autopar.planning.emitter import Emitter
+from autopar.planning.job import PlannerLoop
 from autopar.planning.joining import joined
+from autopar.planning.peaks import Peaks
 from autopar.planning.search import Planned, finished, needs
 from autopar.planning.sharing import Sharing, neediest
 from autopar.planning.smallest import Need, preferred
@@ -236,12 +238,14 @@ class StagedSearch:
 
         mark = asked.mark(stage, profile)
         schedule = self.sharing.schedule(asked.wish.schedule, number)
-        job = Job(stage, asked.left, pricing, asked.options, self.clock, mark, {}, budget, schedule, alike=self.alike)
+        peaks = Peaks(asked.options, schedule, flying, self.alike)
+        emitter = Emitter(stage, asked.left, asked.options, self.clock, mark, {}, budget, peaks)
+        search = PlannerLoop(emitter, pricing)
         try:
-            tried = job.lightest() if self.is_light else job.best_tried()
-            if tried is None:
+            found = search.find_lightest() if self.is_light else search.find_best()
+            if found is None:
                 raise shortage("no plan of little memory was found")
-            return finished(tried, self.clock, asked.options)
+            return finished(found, self.clock, asked.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
 

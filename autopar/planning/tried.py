@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.choices import Apart, Choices
-from autopar.planning.draft import Draft
+from autopar.planning.draft import PlanDraft
 from autopar.plans import Plan
 from autopar.problem import Problem
 from autopar.run.program import Program
@@ -28,10 +28,10 @@ def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Candidate:
     """A plan that was emitted: its peak, all that rests included, and the bound that holds for all plans."""
 
-    draft: Draft
+    draft: PlanDraft
     plan: Plan
     program: Program
     peak_bytes: int

@@ -12,8 +12,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
-
+from autopar.lazy import imported_apart
 from autopar.schedules import INTERLEAVED
 
 _KINDS = {
@@ -57,11 +56,13 @@ def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) ->
 @lru_cache(maxsize=64)
 def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """Per rank, what it computes, sends and receives, in order."""
+    # Imported here: it loads about 300 modules, and only plans with interleaved stages need it.
+    pipelining = imported_apart("torch.distributed.pipelining")
     stages: Any = [
         SimpleNamespace(stage_index=n * num_ranks, num_stages=num_ranks * num_chunks, group_size=num_ranks, group_rank=0)
         for n in range(num_chunks)
     ]
-    made: Any = ScheduleInterleaved1F1B(stages, num_microbatches)
+    made: Any = pipelining.ScheduleInterleaved1F1B(stages, num_microbatches)
     return tuple(
         tuple(
             Action(_KINDS[a.computation_type.value], a.stage_index, a.microbatch_index)

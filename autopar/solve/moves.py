@@ -14,9 +14,9 @@ from autopar.collective import Collective, Kind
 from autopar.errors import LayoutError
 from autopar.layout import Layout
 from autopar.layout_graph import Arc, LayoutGraph
-from autopar.problem import Problem, Slack, Use, Value
+from autopar.problem import Problem, Slack, Use, Value, is_early
 from autopar.redistribute import cheapest_tree
-from autopar.solve.prices import arc_loads, is_early, tree_costs
+from autopar.solve.prices import arc_loads, tree_costs
 from autopar.solve.slack import slacks
 from autopar.solve.taken import Chosen, Taken, most_saved, saved_by, taken, unseen, usable
 from autopar.streams import ON_COMPUTE, Balance, Load, work

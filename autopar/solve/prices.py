@@ -11,8 +11,8 @@ is that much less compute.
 
 With λ = 1 that is the step itself, as long as compute can hide what is early; with other λ, trees of collectives are chosen where it
 cannot (`autopar.solve.balanced`). Communication counts as early here where it has slack
-(`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
-Copies to and from the hosts always have slack.
+(`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`autopar.problem.is_early`); where that hangs on choices, it
+counts as critical. Copies to and from the hosts always have slack.
 
 The share of a bucket is what a bucket takes per byte at best (`autopar.collective.share_of_bucket`), whichever share it, so that the sum
 is below the step of the emitted program, whose buckets are chosen afterwards; how far, the program's simulation says.
@@ -24,28 +24,10 @@ from collections.abc import Callable, Mapping
 
 from autopar.collective import HOST_KINDS
 from autopar.layout_graph import Arc
-from autopar.problem import Phase, Problem
+from autopar.problem import Phase, Problem, is_early
 from autopar.streams import ON_COMPUTE, Balance, Load, work
 
 _TIE = 1e-9  # share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
-
-
-def is_early(problem: Problem, v: int, *, late: bool) -> bool:
-    """Whether all that moves a variant in one phase has slack, whatever is chosen.
-
-    So it is where a tree starts from what is there when its phase starts: what rests; in backward also what forward made and backward
-    cannot make again, which is kept. And where nothing but parameters waits for what it makes: of gradients. What crosses to another stage
-    is left out, since in the whole model it is like all else.
-
-    Args:
-        late: in backward, of what forward made; else in the phase that makes it.
-    """
-    variant = problem.variants[v]
-    value = problem.values[variant.value]
-    made_by = problem.ops[value.op]
-    if value.given or late:
-        return value.given or (made_by.kind == "compute" and not made_by.recomputable)
-    return all(problem.ops[use.op].kind == "parameter" for use in variant.uses if use.phase == value.phase)
 
 
 def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> Load:

@@ -1,20 +1,26 @@
-"""The search for choices, by HiGHS.
+"""Branch and cut over the program of a problem, by HiGHS.
 
-0. Of a huge program something is known already (`autopar.solve.quick`): where time runs out it is better than nothing.
-1. The relaxation without budget rows is solved first. Its bound holds for the whole, and if its answer, rounded, fits and is close
-   enough, it is the answer.
-2. Else a tree is grown (`autopar.solve.tree`) over the relaxation with rows that cut off mixtures. A plan that breaks a budget row
-   which is not in yet brings it in, and so does one whose communication outlasts compute (`autopar.solve.hiding`); then the relaxation
-   gives the price of memory and the balance of both, and the tree is grown anew.
-3. Where that leaves plan and bound further apart than asked for, restricted programs look for better plans (`autopar.solve.climbing`); of
-   a small problem the program over all columns that could belong to a better plan is solved at last.
+0. Of a huge program something is known already (`autopar.solve.quick`); if time runs out, that is
+   the answer.
+1. The relaxation without budget rows is solved. Its bound holds for all plans, and if its solution,
+   rounded, fits and is close enough, it is the answer.
+2. Else rounds follow. A round is a list of phases: a dive into a tree (`autopar.solve.tree`), the
+   branching of this tree, and restricted programs (`autopar.solve.climbing`), over few columns to
+   find better plans, and of a small problem over all columns that a better plan could have. Rows
+   that cut off mixtures are in the relaxation from the first tree on.
+3. A round ends early if a plan is close enough, or if a plan breaks rows that are not in yet: budget
+   rows, or those of a phase whose communication outlasts compute (`autopar.solve.hiding`). These
+   rows come in, the relaxation is solved again, with the price of memory and the balance of both
+   streams, and the next round begins.
 
-Limits count nodes of search trees and columns, not seconds, so the same problem gives the same choices.
+Limits count nodes of search trees and columns, not seconds, so the same problem gives the same
+choices.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -49,14 +55,30 @@ _RELAXATIONS = 2  # of a tree, per node that a search may have
 _SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a phase of a round has come to.
+
+    Attributes:
+        rows: to come in, since a plan breaks them; the round is over then, and the next begins.
+        is_final: whether the search is over, if no rows are to come in.
+    """
+
+    rows: Sequence[int] = ()
+    is_final: bool = False
+
+
+_GO_ON, _END = Outcome(), Outcome(is_final=True)
+
+
 @dataclass
-class Search:
+class BranchAndCut:
     """One search: the program, which rows are in it, the best plan (`plans`) and what is proven.
 
     Attributes:
         whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`. known: before the search.
         free: the columns of the relaxation without budget rows. extra: the rows that came in beside the formulation's.
-        infeasible: proven so. least: what is then needed at least, where known. apart: where that is the answer.
+        tree: of the round. infeasible: proven so. least: what is then needed at least, where known. apart: where that is the answer.
     """
 
     problem: Problem
@@ -84,6 +106,7 @@ class Search:
     point: Point | None = None
     beginning: Beginning | None = None
     apart: Apart | None = None
+    tree: Tree | None = None
 
     def __post_init__(self) -> None:
         self.common = Common() if self.known is not None else self.common  # it has an ascent of its own
@@ -95,11 +118,30 @@ class Search:
         self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self.plans)
 
     def run(self) -> Choices | None:
-        """The best plan found, or None.
+        """Search for the best plan.
+
+        Returns:
+            The best plan found, with its bound, or None. Then `infeasible`, `least` and `apart` say
+            what is known instead.
 
         Raises:
-            InfeasibleError: where no assignment of layouts is legal, whatever the memory.
+            InfeasibleError: no assignment of layouts is legal, whatever the memory.
         """
+        self._take_known()
+        relaxation = self._relax()
+        if relaxation is None:
+            raise refusal(self.problem)
+        for _ in range(_ROUNDS):
+            rows = self._run_round(relaxation).rows
+            if not rows or self._is_over():
+                break
+            if self._fits_nowhere(rows) or self._within(rows) is None:
+                self.infeasible = self.plans.best is None
+                break
+        return self._answer()
+
+    def _take_known(self) -> None:
+        """Begin with the plans and bounds that are known before the search."""
         if self.known is not None:
             self.plans.best = self.known.best
             self.engine.waits = self.waits and self.plans.best is None
@@ -107,27 +149,127 @@ class Search:
         if self.met is not None:
             self.plans.meet(self.met)
             self.proven.take(self.met)
-        relaxation = self._relax()
-        if relaxation is None:
-            raise refusal(self.problem)
-        for _ in range(_ROUNDS):
-            broken = [] if self.extra.active else self.plans.rounded(relaxation)
-            broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []
-            broken = broken or ([] if self.plans.is_close() else self._grow())
-            if not broken and not self.plans.is_close() and (self._set_apart() or self._will_do() or self.apart is not None):
-                break
-            if not broken and self.extra.active and not self.infeasible:
-                broken = self._climb()
-            if not broken and not self.infeasible and not self.plans.is_close():
-                broken = self.climb.prove(self.max_nodes, self.point if self._is_large and self.plans.best is not None else None)
-            if not broken or self._is_over():
-                break
-            if self._fits_nowhere(broken) or self._within(broken) is None:
-                self.infeasible = self.plans.best is None
-                break
-        return self._answer()
 
-    def _fits_nowhere(self, broken: list[int]) -> bool:
+    def _run_round(self, relaxation: Relaxation) -> Outcome:
+        """Run phases until rows are to come in, the search is over, or a plan is close enough.
+
+        Args:
+            relaxation: the one without budget rows.
+        """
+        phases: tuple[Callable[[], Outcome], ...] = (
+            # The first plan, and with it the rows that come in first. Only before any row is in.
+            lambda: self._round_off(relaxation),
+            # A large program of which only a plan is wanted: the restricted programs find it at the
+            # vertex that is known, without a tree.
+            self._restrict_at_vertex,
+            # The root's bound, and a plan from a short way down. It also shows which equal ops
+            # decide apart, which can be all that is asked for.
+            self._dive,
+            # Restricted programs before branching: a plan closes nodes of the tree.
+            self._restrict_before_branching,
+            # The tree raises the bound, until it is close to the plan or a limit is reached.
+            self._branch,
+            # What the tree left open: better plans over few columns. Only if rows are in.
+            self._restrict,
+            # At last all columns that a better plan could have, if these are few.
+            self._prove,
+        )
+        outcome = _GO_ON
+        for phase in phases:
+            outcome = phase()
+            if outcome.rows or outcome.is_final or self.plans.is_close():
+                break
+        return outcome
+
+    def _round_off(self, relaxation: Relaxation) -> Outcome:
+        """Offer the relaxation without budget rows, rounded, as a plan."""
+        if self.extra.active:
+            return _GO_ON
+        rows = self.plans.rounded(relaxation)
+        if rows and self.likely != ON_COMPUTE:
+            rows = [*rows, *self.extra.excesses()]
+        return Outcome(rows)
+
+    def _restrict_at_vertex(self) -> Outcome:
+        """Search restricted programs from the last vertex of a large program for a plan."""
+        if not self._is_large or self.point is None or not self._asks_only_for_a_plan():
+            return _GO_ON
+        rows = self._climb()
+        return Outcome(rows, is_final=self._will_do())
+
+    def _dive(self) -> Outcome:
+        """Solve the root of a tree, and go a short way down from it."""
+        self.tree = self._plant()
+        grown, root = self.tree.dive(), self.tree.root
+        if root is None:
+            self.infeasible = self.plans.best is None
+            return Outcome(is_final=self.infeasible)
+        if grown.broken or self.plans.is_close():
+            self._take_bound(grown.bound)
+            return Outcome(grown.broken)
+        if self._set_apart():
+            # What a dive finds depends on the vertex, so plans are looked for at the vertex.
+            return Outcome(self.climb.from_vertex(root.point, self.free, soon=True), is_final=True)
+        if self._needs_no_plan():
+            self.apart = Apart(self.proven.mixed, self.proven.bound_s)
+            return _END
+        return _GO_ON
+
+    def _restrict_before_branching(self) -> Outcome:
+        """Search restricted programs, if they find plans sooner than the tree does."""
+        if self.tree is None or self.tree.root is None:
+            return _GO_ON
+        rows: Sequence[int] = ()
+        if self._asks_only_for_a_plan():
+            rows = self._climb()
+        elif self.extra.phases and SMALL < len(self.engine.names) < LARGE:
+            # Rows over all columns make a tree slow, and a few columns do not.
+            rows = self._climb(*_FEW)
+        return Outcome(rows, is_final=self._set_apart())
+
+    def _branch(self) -> Outcome:
+        """Grow the tree; a short one, if there is a plan and only that is wanted."""
+        if self.tree is None or self.tree.root is None:
+            return _GO_ON
+        grown = self.tree.branch(_SHORT_TREE if self._will_do() else None)
+        self._take_bound(grown.bound)
+        return Outcome(grown.broken, is_final=self.infeasible)
+
+    def _restrict(self) -> Outcome:
+        """Search restricted programs for plans that the tree did not find."""
+        if self._set_apart() or self._will_do():
+            return _END
+        return Outcome(self._climb()) if self.extra.active else _GO_ON
+
+    def _prove(self) -> Outcome:
+        """Search the program over all columns that a better plan could have."""
+        point = self.point if self._is_large and self.plans.best is not None else None
+        return Outcome(self.climb.prove(self.max_nodes, point), is_final=True)
+
+    def _take_bound(self, bound: float) -> None:
+        """Take over the bound of a tree, which is infinite if no plan is in it."""
+        if np.isinf(bound):
+            self.infeasible = self.plans.best is None
+        else:
+            self.proven.rise(min(bound, self.plans.best_s * SCALE))
+
+    def _plant(self) -> Tree:
+        """A tree over the relaxation with the rows that are in."""
+
+        def offer(values: Floats) -> Sequence[int]:
+            try:
+                return self.plans.offer(values)
+            except LayoutError:  # rounded strategies may make nothing that a reader can use
+                return ()
+
+        def best() -> float:
+            return self.plans.best_s * SCALE
+
+        live, sizes = self._live(), self.extra.sizes()
+        most = self.max_nodes * _RELAXATIONS
+        return Tree(self.program, self.engine, live, offer, best, self.gap, most, sizes)
+
+    def _fits_nowhere(self, broken: Sequence[int]) -> bool:
         """Whether no plan fits, before the first budget rows come in: all rows at once say so sooner than one after another."""
         budget = [r for r in broken if r < len(self.extra.rows)]
         if self.plans.best is None and budget and not self.extra.budget and SMALL < len(self.engine.names) < LARGE:
@@ -169,7 +311,7 @@ class Search:
                 self.common.keep(Free.of(self.program, self.excess, self.engine, relaxation, ascent))
         return relaxation
 
-    def _within(self, broken: list[int]) -> Point | None:
+    def _within(self, broken: Sequence[int]) -> Point | None:
         """The relaxation with these rows too, and with the rows that cut off mixtures."""
         first_rows, self.extra.active = not self.extra.active, [*self.extra.active, *broken]
         if first_rows and not self.extra.phases and self.beginning is not None and self._is_large:
@@ -226,50 +368,10 @@ class Search:
             self.live = Live(self.engine, tighter(self.program, self.engine))
         return self.live
 
-    def _grow(self) -> list[int]:
-        """A tree; the rows that it asks for."""
-
-        def offer(values: Floats) -> list[int]:
-            try:
-                return self.plans.offer(values)
-            except LayoutError:  # rounded strategies may make nothing that a reader can use
-                return []
-
-        def best() -> float:
-            return self.plans.best_s * SCALE
-
-        if self._is_large and self.point is not None and self._asks_only_for_a_plan():
-            broken = self._climb()
-            if broken or self.plans.is_close() or self._will_do():
-                return broken
-        live = self._live()
-        sizes = self.extra.sizes()
-        tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
-        grown = tree.dive()
-        if tree.root is not None and not grown.broken and not self.plans.is_close() and self._set_apart():
-            return self.climb.from_vertex(tree.root.point, self.free, soon=True)  # what a dive finds hangs on the vertex
-        if tree.root is not None and not grown.broken and self._needs_no_plan():
-            self.apart = Apart(self.proven.mixed, self.proven.bound_s)
-            return []
-        if tree.root is not None and not grown.broken and not self.plans.is_close():
-            broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
-            if broken or self.plans.is_close() or self._set_apart():
-                return broken
-            grown = tree.branch(_SHORT_TREE if self._will_do() else None)
-        if np.isinf(grown.bound):
-            self.infeasible = self.plans.best is None
-        else:
-            self.proven.rise(min(grown.bound, best()))
-        return list(grown.broken)
-
     def _climb(self, *rungs: int) -> list[int]:
         """Restricted programs, from small to large, from the last vertex where that is worth it."""
         point = self.point if self._is_large or not self._forms_groups else None
         return self.climb.up(point, self.free, rungs)
-
-    def _few(self) -> list[int]:
-        """Of a large program, few columns: rows over all columns make a tree slow, and these do not."""
-        return self._climb(*_FEW) if SMALL < len(self.engine.names) < LARGE else []
 
     def _is_over(self) -> bool:
         """Whether a search that has a plan has done what it may."""

@@ -15,7 +15,7 @@ from autopar.solve.idle import without_idle
 from autopar.solve.illegal import refusal
 from autopar.solve.least import Least, least_budget
 from autopar.solve.quick import quick
-from autopar.solve.search import Search
+from autopar.solve.search import BranchAndCut
 from autopar.streams import ON_COMPUTE, Balance
 
 
@@ -94,7 +94,7 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return without_idle(problem, known.answer)
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits, common or Common(), met)
+        search = BranchAndCut(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits, common or Common(), met)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:

@@ -27,9 +27,8 @@ from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.job import Job
 from autopar.planning.peaks import Peaks
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Candidate
 from autopar.problem import Value
 from autopar.request import PlanOptions
 from autopar.run.device_mesh import device_mesh
@@ -117,14 +116,14 @@ class Planner:
         module = ParallelModule(tried.program, device_mesh(MESH), self.model, outputs="dtensor")
         return self._compiled(module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes)
 
-    def _tried(self, budget_bytes: int) -> Tried:
+    def _tried(self, budget_bytes: int) -> Candidate:
         """The fastest that fits, be its loss computed at once or, where that must recompute something, by rows.
 
         Raises:
             InfeasibleError: where none does.
         """
         options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, outputs="dtensor")
-        best: Tried | None = None
+        best: Candidate | None = None
         refusal: InfeasibleError | None = None
         for rows in (0, *ROWS):
             try:
@@ -140,7 +139,7 @@ class Planner:
             raise refusal
         return best
 
-    def _by_rows(self, rows: int, options: PlanOptions) -> Tried:
+    def _by_rows(self, rows: int, options: PlanOptions) -> Candidate:
         trace = loss_by_rows(self.trace, rows) if rows else self.trace
         classes, budget = classes_of(trace, MESH.shape), options.budget(self.profile)
 
@@ -149,7 +148,7 @@ class Planner:
             priced = price(trace, apart(classes, starts), MESH, self.profile, budget_bytes=budget, optimizer="none", forced=forced)
             return _without_gradients(priced, trace)
 
-        tried = searched(trace, MESH, self.profile, pricing, options, _ActivationJob)
+        tried = searched(trace, MESH, self.profile, pricing, options, peaks=_ActivationPeaks(options))
         return replace(tried, plan=replace(tried.plan, loss_rows=rows))
 
     def _compiled(self, module: ParallelModule, plan: Any, peak_bytes: int) -> Compiled:
@@ -233,15 +232,6 @@ class _ActivationPeaks(Peaks):
     def by_node(self, program: Program) -> tuple[NodePeak, ...]:
         """While each node runs."""
         return activation_peaks(program, self.options.outputs)
-
-
-@dataclass
-class _ActivationJob(Job):
-    """The planner's search, in whose measurements gradients weigh nothing."""
-
-    @property
-    def _peaks(self) -> Peaks:
-        return _ActivationPeaks(self.options)
 
 
 def least(planned: Any, low: int, high: int, share: float = 0.01) -> int:

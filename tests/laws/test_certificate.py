@@ -466,7 +466,7 @@ def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a certificate needs no solver")
 
-    for name in ("formulation.Formulation.__post_init__", "engine.Engine.__init__", "solver.Search", "least.least_budget"):
+    for name in ("formulation.Formulation.__post_init__", "engine.Engine.__init__", "solver.BranchAndCut", "least.least_budget"):
         monkeypatch.setattr(f"autopar.solve.{name}", refuse)
     trace, plan = tight
     assert certify(trace, plan, H100).ok

@@ -28,7 +28,7 @@ from autopar.solve.live import Live, Point
 from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
 from autopar.solve.multipliers import multipliers, tighter
 from autopar.solve.rows import Rows
-from autopar.solve.search import Search
+from autopar.solve.search import BranchAndCut
 from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, X, front, problem
 
 CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE), Case(0, LINE, True, hosts=1.0), Case(1, LINE, True, unasked=True))
@@ -162,7 +162,7 @@ def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_re
     later, kinds = [], [0, 0]
     budgets = [(case, front(case)[0][0]) for case in (*BESIDE, *CASES)]
     for case, budget in (*budgets, (Case(1, LINE, True, 0.0), 168), (Case(0, SQUARE, True, 0.4), 80)):
-        looked = Search(replace(case.problem(budget), moments=()), 0.0, 200, 60.0)
+        looked = BranchAndCut(replace(case.problem(budget), moments=()), 0.0, 200, 60.0)
         looked.run()
         found = looked.proven.multipliers()
         assert found is not None and looked.proven.vertex is not None
@@ -207,7 +207,7 @@ def test_what_versions_are_worth_to_backward_is_paid_for_in_forward(seed: int) -
     rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
     few = (rng.sample(op.strategies, 1 if op.kind == "compute" else 2) for op in whole.ops)
     alone = replace(whole, ops=tuple(replace(op, strategies=tuple(some)) for op, some in zip(whole.ops, few, strict=True)), moments=())
-    looked = Search(alone, 0.0, 200, 60.0)
+    looked = BranchAndCut(alone, 0.0, 200, 60.0)
     best = looked.run()
     assert best is not None and looked.proven.vertex is not None
     plain = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {})

@@ -13,11 +13,11 @@ from torch import nn
 from autopar.capture import capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows
 from autopar.choices import Choices
-from autopar.cost.learnt import Seen, by_trace_node, explained, over_budget
 from autopar.cost.moments import Liveness
 from autopar.cost.surely import surely
 from autopar.cost.widening import WIDENED
 from autopar.mesh import Mesh
+from autopar.planning.learnt import Seen, by_trace_node, explained, over_budget
 from autopar.plans import Plan
 from autopar.problem import Moment
 from autopar.run.memory import node_peaks, trace_peak

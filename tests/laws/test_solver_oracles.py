@@ -452,7 +452,7 @@ def test_wherever_a_search_begins_it_finds_and_proves_the_same(
         monkeypatch.setattr(module, "LARGE", sifted_from)
     outlasted = 0
     for p in [replace(case.problem(front(case)[0][0]), moments=()) for case in BESIDE]:
-        plain, begun = (search.Search(p, 0.0, 200, 60.0, likely=balance) for balance in ((1.0, 1.0), likely))
+        plain, begun = (search.BranchAndCut(p, 0.0, 200, 60.0, likely=balance) for balance in ((1.0, 1.0), likely))
         first, second = plain.run(), begun.run()
         assert first is not None and second is not None
         assert second.objective_s == pytest.approx(first.objective_s) and second.bound_s == pytest.approx(first.bound_s)
@@ -463,12 +463,12 @@ def test_wherever_a_search_begins_it_finds_and_proves_the_same(
 def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(monkeypatch: pytest.MonkeyPatch) -> None:
     outlasted = 0
     for p in [replace(case.problem(budget), moments=()) for case in BESIDE for budget in (AMPLE, front(case)[0][0])]:
-        within = search.Search(p, 0.0, 200, 60.0)
+        within = search.BranchAndCut(p, 0.0, 200, 60.0)
         within.run()
         with monkeypatch.context() as patch:
             for module in (search, climbing):
                 patch.setattr(module, "LARGE", 0)
-            sifted = search.Search(p, 0.0, 200, 60.0)
+            sifted = search.BranchAndCut(p, 0.0, 200, 60.0)
             found = sifted.run()
         assert found is not None and within.plans.best is not None
         assert found.objective_s == pytest.approx(within.plans.best.objective_s) and found.bound_s <= found.objective_s * (1 + 1e-9)
@@ -537,7 +537,7 @@ def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_n
         monkeypatch.setattr(module, "SMALL", 0)
     found = [plan_only(case.problem(budget)) for case in FAST for budget, _ in front(case)]
     assert any(isinstance(each, Choices) and each.unfinished for each in found)
-    monkeypatch.setattr(search.Search, "_within", lambda *_: pytest.fail("rows came in one after another"))
+    monkeypatch.setattr(search.BranchAndCut, "_within", lambda *_: pytest.fail("rows came in one after another"))
     refused = [plan_only(case.problem(int(front(case)[0][0] * 0.5))) for case in FAST]
     assert all(isinstance(each, Least) for each in refused)
 
@@ -615,7 +615,7 @@ def test_where_relaxations_of_a_tree_run_out_of_steps_the_bound_is_that_of_the_b
 @every_case
 def test_rows_against_mixtures_cut_off_no_choices(case: Case) -> None:
     for budget, best in front(case):
-        looked = search.Search(case.problem(budget), 0.0, 200, 60.0)
+        looked = search.BranchAndCut(case.problem(budget), 0.0, 200, 60.0)
         plain = looked._relax()
         tight = looked._within(list(range(len(looked.extra.rows))))
         assert plain is not None and tight is not None
@@ -624,7 +624,7 @@ def test_rows_against_mixtures_cut_off_no_choices(case: Case) -> None:
 
 def test_where_the_search_finds_nothing_the_plan_of_least_memory_is_taken_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(0)
-    monkeypatch.setattr(search.Search, "run", lambda self: None)
+    monkeypatch.setattr(search.BranchAndCut, "run", lambda self: None)
     found = solve(case.problem(front(case)[0][0]))
     assert needs(case.problem(), found) == front(case)[0][0]
     assert found.bound_s <= front(case)[0][1]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import AutoparError
 from autopar.layout import Layout
+from autopar.layout.stored_placements import storable
 from autopar.mesh import Mesh
 from autopar.run.checkpoints import CheckpointTensor
 from autopar.run.device_mesh import device_mesh
@@ -28,7 +29,7 @@ from autopar.run.live import LiveBytes
 from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.optimizers import REFUSED, SUPPORTED
-from autopar.run.parameters import Storage, storable
+from autopar.run.parameters import Storage
 from autopar.run.splitting import local_part, split
 
 

@@ -22,7 +22,7 @@ from autopar.planning import PlanOptions, make_plan
 from autopar.planning.ordering import Ordering, _Plain
 from autopar.planning.peaks import Peaks
 from autopar.planning.rooms import _WINDOWS, _pieces
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Candidate
 from autopar.plans import Overlap
 from autopar.run.program import Program
 from autopar.run.reordered import order_of
@@ -52,10 +52,10 @@ def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.Monk
 
 def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the budget that a plan just needs with nothing early, which its peak alone takes up."""
-    ordering: list[tuple[Ordering, Tried]] = []
+    ordering: list[tuple[Ordering, Candidate]] = []
     fastest = Ordering.fastest
 
-    def seen(self: Ordering, tried: Tried) -> Tried:
+    def seen(self: Ordering, tried: Candidate) -> Candidate:
         ordering.append((self, tried))
         return fastest(self, tried)
 
@@ -83,9 +83,9 @@ def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_h
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies are gathered as a step of several microbatches begins, where nothing is early."""
-    ordering: list[tuple[Ordering, Tried]] = []
+    ordering: list[tuple[Ordering, Candidate]] = []
 
-    def seen(self: Ordering, tried: Tried) -> Tried:
+    def seen(self: Ordering, tried: Candidate) -> Candidate:
         ordering.append((self, tried))
         return tried
 

@@ -23,16 +23,16 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, solving
 from autopar.planning.alike import Alike, Effort
 from autopar.planning.clock import Clock
-from autopar.planning.job import Job
+from autopar.planning.job import Phase, PlannerLoop, State
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks
 from autopar.planning.runner_up import runner_ups
-from autopar.planning.search import whole_job
+from autopar.planning.search import prepare_search
 from autopar.problem import Problem
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.solve import Least, evaluate, solve
-from autopar.solve.search import Search
+from autopar.solve.search import BranchAndCut
 from autopar.strategies import classes_of
 
 MESH = Mesh({"a": 2, "b": 2})
@@ -106,20 +106,21 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
     tight = planned(memory_bytes=240_000).plan  # what fits is slower than the answer to the problem with nothing learnt
     assert len(ended) > 1 and not any(ended) and tight.proof.gap > 0.01
     ended.clear()
-    bare = whole_job(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
+    bare = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
     bare.regions = frozenset()
-    assert bare.best_tried() and ended == [False], "what is proven without kernels is not proven of all plans"
-    monkeypatch.setattr(Job, "_proven_to_the_end", lambda _, best: best)
+    assert bare.find_best() and ended == [False], "what is proven without kernels is not proven of all plans"
+    monkeypatch.setattr(PlannerLoop, "_prove_to_the_end", lambda _, state, best: best)
     assert planned().plan.proof.gap > 0.4
 
 
 @pytest.mark.parametrize("others", [True, False])
 def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, tried, answer, peak = list[Choices](), list[Program](), Job._answer, Peaks.peak_bytes
+    answers, tried = list[Choices](), list[Program]()
+    answer, peak = solving.Solving.answer, Peaks.peak_bytes
 
-    def same_again(job: Job) -> Choices:
+    def same_again(asks: solving.Solving, *problem: Any, **how: Any) -> Choices:
         if not answers:
-            first = answer(job)
+            first = answer(asks, *problem, **how)
             assert isinstance(first, Choices)
             answers.append(first)
         else:
@@ -130,15 +131,48 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
         tried.append(program)
         return peak(peaks, program) if len(tried) > 1 else 2**60
 
-    monkeypatch.setattr(Job, "_answer", same_again)
+    monkeypatch.setattr(solving.Solving, "answer", same_again)
     monkeypatch.setattr(Peaks, "peak_bytes", first_too_much)
-    monkeypatch.setattr(Job, "lightest", lambda _: None)
+    monkeypatch.setattr(PlannerLoop, "find_lightest", lambda *_: None)
     if others:
         assert planned().plan and len(tried) > 1
     else:
         with pytest.raises(InfeasibleError, match="the smallest that was tried"):
             planned()
         assert (len(answers), len(tried)) == (2, 1)
+
+
+def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases, step = list[Phase](), PlannerLoop.step
+
+    def watched(search: PlannerLoop, state: State) -> State:
+        phases.append(state.phase)
+        return step(search, state)
+
+    monkeypatch.setattr(PlannerLoop, "step", watched)
+    planned()
+    assert phases == [Phase.ASK, Phase.TRY, Phase.FINISH]
+    phases.clear()
+    planned(memory_bytes=240_000)
+    round_trip = [Phase.ASK, Phase.TRY, Phase.LEARN]
+    num_rounds = len(phases) // 3
+    assert num_rounds > 1 and phases == [*round_trip * (num_rounds - 1), Phase.ASK, Phase.TRY, Phase.FINISH]
+    phases.clear()
+    with pytest.raises(InfeasibleError):
+        planned(memory_bytes=8 * KIB)
+    assert phases == [Phase.ASK, Phase.TRY, Phase.FINISH, Phase.SHRINK]
+
+
+def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them() -> None:
+    search = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
+    learnt = replace(search.ungrouped.learnt, retained=(search.ungrouped.problem.moments[0],))
+    problem = replace(search.ungrouped.priced.problem, regions=(KIB,))
+    groups = replace(search.ungrouped, priced=replace(search.ungrouped.priced, problem=problem), learnt=learnt, bound_s=1e-9)
+    state = State(Phase.SHRINK, groups, None, 1.0, smallest=2**60, decided=(1,))
+    again = search.step(state)
+    assert (again.phase, again.regions, again.effort) == (Phase.SOLVE, frozenset(), Effort.WHOLE)
+    assert not again.groups.learnt.retained and again.groups.bound_s == 1e-9, "a bound of all plans holds on"
+    assert (again.smallest, again.decided, again.best) == (0, (), None)
 
 
 def test_every_phase_is_told_and_timed() -> None:
@@ -221,11 +255,13 @@ def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(monkeypatch: p
 def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_once(
     goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, answer = list[tuple[float, float]](), Job._mixed
+    seen, answer = list[tuple[float, float]](), solving.Solving.answer
 
-    def mixed(self: Job) -> object:
-        found = answer(self)
-        return replace(found, mixed={0: (0.5,)} if goes_on else {}) if isinstance(found, Choices) else found
+    def mixed(asks: solving.Solving, problem: Problem, effort: Effort, **how: Any) -> object:
+        found = answer(asks, problem, effort, **how)
+        if effort is not Effort.MIXED or not isinstance(found, Choices):
+            return found
+        return replace(found, mixed={0: (0.5,)} if goes_on else {})
 
     def look(step_s: float, compute_s: float) -> float:
         seen.append((step_s, compute_s))
@@ -234,7 +270,7 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
     def beside() -> Planned:
         return make_plan(trace(), MESH, GLOO, PlanOptions(), elsewhere=look)
 
-    monkeypatch.setattr(Job, "_mixed", mixed)
+    monkeypatch.setattr(solving.Solving, "answer", mixed)
     limit_s = math.inf
     free = beside()
     assert free.plan == planned().plan and len(seen) == int(goes_on)
@@ -266,7 +302,7 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
 
 def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:
     problem = priced(MESH).problem
-    engines = [Search(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)]
+    engines = [BranchAndCut(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)]
     assert [search.engine.left_s() for search in engines] == [math.inf, 0.1]
     assert engines[0].run() is not None
     assert engines[0].engine.left_s() == 0.1

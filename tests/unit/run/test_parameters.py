@@ -8,9 +8,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError, MeshError
 from autopar.layout import Layout
+from autopar.layout.stored_placements import Resting, resting, storable, stored_dims
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import device_mesh
-from autopar.run.parameters import Resting, resting, storable, stored_dims
 
 
 @pytest.mark.parametrize(

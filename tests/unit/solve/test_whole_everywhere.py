@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.problem import Problem
 from autopar.solve import evaluate, quick, solve
 from autopar.solve.engine import Engine, Relaxation, proof
-from autopar.solve.search import Search
+from autopar.solve.search import BranchAndCut
 from autopar.strategies import classes_of
 
 H100 = HardwareProfile.load("h100-sxm")
@@ -47,7 +47,7 @@ def huge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("huge")
 def test_where_it_is_close_to_the_quickest_of_every_op_no_relaxation_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Search, "_relax", lambda self: pytest.fail("it is close enough"))
+    monkeypatch.setattr(BranchAndCut, "_relax", lambda self: pytest.fail("it is close enough"))
     p = problem()
     found = solve(p, gap=0.2)
     assert found.strategies == whole(p)

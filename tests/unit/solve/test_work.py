@@ -13,7 +13,7 @@ from autopar.choices import Choices, Multipliers
 from autopar.problem import Problem
 from autopar.solve import Common, choices_or_least, search, solve
 from autopar.solve.engine import Engine
-from autopar.solve.search import Search
+from autopar.solve.search import BranchAndCut
 from autopar.solve.work import Work
 
 
@@ -42,7 +42,7 @@ def test_a_problem_takes_the_same_work_each_time_and_searches_that_share_add_the
         searched(one, shared=shared)
     assert alone[0].work.spent == alone[1].work.spent > 0.0
     spent = alone[0].work.spent
-    looked = Search(one, 0.0, 200)
+    looked = BranchAndCut(one, 0.0, 200)
     for num in (1, 2):
         looked.engine.relax()
         assert looked.engine.work.spent >= num * 1000 * len(looked.engine.names)
@@ -83,7 +83,7 @@ def test_what_is_known_is_the_answer_unless_a_better_one_is_found_and_its_bound_
 def test_what_does_not_fit_this_problem_is_not_begun_with() -> None:
     problem, *_ = small_problems()
     ample = solve(replace(problem, budget_bytes=2**60), gap=0.0)
-    looked = Search(problem, 0.0, 200, met=replace(ample, bound_s=0.0))
+    looked = BranchAndCut(problem, 0.0, 200, met=replace(ample, bound_s=0.0))
     looked.plans.meet(ample)
     assert looked.plans.best is None
     assert searched(problem, met=replace(ample, bound_s=0.0)).objective_s > ample.objective_s
@@ -91,7 +91,7 @@ def test_what_does_not_fit_this_problem_is_not_begun_with() -> None:
 
 def test_the_same_columns_under_the_same_rows_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, *_ = small_problems()
-    looked = Search(problem, 0.0, 200)
+    looked = BranchAndCut(problem, 0.0, 200)
     runs = list[int]()
     restricted = Engine.restricted
 
@@ -113,6 +113,6 @@ def test_the_same_columns_under_the_same_rows_are_searched_once(monkeypatch: pyt
 
 def test_multipliers_of_what_is_known_are_those_of_the_bound() -> None:
     problem, *_ = small_problems()
-    looked = Search(problem, 0.0, 200)
+    looked = BranchAndCut(problem, 0.0, 200)
     looked.proven.take(replace(solve(problem), bound_s=3.0, multipliers=Multipliers(3.0, {}, {})))
     assert looked.proven.bound_s == pytest.approx(3.0) and looked.proven.first is not None

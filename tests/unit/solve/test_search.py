@@ -1,0 +1,82 @@
+"""The rounds of branch and cut: which phases run, and when a round ends."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tight_problems import small_problems
+
+from autopar.problem import Problem
+from autopar.solve.engine import Relaxation
+from autopar.solve.search import BranchAndCut, Outcome
+
+PHASES = (
+    "_round_off",
+    "_restrict_at_vertex",
+    "_dive",
+    "_restrict_before_branching",
+    "_branch",
+    "_restrict",
+    "_prove",
+)
+
+
+@cache
+def problem() -> Problem:
+    return small_problems()[0]
+
+
+def run_round(
+    outcomes: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], Outcome]:
+    """Run a round whose phases have these outcomes, and go on by default.
+
+    Returns:
+        The phases that ran, and the outcome of the round.
+    """
+    search, ran = BranchAndCut(problem(), 0.0, 200), list[str]()
+    relaxation = search._relax()
+    assert relaxation is not None
+
+    def phase(name: str, *given: Relaxation) -> Outcome:
+        ran.append(name)
+        assert given == ((relaxation,) if name == "_round_off" else ())
+        return outcomes.get(name, Outcome())
+
+    for name in PHASES:
+        monkeypatch.setattr(search, name, lambda *given, name=name: phase(name, *given))
+    outcome = search._run_round(relaxation)
+    return ran, outcome
+
+
+@pytest.mark.parametrize("last", PHASES)
+@pytest.mark.parametrize("outcome", [Outcome(rows=(0,)), Outcome(is_final=True)], ids=str)
+def test_a_round_ends_at_the_first_phase_that_asks_for_rows_or_ends_the_search(
+    last: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, found = run_round({last: outcome}, monkeypatch)
+    assert ran == [*PHASES[: PHASES.index(last) + 1]] and found is outcome
+
+
+def test_a_round_runs_all_phases_if_none_of_them_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_round({}, monkeypatch) == ([*PHASES], Outcome())
+
+
+def test_a_round_ends_if_a_plan_is_close_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solve.incumbent.Incumbent.is_close", lambda _: True)
+    assert run_round({}, monkeypatch) == ([PHASES[0]], Outcome())
+
+
+def test_a_search_without_further_rows_ends_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, run = list[Outcome](), BranchAndCut._run_round
+
+    def watched(search: BranchAndCut, relaxation: Relaxation) -> Outcome:
+        rounds.append(run(search, relaxation))
+        return rounds[-1]
+
+    monkeypatch.setattr(BranchAndCut, "_run_round", watched)
+    found = BranchAndCut(problem(), 0.0, 200).run()
+    assert found is not None and found.stats["budget_rows"] > 0
+    assert all(outcome.rows for outcome in rounds[:-1]) and not rounds[-1].rows
+    assert len(rounds) > 1, "budget rows came in after the first"
