@@ -69,9 +69,9 @@ MAX_PARAMETERS = 7
 MAX_MUTABLE_FIELDS = 10
 
 # Today's numbers of functions and classes above these limits. They may only fall.
-MOST_COMPLEX_FUNCTIONS = 122
+MOST_COMPLEX_FUNCTIONS = 119
 MOST_LONG_PARAMETER_LISTS = 73
-MOST_LARGE_MUTABLE_CLASSES = 21
+MOST_LARGE_MUTABLE_CLASSES = 20
 
 
 def units_except(*excluded: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from autopar.api.tracing import as_planned, program_of, refuse_parts, settled, t
 from autopar.api.validating import validate_before_run
 from autopar.capture import Trace
 from autopar.cost.priced import OPTIMIZERS
-from autopar.devices import is_unshaped
+from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
 from autopar.planning import Planned
@@ -95,8 +95,9 @@ def parallel_module(
         for line in idle(plan) if rank() == 0 else ():
             log.warning(line)
         usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
-        further = order if usual else replace(order, request=replace(order.request, options=replace(options, outputs=wanted)))
-        module.variants = Variants(partial(_variant, further, Structure.of(model), devices))
+        further = options if usual else replace(options, outputs=wanted)
+        made_for = order.request.hardware, order.backend  # the order itself would keep the plain model alive
+        module.variants = Variants(partial(_variant, further, *made_for, Structure.of(model), devices))
     return module
 
 
@@ -107,31 +108,30 @@ def _note_optimizer(module: nn.Module, plan: Plan) -> None:
 
 
 def _variant(
-    first: Order, structure: Structure, devices: DeviceMesh,
+    first: PlanOptions, asked: HardwareLike | None, backend: Backend, structure: Structure, devices: DeviceMesh,
     module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> ParallelModule | StagedModule:  # fmt: skip
     """A program for another mode or a batch of other shapes, over the module's parameters.
 
     Args:
-        first: what the module was made for, with outputs as further calls have them.
+        first: the options of the module, with outputs as further calls have them. asked: the hardware that it was compiled for.
     """
     alike = torch.is_grad_enabled() and isinstance(module, ParallelModule)  # stages hold other parameters on other ranks
     trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}", "batch or mode", devices)
     plan: Plan = module.plan
-    hardware = planned_for(plan) if first.request.hardware is None else first.request.hardware  # read where it is planned, on one rank
+    hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled()
     asks = any(trained.values()) or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
-    batch, outputs = first.request.options.batch, first.request.options.outputs
     again, otherwise = (
-        replace(options, batch=batch, outputs=outputs, inference=options.inference and not asks)  # of a frozen model by itself
+        replace(options, batch=first.batch, outputs=first.outputs, inference=options.inference and not asks)  # of a frozen model by itself
         for options in asked_of(plan, storage_of(module))
     )
     if only_forward:
         again, otherwise = beside_the_optimizer(plan, again), beside_the_optimizer(plan, otherwise)
     with torch.enable_grad():
         model = structure.as_called(training, trained)
-        order = Order(PlanRequest(model, devices, hardware, again, is_further=True), None, first.backend, otherwise)
+        order = Order(PlanRequest(model, devices, hardware, again, is_further=True), None, backend, otherwise)
         made = parallel_module(order, args, kwargs, module)
     made.train(training)
     made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
