@@ -50,19 +50,30 @@ class BucketWalk:
             yield Finding("buckets", f"what makes {target} in {phase} is in buckets twice", node)
         for bucket in self.plan.buckets:
             where = bucket.members[0].node if bucket.members else ""
-            for what in self._bucket(bucket):
+            for what in self._find_faults(bucket):
                 yield Finding("buckets", f"a bucket in {bucket.phase}: {what}", where)
         saved_s, claimed_s = sum(b.saved_s for b in self.plan.buckets), self.plan.prediction.in_buckets_s
         if not near(saved_s, claimed_s):
             yield Finding("time", f"buckets save {saved_s:.9g} s, not {claimed_s:.9g} s")
 
-    def _bucket(self, bucket: Bucket) -> Iterator[str]:
-        """What is wrong with one."""
+    def _find_faults(self, bucket: Bucket) -> Iterator[str]:
+        """What is wrong with one bucket: its members, what the one collective puts in, and its time."""
         steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
         found = [step for step in steps if step is not None]
         if len(found) < len(steps) or len(found) < 2:
             yield f"of its {len(steps)} members the plan moves {len(found)}"
             return
+        yield from self._check_members(bucket, found)
+        c = bucket.collective
+        num_bytes = _put_in(c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh)
+        whole = Collective(c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes)
+        if c != whole:
+            yield f"a device puts in {num_bytes} bytes along dim {whole.dim}, and not as {c} has it"
+            return
+        yield from self._check_time(bucket, found)
+
+    def _check_members(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
+        """Whether the members may share a collective, and none waits for another of its bucket."""
         c = bucket.collective
         for member, step in zip(bucket.members, found, strict=True):
             yield from (f"{member.node} {what}" for what in self._member(c, step, self._shape(member.node, member.result)))
@@ -73,16 +84,17 @@ class BucketWalk:
         if bucket.phase == "step" and len({m.result for m in bucket.members}) > 1:
             yield "some members belong to the begin of a step, some to its end"
         yield from self._in_order(bucket, found)
-        num_bytes = _put_in(c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh)
-        whole = Collective(c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes)
-        if c != whole:
-            yield f"a device puts in {num_bytes} bytes along dim {whole.dim}, and not as {c} has it"
-            return
+
+    def _check_time(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
+        """Whether a bucket is no larger than it may be, takes the time that the profile says, and saves the rest.
+
+        What is done once per step counts 1/M in each of M microbatches.
+        """
         shared = self.num_microbatches if bucket.phase == "step" else 1
         sizes, rates = [step.collective.bytes for step in found], Rates(self.plan.mesh, self.profile)
-        if sum(sizes) > rates.most_in_bucket(c):
+        if sum(sizes) > rates.most_in_bucket(bucket.collective):
             yield "it is larger than a bucket may be"
-        time_s = rates.bucket_s(c, sizes) / shared
+        time_s = rates.bucket_s(bucket.collective, sizes) / shared
         saved_s = sum(step.by_itself_s for step in found) - time_s
         if not near(bucket.time_s, time_s):
             yield f"it takes {time_s:.6g} s, not {bucket.time_s:.6g} s"

@@ -24,7 +24,7 @@ from autopar.certificate.moves import Walk
 from autopar.certificate.own import OwnWalk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
-from autopar.certificate.resources import emission, memory, overlap, resting, seconds_of, times
+from autopar.certificate.resources import emission, memory, overlap, seconds_of, sum_resting, times
 from autopar.certificate.steps import steps_per_step
 from autopar.certificate.words import words
 from autopar.cost.priced import Priced
@@ -114,7 +114,7 @@ class _Job:
             found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             found += bars(self.plan, program, crossing_keys(self.trace))
-            sizes = resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
+            sizes = sum_resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
             sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:

@@ -77,9 +77,9 @@ class Decisions:
             yield Finding("layouts", "the model has no such node", key)
         for key in sorted({key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()):
             yield Finding("layouts", "the plan decides about this node twice", key)
-        yield from (f for e in self.plan.entries for f in self._arity(e))
+        yield from (f for e in self.plan.entries for f in self._check_arity(e))
 
-    def _arity(self, entry: Entry) -> Iterator[Finding]:
+    def _check_arity(self, entry: Entry) -> Iterator[Finding]:
         """Each strategy has as many layouts as the node has tensors, so that they can be looked up."""
         if not entry.instances:
             yield Finding("layouts", "it stands for no nodes", entry.key)
@@ -110,12 +110,12 @@ class Decisions:
             stated = self.priced.problem.ops[op]
             if (entry.kind, entry.phase) != (stated.kind, stated.phase):
                 yield Finding("layouts", f"it is a {stated.kind} of {stated.phase}, not a {entry.kind} of {entry.phase}", entry.key)
-            yield from self._legal(entry, op, entry.nodes, "")
+            yield from self._check_strategies(entry, op, entry.nodes, "")
             if entry.recompute:
-                yield from self._again(entry, op)
+                yield from self._check_again(entry, op)
             if entry.runner_up and entry.runner_up.strategy not in {str(s.layouts) for s in stated.strategies}:
                 yield Finding("layouts", f"the problem does not offer {entry.runner_up.strategy}, its runner-up", entry.key)
-            yield from self._timed(entry)
+            yield from self._check_times(entry)
 
     def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
         """The nodes that an entry of this op speaks of; of parameters also with where they rest."""
@@ -123,38 +123,45 @@ class Decisions:
         source = self.priced.sources[op]
         return (own, {(parameter_key(n), storage_key(n)) for n in source.names}) if source.kind == "parameter" and self._rests else (own,)
 
-    def _again(self, entry: Entry, op: int) -> Iterator[Finding]:
+    def _check_again(self, entry: Entry, op: int) -> Iterator[Finding]:
         if [c.node for c in entry.recompute] != [c.node for c in entry.nodes]:
             yield Finding("layouts", "backward runs other nodes again than the entry has", entry.key)
         elif not self.priced.problem.ops[op].recomputable:
             yield Finding("layouts", "backward may not run it again: it is no op of forward, or another layer reads it", entry.key)
         else:
-            yield from self._legal(entry, op, entry.recompute, "again ")
+            yield from self._check_strategies(entry, op, entry.recompute, "again ")
 
-    def _legal(self, entry: Entry, op: int, choices: Sequence[NodeChoice], when: str) -> Iterator[Finding]:
+    def _check_strategies(self, entry: Entry, op: int, choices: Sequence[NodeChoice], when: str) -> Iterator[Finding]:
+        """Whether the rules allow an entry's strategies, and the problem offers them, so that the bound covers them."""
+        illegal = [*self._find_illegal(entry, choices, when)]
+        yield from illegal
+        strategies = tuple(c.strategy for c in choices)
+        if not illegal and not self._is_offered(op, strategies):
+            shown = "; ".join(map(str, strategies))
+            yield Finding("layouts", f"the problem does not offer {shown} {when}for it: the bound does not cover it", entry.key)
+
+    def _find_illegal(self, entry: Entry, choices: Sequence[NodeChoice], when: str) -> Iterator[Finding]:
+        """Strategies that no rule allows, and layouts in which a parameter cannot rest with its gradient."""
         strategies, sizes = tuple(c.strategy for c in choices), self.mesh.shape
-        source = self.priced.sources[op]
-        if source.cluster is not None:
-            offered = any(s.members == strategies for s in source.cluster.strategies)
-        else:
-            offered = any(offered_as(s) == strategies for s in self.priced.problem.ops[op].strategies)
-        illegal = False
         for choice in choices:
             key = choice.node.format(*entry.instances[0])
             if key in self.facts.nodes and not is_strategy(call_of(self.facts.nodes[key]), choice.strategy.plain, sizes):
-                illegal = True
                 yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
             if key in self.parameters:
                 p, at = self.parameters[key], strategies[-1].outputs[0]
                 fits = at.fits(p.view, sizes) and not at.has_partial and not at.special and storable(p.shape, p.view, at, sizes)
                 if not fits or not held_so(at, strategies, accumulates=self.context.accumulates):
-                    illegal = True
-                    yield Finding("layouts", f"it cannot rest as {at} with its gradient as {_listed(choice.strategy)}", key)
-        if not offered and not illegal:
-            shown = "; ".join(map(str, strategies))
-            yield Finding("layouts", f"the problem does not offer {shown} {when}for it: the bound does not cover it", entry.key)
+                    what = f"it cannot rest as {at} with its gradient as {_list_inputs(choice.strategy)}"
+                    yield Finding("layouts", what, key)
 
-    def _timed(self, entry: Entry) -> Iterator[Finding]:
+    def _is_offered(self, op: int, strategies: tuple[Strategy, ...]) -> bool:
+        """Whether the problem offers these strategies of the nodes of an op together."""
+        cluster = self.priced.sources[op].cluster
+        if cluster is not None:
+            return any(s.members == strategies for s in cluster.strategies)
+        return any(offered_as(s) == strategies for s in self.priced.problem.ops[op].strategies)
+
+    def _check_times(self, entry: Entry) -> Iterator[Finding]:
         for choices, said_s, when in ((entry.nodes, entry.time_s, ""), (entry.recompute, entry.again_s, " when it runs again")):
             try:
                 derived = self.time_s(entry, choices) if choices else 0.0
@@ -221,5 +228,5 @@ class Decisions:
         return call_s(call_of(self.facts.nodes[key]), strategy, self.rates)
 
 
-def _listed(strategy: Strategy) -> str:
+def _list_inputs(strategy: Strategy) -> str:
     return ", ".join(map(str, strategy.inputs)) or "nothing"

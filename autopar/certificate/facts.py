@@ -64,41 +64,91 @@ class Facts:
 
     @staticmethod
     def of(trace: Trace, *, accumulates: bool = False) -> Facts:
-        """Args: accumulates: whether a step has several microbatches, which get parameters in the dtype that they read."""
-        named = {p.node: parameter_key(p.name) for p in trace.parameters}
-        named |= {b.node: buffer_key(b.name) for b in trace.buffers} | {i.node: input_key(i.path) for i in trace.inputs}
-        tangents = {o.tangent: output_key(o.path) if o.is_answered else input_key("tangent") for o in trace.differentiable}
-        named |= tangents
-        passing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
-        returning = {o.tangent for o in trace.differentiable if o.is_answered}
+        """Read the tensors of a traced model, and who reads each.
+
+        Args:
+            trace: of one call of the model, or of a stage.
+            accumulates: whether a step has several microbatches, which get parameters in the dtype that they read.
+
+        Returns:
+            One `Tensor` per result of each node that the plan speaks of; shapes are those of the whole tensors.
+        """
+        origins = _Origins.of(trace, accumulates=accumulates)
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
-        names = named | {node.name: key for key, node in nodes.items()}
-        readers: dict[tuple[str, int], list[Reader]] = {}
+        names = {**origins.keys, **{node.name: key for key, node in nodes.items()}}
+        readers: dict[TensorKey, list[Reader]] = {}
         for ref, reader in (*_reads(nodes), *_results(trace)):
             readers.setdefault(ref, []).append(reader)
-        gradients = {ref for ref, found in readers.items() if any(r.key.endswith("/parameter") for r in found)}
-        copied = {p.node for p in trace.parameters if p.is_narrowed and not accumulates}
-        only_cast, tensors = cast_alone(trace), {}
+        cast_to, tensors = cast_alone(trace), dict[TensorKey, Tensor]()
         for node in trace.graph.nodes:
-            value = node.meta.get("val")
-            for result, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
-                if node.name in names and isinstance(each, torch.Tensor):
-                    phase = "backward" if node.name in tangents else node.meta.get("phase", "forward")
-                    here = (node.name, result)
-                    narrow = here in gradients and each.dtype.is_floating_point and each.dtype.itemsize < 4
-                    wide = torch.float32 if narrow else only_cast.get(node.name, each.dtype)
-                    shape, key = tuple(int(n) for n in each.shape), names[node.name]
-                    found = tuple(readers.get(here, ()))
-                    there = node.name in named and node.name not in passing
-                    given, resident = there and node.name not in returning, there and node.name not in copied
-                    tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found, given)
+            for result, value in _values_of(node) if node.name in names else ():
+                found = tuple(readers.get((node.name, result), ()))
+                tensors[names[node.name], result] = Tensor(
+                    key=names[node.name],
+                    result=result,
+                    phase=origins.phase_of(node),
+                    shape=tuple(int(n) for n in value.shape),
+                    dtype=value.dtype,
+                    sum_dtype=_choose_sum_dtype(value.dtype, found, cast_to.get(node.name, value.dtype)),
+                    resident=node.name in origins.resident,
+                    readers=found,
+                    given=node.name in origins.given,
+                )
         leaving = {names[o.node] for o in trace.outputs if o.crosses and o.node in names}
         keys = frozenset(names.values()) | {r.key for _, r in _results(trace)}
-        return Facts(tensors, nodes, names, keys, _asked(tensors.values(), leaving))
+        return Facts(tensors, nodes, names, keys, _find_asked(tensors.values(), leaving))
 
 
-def _asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
-    """See `Facts`. Args: leaving: keys of what other stages read."""
+@dataclass(frozen=True, slots=True)
+class _Origins:
+    """What no op of the traced graph makes: parameters, buffers, inputs and gradients of outputs, by their nodes' names.
+
+    Attributes:
+        keys: node name → the key by which plans speak of it.
+        tangents: gradients of outputs, which arrive in backward.
+        given: what is there when the step begins; no input or gradient that comes from another stage.
+        resident: what rests all the time; no copy in a narrower dtype, and nothing from the stage before.
+    """
+
+    keys: Mapping[str, str]
+    tangents: frozenset[str]
+    given: frozenset[str]
+    resident: frozenset[str]
+
+    @staticmethod
+    def of(trace: Trace, *, accumulates: bool) -> _Origins:
+        parameters = {p.node: parameter_key(p.name) for p in trace.parameters}
+        buffers = {b.node: buffer_key(b.name) for b in trace.buffers}
+        inputs = {i.node: input_key(i.path) for i in trace.inputs}
+        tangents = {o.tangent: output_key(o.path) if o.is_answered else input_key("tangent") for o in trace.differentiable}
+        keys = {**parameters, **buffers, **inputs, **tangents}
+        crossing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
+        returning = {o.tangent for o in trace.differentiable if o.is_answered}
+        copied = {p.node for p in trace.parameters if p.is_narrowed and not accumulates}
+        there = frozenset(keys) - crossing
+        return _Origins(keys, frozenset(tangents), there - returning, there - copied)
+
+    def phase_of(self, node: fx.Node) -> str:
+        """The phase in which a node's results are first there."""
+        return "backward" if node.name in self.tangents else str(node.meta.get("phase", "forward"))
+
+
+def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
+    """The traced tensors that a node makes, with the number of each among its results."""
+    value = node.meta.get("val")
+    for result, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
+        if isinstance(each, torch.Tensor):
+            yield result, each
+
+
+def _choose_sum_dtype(dtype: torch.dtype, readers: Collection[Reader], cast_to: torch.dtype) -> torch.dtype:
+    """See `Tensor.sum_dtype`. Args: cast_to: dtype of the gradient that it is cast to, else its own."""
+    is_gradient = any(r.key.endswith("/parameter") for r in readers)
+    return torch.float32 if is_gradient and dtype.is_floating_point and dtype.itemsize < 4 else cast_to
+
+
+def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
+    """The nodes of forward that backward or another stage asks for: see `Facts`. Args: leaving: keys of what other stages read."""
     makers: dict[str, list[str]] = {}
     left = sorted(leaving)
     for tensor in tensors:
@@ -150,6 +200,7 @@ class Claims:
 
     @staticmethod
     def of(plan: Plan) -> Claims:
+        """Look up what a plan says of each node and tensor. Raises nothing: what is not of the model is found later."""
         steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
         own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, step in plan.steps():

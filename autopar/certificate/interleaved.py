@@ -50,26 +50,39 @@ def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches
 
 
 def phases_of(stage: Plan, *, simulated: bool) -> tuple[float, float]:
-    """Seconds of a microbatch's forward and of all else: summed up from entries and collectives, or as simulated."""
+    """Seconds of a microbatch's forward, and of all else that a stage does for it.
+
+    Args:
+        simulated: whether to take the figures of the plan's time line, else the sums over entries and collectives.
+    """
     claimed = stage.prediction
     if simulated:
         starts = [start_s for _, phase, _, start_s, _ in claimed.timeline if phase == "backward"]
         forward_s = min(starts) if starts else claimed.simulated_s
         return forward_s, claimed.simulated_s - forward_s
-    compute_s = early_s = other_s = 0.0
-    for entry in stage.entries:
-        if entry.kind == "compute" and entry.phase == "forward":
-            compute_s += entry.time_s * len(entry.instances)
-        elif entry.kind == "input":
-            other_s += entry.time_s * len(entry.instances)
-    for move in stage.communications:
-        each_s = move.time_s * len(move.instances) if move.phase == "forward" else 0.0
-        compute_s -= move.kernel.saved_s * len(move.instances) if each_s and move.kernel else 0.0
-        compute_s += each_s if move.collective.kind == "slice" else 0.0
-        early_s += each_s if move.beside else 0.0
-        other_s += 0.0 if move.beside or move.collective.kind == "slice" else each_s
-    forward_s = max(compute_s + stage.overlap.slowdown * early_s, early_s) + other_s
+    forward_s = _sum_forward(stage)
     return forward_s, claimed.step_s - forward_s
+
+
+def _sum_forward(stage: Plan) -> float:
+    """Seconds of a microbatch's forward: ``max(C + s·P, P) + R``.
+
+    C is what ops and slices take, less what kernels save; P what runs beside them, which costs them s; R the rest: other
+    collectives, and what arrives from the stage before.
+    """
+    ops = [e for e in stage.entries if e.kind == "compute" and e.phase == "forward"]
+    compute_s = sum(e.time_s * len(e.instances) for e in ops)
+    early_s, other_s = 0.0, sum(e.time_s * len(e.instances) for e in stage.entries if e.kind == "input")
+    for move in stage.communications:
+        if move.phase != "forward" or not move.time_s:
+            continue
+        move_s, is_slice = move.time_s * len(move.instances), move.collective.kind == "slice"
+        if move.kernel is not None:
+            compute_s -= move.kernel.saved_s * len(move.instances)
+        compute_s += move_s if is_slice else 0.0
+        early_s += move_s if move.beside else 0.0
+        other_s += 0.0 if move.beside or is_slice else move_s
+    return max(compute_s + stage.overlap.slowdown * early_s, early_s) + other_s
 
 
 def step_by_longest_path(phases: Sequence[tuple[float, float]], num_ranks: int, num_microbatches: int) -> float:

@@ -47,22 +47,33 @@ class NormWalk:
 
     def wrong(self, layout: Layout) -> Iterator[str]:
         """What keeps a kernel from doing them, where a part lies in a layout."""
-        total, squares, norm = self.nodes
-        made, out = self.facts.nodes[self.product].meta["val"], norm.meta["val"]
-        dtype, wide = made.dtype, _WIDE.get(made.dtype, torch.float32)
-        alike = all(isinstance(x, fx.Node) and (x.meta["val"].shape, x.meta["val"].dtype) == (made.shape, dtype) for x in total.args)
         if len(self.facts.nodes[self.product].args) > 3:
             yield "its product has a bias"
-        if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1] or not alike:
+        if not self._is_plain_sum():
             yield "it is added to what is not like it"
-        of_total = squares.target is ops.square_sum and squares.args == (total, wide)
-        _, _, weight, n, _, in_dtype, rounded, _ = norm.args
-        weighed = isinstance(weight, fx.Node) and weight.meta["val"].dtype == dtype
-        if not of_total or not weighed or in_dtype != wide or rounded not in (dtype, wide) or out.dtype != dtype or n != made.shape[-1]:
+        if not self._is_plain_norm():
             yield "the norm is computed or rounded in another way"
-        yield from self._lies(layout)
+        yield from self._check_layouts(layout)
 
-    def _lies(self, layout: Layout) -> Iterator[str]:
+    def _is_plain_sum(self) -> bool:
+        """Whether the product is added to another tensor of its shape and dtype, and nothing else is done."""
+        total, made = self.nodes[0], self.facts.nodes[self.product].meta["val"]
+        if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1]:
+            return False
+        return all(isinstance(x, fx.Node) and (x.meta["val"].shape, x.meta["val"].dtype) == (made.shape, made.dtype) for x in total.args)
+
+    def _is_plain_norm(self) -> bool:
+        """Whether the norm is of all of the sum's last dim, computed in the wide dtype, with a weight and a result in the product's."""
+        total, squares, norm = self.nodes
+        made = self.facts.nodes[self.product].meta["val"]
+        dtype, wide = made.dtype, _WIDE.get(made.dtype, torch.float32)
+        _, _, weight, n, _, in_dtype, rounded, _ = norm.args
+        has_weight = isinstance(weight, fx.Node) and weight.meta["val"].dtype == dtype
+        is_of_total = squares.target is ops.square_sum and squares.args == (total, wide)
+        is_in_dtypes = in_dtype == wide and rounded in (dtype, wide) and norm.meta["val"].dtype == dtype
+        return has_weight and is_of_total and is_in_dtypes and n == made.shape[-1]
+
+    def _check_layouts(self, layout: Layout) -> Iterator[str]:
         summing, squaring, norming = self.chosen
         if summing is None or {*summing.inputs, *summing.outputs} != {layout}:
             yield "the sum does not lie as what is scattered"

@@ -60,55 +60,73 @@ class KernelWalk:
             for step in steps:
                 if step.kernel is not None:
                     said = f"{step.collective.kind} from {step.source} to {step.target} in {phase} by {step.kernel.name}"
-                    yield from (Finding("kernels", f"{said}: {what}", key[0]) for what in self._wrong(key, phase, step, step.kernel, steps))
+                    for what in self._find_faults(key, phase, step, step.kernel, steps):
+                        yield Finding("kernels", f"{said}: {what}", key[0])
 
-    def _wrong(
+    def _find_faults(
         self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, steps: Sequence[Communication]
     ) -> Iterator[str]:
+        """What is wrong with one kernel; it ends with the first fault without which nothing further can be derived."""
         tensor = self.facts.tensors.get(key)
-        if tensor is None or phase not in ("forward", "backward") or (phase != tensor.phase and self._crossed(key)):
+        if tensor is None or phase not in ("forward", "backward") or (phase != tensor.phase and self._crosses(key)):
             yield "the problem offers none here"
             return
         name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
         if name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
             yield "that kernel does no such collective"
             return
+        yield from self._check_peers(step)
+        gathers = step.collective.kind == "all_gather"
+        product = self._find_reader(tensor, kernel, phase) if gathers else self._find_maker(tensor, kernel)
+        chosen = (self.claims.again if kernel.again else self.claims.chosen).get(product.key) if product else None
+        if product is None or chosen is None or self.facts.nodes[product.key].target is not ops.dot:
+            yield f"{kernel.node} is no product at its end"
+            return
+        if product.operand > 1:
+            yield f"{kernel.node} has it as its bias, which is no factor"
+            return
+        yield from self._check_end(tensor, step, steps, product, chosen)
+        adds = product.operand < 0 and product.key != tensor.key
+        if adds:
+            yield from self._check_sum(tensor, step, product)
+        yield from self._check_alone(product.key, kernel, name, pattern_of(key[0])[0])
+        after = NormWalk.of(self.facts, self.claims, product.key) if kernel.name == NORMED and product.key == tensor.key else None
+        if kernel.name == NORMED:
+            yield from self._check_norm(key, phase, step, kernel, product, after)
+        normed = after.calls() if after is not None else ()
+        yield from self._check_saving(step, kernel, product, chosen, adds=adds, normed=normed)
+
+    def _check_peers(self, step: Communication) -> Iterator[str]:
+        """Whether compute waits for the collective, and its ranks reach each other's memory."""
         if step.beside:
             yield "it runs beside compute anyway"
         if self.mesh.link(step.collective.axis) != "intra":
             yield f"ranks along {self.mesh.axes[step.collective.axis].name!r} do not reach each other's memory"
-        gathers = step.collective.kind == "all_gather"
-        found = self._reading(tensor, kernel, phase) if gathers else self._making(tensor, kernel)
-        chosen = (self.claims.again if kernel.again else self.claims.chosen).get(found.key) if found else None
-        if found is None or chosen is None or self.facts.nodes[found.key].target is not ops.dot:
-            yield f"{kernel.node} is no product at its end"
-            return
-        if found.operand > 1:
-            yield f"{kernel.node} has it as its bias, which is no factor"
-            return
-        yield from self._at_end(tensor, step, steps, found, chosen)
-        if found.operand < 0 and found.key != tensor.key:
-            yield from self._added(tensor, step, found)
-        yield from self._once(found.key, kernel, name, pattern_of(key[0])[0])
-        after = NormWalk.of(self.facts, self.claims, found.key) if kernel.name == NORMED and found.key == tensor.key else None
-        if kernel.name == NORMED and (after is None or kernel.again or phase != "forward"):
-            yield "no sum and norm of it come after it in forward"
-            return
-        if after is not None:
-            yield from after.wrong(step.target)
-            if step.target in self.claims.kept.get(key, ()):
-                yield "what it norms is kept by itself, too"
-            if self._normed.setdefault(after.nodes[0].name, found.key) != found.key:
-                yield "another product of the sum has its norm"
-        adds = found.operand < 0 and found.key != tensor.key
-        yield from self._saves(step, kernel, found, chosen, adds=adds, normed=after.calls() if after is not None else ())
 
-    def _reading(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
+    def _check_norm(
+        self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, product: Reader, after: NormWalk | None
+    ) -> Iterator[str]:
+        """Whether a sum and a norm of it follow the product in forward, and this product alone is normed with them.
+
+        Args:
+            after: the sum and the norm after the product; None where there are none.
+        """
+        if after is None or kernel.again or phase != "forward":
+            yield "no sum and norm of it come after it in forward"
+        if after is None:
+            return
+        yield from after.wrong(step.target)
+        if step.target in self.claims.kept.get(key, ()):
+            yield "what it norms is kept by itself, too"
+        if self._normed.setdefault(after.nodes[0].name, product.key) != product.key:
+            yield "another product of the sum has its norm"
+
+    def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
         """The first reader of the kernel's pattern."""
         wanted = "forward" if kernel.again else phase
         return next((r for r in tensor.readers if pattern_of(r.key)[0] == kernel.node and r.phase == wanted), None)
 
-    def _making(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
+    def _find_maker(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
         """What makes it, or something that it adds, as the reader of no operand."""
         node = self.facts.nodes.get(tensor.key)
         operands = () if node is None else sorted(operands_of(node), reverse=True)  # the last one first
@@ -117,7 +135,7 @@ class KernelWalk:
         alone = [key for key in found if key == tensor.key or [r.key for r in self.facts.tensors[key, 0].readers] == [tensor.key]]
         return next((Reader(key, -1, tensor.phase) for key in (*alone, *found)), None)
 
-    def _added(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
+    def _check_sum(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
         """Whether the product of a sum can wait for it, and all of it lies alike."""
         node, strategy = self.facts.nodes[total.key], self.claims.chosen.get(total.key)
         summand = self.facts.tensors[product.key, 0]
@@ -130,7 +148,7 @@ class KernelWalk:
         if strategy is None or {*strategy.inputs, *strategy.outputs} != {step.source}:
             yield "the sum is not made of parts that lie as it does"
 
-    def _at_end(
+    def _check_end(
         self, tensor: Tensor, step: Communication, steps: Sequence[Communication], product: Reader, chosen: Strategy
     ) -> Iterator[str]:
         """Whether the product has the tensor as the collective leaves it, or finds it."""
@@ -146,14 +164,14 @@ class KernelWalk:
         if chosen.inputs[product.operand] != step.target:
             yield "the product reads it in another layout"
         others = [other for number, other in enumerate(operands_of(node)) if number != product.operand]
-        if any(made_in and (made_in, node.meta["phase"]) != ("forward", "backward") for made_in in map(self._made_in, others)):
+        if any(made_in and (made_in, node.meta["phase"]) != ("forward", "backward") for made_in in map(self._phase_of, others)):
             yield "what else the product reads may not be there when it is read first"
 
-    def _crossed(self, key: tuple[str, int]) -> bool:
+    def _crosses(self, key: tuple[str, int]) -> bool:
         """Whether a tensor comes from another stage."""
         return key[0] not in self.facts.nodes and not self.facts.tensors[key].given
 
-    def _made_in(self, node: fx.Node) -> str:
+    def _phase_of(self, node: fx.Node) -> str:
         """The phase; none of what rests."""
         if node.op != "placeholder":
             return str(node.meta["phase"])
@@ -164,13 +182,13 @@ class KernelWalk:
         read = {self.claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == tensor.phase}
         return layout in read or layout in self.claims.kept.get((tensor.key, tensor.result), ())
 
-    def _once(self, product: str, kernel: InKernel, name: str, tensor: str) -> Iterator[str]:
+    def _check_alone(self, product: str, kernel: InKernel, name: str, tensor: str) -> Iterator[str]:
         way, tensors = self._doing.setdefault((product, kernel.again), (name, set()))
         if way != name or tensor in tensors:
             yield "its product does another collective"
         tensors.add(tensor)
 
-    def _saves(
+    def _check_saving(
         self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy, *, adds: bool,
         normed: tuple[tuple[Call, Strategy], ...],
     ) -> Iterator[str]:  # fmt: skip
@@ -187,7 +205,7 @@ class KernelWalk:
                 yield "the product sums over what is gathered, or has it in both factors"
                 return
             dim = terms[2].index(letter)
-        self._share(step, kernel, info)
+        self._note_shared(step, kernel, info)
         rates = Rates(self.mesh, self.profile)
         saved_s, chunks = Product(call, chosen, rates, c.kind, sizes[c.axis], dim, adds).saved(step.time_s, normed)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
@@ -195,7 +213,7 @@ class KernelWalk:
         if saved_s <= self.profile.launch_overhead_s:
             yield "it saves nothing, and the problem does not offer it"
 
-    def _share(self, step: Communication, kernel: InKernel, info: TensorInfo) -> None:
+    def _note_shared(self, step: Communication, kernel: InKernel, info: TensorInfo) -> None:
         gathers, c = step.collective.kind == "all_gather", step.collective
         num, whole = self.mesh.shape[c.axis], step.target if gathers else step.source
         before, length, after = _around(local_lengths(info.shape, whole, self.mesh.shape), c.dim)

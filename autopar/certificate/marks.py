@@ -34,7 +34,7 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
         yield Finding("model", mark.other_batch(trace.batch_in_words) or other)
     elif mark.inputs and mark.inputs != trace.batch_in_words:
         yield Finding(
-            "model", f"the batch is {_listed(trace.batch_in_words)}, not {_listed(mark.inputs)}"
+            "model", f"the batch is {_list_inputs(trace.batch_in_words)}, not {_list_inputs(mark.inputs)}"
         )
     if (mark.profile_hash, mark.profile) != (hardware.hash, hardware.name):
         what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}"
@@ -43,7 +43,7 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
     if (mark.axis, mark.profiles) != (axis, tuple((each.name, each.hash) for each in profiles)):
         what = f"the plan names other devices along an axis than {hardware.name!r}"
         yield Finding("model", f"{what}, which it says that it is for")
-    yield from _options(plan)
+    yield from _check_options(plan)
 
 
 def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
@@ -85,7 +85,7 @@ def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
             yield Finding("model", f"{what}, the plan of {here[0]!r} by {here[1]} and {here[2]}")
 
 
-def _options(plan: Plan) -> Iterator[Finding]:
+def _check_options(plan: Plan) -> Iterator[Finding]:
     """Whether the plan is one that its options allow; a stage's are compared with the plan's."""
     options = plan.options
     for name in OPTIONS:
@@ -109,37 +109,53 @@ def as_asked(plan: Plan) -> Iterator[Finding]:
     if rows not in (AUTO, plan.loss_rows):
         what = f"the loss has {plan.loss_rows} rows at a time, where {rows} are asked for"
         yield Finding("model", what)
-    yield from _pipeline_as_asked(plan)
+    yield from _check_pipeline(plan)
 
 
-def _pipeline_as_asked(plan: Plan) -> Iterator[Finding]:
+def _check_pipeline(plan: Plan) -> Iterator[Finding]:
+    """Whether the plan has the microbatches and the pipeline that its options ask for."""
     pipeline, num = plan.pipeline, plan.pipeline.num_microbatches if plan.pipeline else 1
     asked_num = plan.options.get("num_microbatches", AUTO)
     if asked_num not in (AUTO, num):
         yield Finding("model", f"there are {num} microbatches, where {asked_num} are asked for")
     try:
-        constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
-        asked = pipeline_in(constraints, plan.mesh)
-        of_stage = plan.mesh.without(pipeline.axis) if pipeline and pipeline.axis else plan.mesh
-        for constraint in constraints:  # all but the pipeline speak of what a stage runs on
-            check(constraint, plan.mesh if isinstance(constraint, Pipelined) else of_stage)
+        asked = _read_asked_pipeline(plan)
     except AutoparError as error:
         yield Finding("model", error.what)
         return
+    if pipeline is None:
+        return
     promised = asked is not None and asked.independent
-    if pipeline is not None and pipeline.independent != promised:
+    if pipeline.independent != promised:
         what = f"samples are{'' if promised else ' not'} independent by the promise in the options"
         yield Finding("model", f"{what}, and the pipeline says otherwise")
-    if pipeline is None or asked is None:
-        return
+    if asked is not None:
+        yield from _compare_pipelines(pipeline, asked)
+
+
+def _read_asked_pipeline(plan: Plan) -> Pipelined | None:
+    """The pipeline among the constraints in a plan's options; None where none is asked for.
+
+    Raises:
+        AutoparError: where a constraint cannot be read, or is not of the plan's mesh.
+    """
+    constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+    asked = pipeline_in(constraints, plan.mesh)
+    axis = plan.pipeline.axis if plan.pipeline else ""
+    of_stage = plan.mesh.without(axis) if axis else plan.mesh
+    for constraint in constraints:  # all but the pipeline speak of what a stage runs on
+        check(constraint, plan.mesh if isinstance(constraint, Pipelined) else of_stage)
+    return asked
+
+
+def _compare_pipelines(pipeline: Pipeline, asked: Pipelined) -> Iterator[Finding]:
+    """Whether a plan's pipeline has each property that is asked for."""
     waits = pipeline.schedule == GPIPE  # also where backward waits for a loss of the whole batch
-    wanted = {
+    schedule = None if asked.schedule == AUTO or waits else asked.schedule
+    wanted = {  # property → what is asked for, None where nothing is, and what the plan has
         "axis": (asked.axis, pipeline.axis),
-        "number of microbatches": (asked.microbatches, num),
-        "schedule": (
-            None if asked.schedule == AUTO or waits else asked.schedule,
-            pipeline.schedule,
-        ),
+        "number of microbatches": (asked.microbatches, pipeline.num_microbatches),
+        "schedule": (schedule, pipeline.schedule),
         "cuts": (asked.cuts and tuple(sorted(asked.cuts)), tuple(sorted(pipeline.modules))),
         "number of stages per device": (asked.chunks, pipeline.num_chunks),
     }
@@ -148,5 +164,5 @@ def _pipeline_as_asked(plan: Plan) -> Iterator[Finding]:
             yield Finding("model", f"the pipeline's {what} is {had!r}, where {said!r} is asked for")
 
 
-def _listed(inputs: tuple[tuple[str, str], ...]) -> str:
+def _list_inputs(inputs: tuple[tuple[str, str], ...]) -> str:
     return ", ".join(f"{path} {what}" for path, what in inputs)

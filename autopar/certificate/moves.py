@@ -20,7 +20,7 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plans import Communication
-from autopar.validation.shards import FLOATS, SHARING, held_bytes, is_even, led_to
+from autopar.validation.shards import FLOATS, SHARING, apply_collective, held_bytes, is_even
 
 
 @dataclass
@@ -59,59 +59,67 @@ class Walk:
     def findings(self) -> Iterator[Finding]:
         """What does not hold."""
         for each in self.facts.tensors.values():
-            yield from self._tensor(each)
+            yield from self._check_tensor(each)
 
-    def _tensor(self, tensor: Tensor) -> Iterator[Finding]:
-        claims, here = self.claims, (tensor.key, tensor.result)
-        made = {claims.chosen[tensor.key].outputs[tensor.result]}
-        now = [r for r in tensor.readers if r.phase == tensor.phase]
-        steps = claims.steps.get((here, tensor.phase), ())
-        at_hand = _reached(made, steps)
-        wanted = {claims.chosen[r.key].inputs[r.operand] for r in now}
-        kept = claims.kept.get(here, ())
-        yield from self._steps(tensor, steps, made, wanted | set(kept))
-        waited = {claims.chosen[r.key].inputs[r.operand] for r in now if r.key in self.facts.nodes}
-        yield from _slacks(tensor, steps, set() if tensor.key in self.facts.nodes else made, waited)
-        others = [r for r in now if self.owner[r.key] != self.owner[tensor.key]]
-        yield from self._beside(tensor, steps, tensor.given or all(r.key.endswith("/parameter") for r in others))
+    def _check_tensor(self, tensor: Tensor) -> Iterator[Finding]:
+        """Whether all who read a tensor in the phase that makes it, and what is kept of it, get it."""
+        here = (tensor.key, tensor.result)
+        made = {self.claims.chosen[tensor.key].outputs[tensor.result]}
+        steps = self.claims.steps.get((here, tensor.phase), ())
+        kept = self.claims.kept.get(here, ())
+        at_hand, wanted = _reach(made, steps), self._read_in(tensor, tensor.phase)
+        is_computed = tensor.key in self.facts.nodes
+        yield from self._check_steps(tensor, steps, made, wanted | set(kept))
+        waited = self._read_in(tensor, tensor.phase, by_ops=True)
+        yield from _check_slacks(tensor, steps, set() if is_computed else made, waited)
+        others = [r for r in tensor.readers if r.phase == tensor.phase and self.owner[r.key] != self.owner[tensor.key]]
+        only_gradient = all(r.key.endswith("/parameter") for r in others)
+        yield from self._check_beside(tensor, steps, tensor.given or only_gradient)
         if missing := wanted - at_hand:
-            yield self._missing(tensor, tensor.phase, missing, at_hand)
-        if tensor.phase == "backward":
-            if kept or claims.steps.get((here, "forward")):
-                yield Finding("kept values", "forward cannot keep or move what backward makes", _name(*here))
-            return
-        yield from self._later(tensor, made, at_hand, kept)
+            yield self._report_missing(tensor, tensor.phase, missing, at_hand)
+        if tensor.phase == "forward":
+            yield from self._check_backward(tensor, made, at_hand, kept)
+        elif kept or self.claims.steps.get((here, "forward")):
+            yield Finding("kept values", "forward cannot keep or move what backward makes", _name(*here))
 
-    def _later(self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]) -> Iterator[Finding]:
-        """What backward reads of what forward made."""
-        claims, here = self.claims, (tensor.key, tensor.result)
-        then = [r for r in tensor.readers if r.phase == "backward"]
-        again = [r for r in tensor.readers if r.phase == "forward" and r.key in claims.again and r.key in self.facts.asked]
-        wanted = {claims.chosen[r.key].inputs[r.operand] for r in then} | {claims.again[r.key].inputs[r.operand] for r in again}
-        sources = set(kept) | (made if tensor.resident else set())
-        if tensor.key in claims.again:
-            sources.add(claims.again[tensor.key].outputs[tensor.result])
-        steps = claims.steps.get((here, "backward"), ())
-        waited = {claims.chosen[r.key].inputs[r.operand] for r in then if r.key in self.facts.nodes}
-        waited |= {claims.again[r.key].inputs[r.operand] for r in again}
-        yield from _slacks(tensor, steps, set(kept) | (made if tensor.resident else set()), waited)
+    def _check_backward(self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]) -> Iterator[Finding]:
+        """Whether backward gets what it reads of a tensor that forward makes.
+
+        At hand in backward is ``kept ∪ rests ∪ again``: the layouts that are kept, where the tensor rests anyway, and the
+        layout in which backward makes it again. What collectives make of these has to cover all that is read.
+
+        Args:
+            made: the layout in which forward makes it.
+            at_hand: all layouts that it has in forward.
+            kept: layouts that are kept for backward.
+        """
+        rests, read_again = made if tensor.resident else set[Layout](), self._read_again(tensor)
+        again = self.claims.again.get(tensor.key)
+        sources = {*kept, *rests, *(() if again is None else (again.outputs[tensor.result],))}
+        wanted = self._read_in(tensor, "backward") | read_again
+        steps = self.claims.steps.get(((tensor.key, tensor.result), "backward"), ())
+        yield from _check_slacks(tensor, steps, {*kept, *rests}, self._read_in(tensor, "backward", by_ops=True) | read_again)
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
-        yield from self._beside(tensor, steps, tensor.given or only_kept)
-        yield from self._steps(tensor, steps, sources, wanted)
-        if missing := wanted - _reached(sources, steps):
-            yield self._missing(tensor, "backward", missing, _reached(sources, steps))
-        for layout in kept:
-            if layout not in at_hand or (layout.host and layout.on_device() in kept):
-                yield Finding("kept values", f"{layout} is kept, which forward does not make", _name(*here))
-            if layout not in wanted and all(step.source != layout for step in steps):
-                yield Finding("kept values", f"{layout} is kept, which backward does not read", _name(*here))
-        if len(set(kept)) < len(kept):
-            yield Finding("kept values", "a layout is kept twice", _name(*here))
+        yield from self._check_beside(tensor, steps, tensor.given or only_kept)
+        yield from self._check_steps(tensor, steps, sources, wanted)
+        if missing := wanted - _reach(sources, steps):
+            yield self._report_missing(tensor, "backward", missing, _reach(sources, steps))
         read = wanted | {step.source for step in steps}
-        for layout in sorted((made & read) - set(kept), key=str) if tensor.resident else ():
-            yield Finding("kept values", f"backward reads it where it rests, as {layout}, which is not said to be kept", _name(*here))
+        for what in _find_wrongly_kept(kept, at_hand, read, rests):
+            yield Finding("kept values", what, _name(tensor.key, tensor.result))
 
-    def _beside(self, tensor: Tensor, steps: Sequence[Communication], always: bool) -> Iterator[Finding]:
+    def _read_in(self, tensor: Tensor, phase: str, *, by_ops: bool = False) -> set[Layout]:
+        """The layouts in which readers in a phase read a tensor; of ops alone, or also of outputs and parameters."""
+        readers = [r for r in tensor.readers if r.phase == phase and (r.key in self.facts.nodes or not by_ops)]
+        return {self.claims.chosen[r.key].inputs[r.operand] for r in readers}
+
+    def _read_again(self, tensor: Tensor) -> set[Layout]:
+        """The layouts in which ops of forward read a tensor when backward runs them again."""
+        again = self.claims.again
+        readers = [r for r in tensor.readers if r.phase == "forward" and r.key in again and r.key in self.facts.asked]
+        return {again[r.key].inputs[r.operand] for r in readers}
+
+    def _check_beside(self, tensor: Tensor, steps: Sequence[Communication], always: bool) -> Iterator[Finding]:
         """Whether steps count as running beside compute where, whatever is chosen, they have slack, and nowhere else."""
         for step in steps:
             counts = (always or step.collective.kind in HOST_KINDS) and step.collective.kind != "slice"
@@ -120,13 +128,14 @@ class Walk:
                 what = f"{said} {'counts' if counts else 'does not count'} as running beside compute"
                 yield Finding("moves", f"{what}, and the plan says otherwise", _name(tensor.key, tensor.result))
 
-    def _missing(self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]) -> Finding:
+    def _report_missing(self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]) -> Finding:
+        """The finding that a phase reads layouts that nothing makes."""
         what = f"{phase} reads it as {_list(missing)}, and nothing makes that: at hand is {_list(at_hand) or 'nothing'}"
         claim = "kept values" if phase != tensor.phase and not at_hand else "moves"
         return Finding(claim, what, _name(tensor.key, tensor.result))  # type: ignore[arg-type]
 
-    def _steps(self, tensor: Tensor, steps: Sequence[Communication], sources: set[Layout], wanted: set[Layout]) -> Iterator[Finding]:
-        where, at_hand = _name(tensor.key, tensor.result), _reached(sources, steps)
+    def _check_steps(self, tensor: Tensor, steps: Sequence[Communication], sources: set[Layout], wanted: set[Layout]) -> Iterator[Finding]:
+        where, at_hand = _name(tensor.key, tensor.result), _reach(sources, steps)
         targets = [step.target for step in steps]
         for step in steps:
             said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
@@ -141,19 +150,25 @@ class Walk:
     def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
         """What is wrong with one collective, wherever it starts."""
         said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
-        for what in self._step(tensor, step):
+        for what in self._find_faults(tensor, step):
             yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
 
-    def _step(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """What is wrong with one collective."""
+    def _find_faults(self, tensor: Tensor, step: Communication) -> Iterator[str]:
+        """What is wrong with one collective: where it leads, what it moves, and how long it takes."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
             yield f"a tensor of shape {shape} cannot lie so on mesh {self.mesh}"
             return
-        if led_to(step.source, c, step.target) != step.target or (c.axis >= 0 and sizes[c.axis] == 1):
+        if apply_collective(step.source, c, step.target) != step.target or (c.axis >= 0 and sizes[c.axis] == 1):
             along = f" of dim {c.dim} along axis {self.mesh.names[c.axis]}" if c.axis >= 0 else ""
             yield f"a {c.kind}{along} does not lead there"
             return
+        yield from self._check_bytes(tensor, step)
+        yield from self._check_time(tensor, step)
+
+    def _check_bytes(self, tensor: Tensor, step: Communication) -> Iterator[str]:
+        """Whether a collective moves the dtype that the tensor has, or is summed in, and as many bytes as follow from it."""
+        c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
         if c.dtype != str(dtype).removeprefix("torch."):
             yield f"it moves {c.dtype}, the tensor asks for {dtype}"
@@ -163,10 +178,16 @@ class Walk:
         taken = held_bytes(shape, dtype, step.target, sizes) - put_in if c.kind == "halo" else 0
         if c.halo_bytes != taken:
             yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
+
+    def _check_time(self, tensor: Tensor, step: Communication) -> Iterator[str]:
+        """Whether a collective takes the time that the profile says, by itself or as a share of a bucket.
+
+        What is done once per step counts 1/M in each of M microbatches.
+        """
         num = self.num_microbatches if step.phase == "step" else 1
-        alone_s = self.rates.alone_s(c) / num
+        alone_s = self.rates.alone_s(step.collective) / num
         shares = (step.beside or step.phase == "step") and self._may_share(tensor, step)
-        counted_s = min(alone_s, self.rates.share_s(c) / num) if shares else alone_s
+        counted_s = min(alone_s, self.rates.share_s(step.collective) / num) if shares else alone_s
         if shares != (step.alone_s is not None):
             yield f"it {'counts as a share of a bucket' if shares else 'has no share of a bucket'}, and the plan says otherwise"
         for when, time_s, said_s in (("", counted_s, step.time_s), (" by itself", alone_s, step.by_itself_s)):
@@ -179,9 +200,28 @@ class Walk:
         return even and step.collective.kind in SHARING and step.collective.dtype in FLOATS
 
 
-def _slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:
+def _find_wrongly_kept(kept: Sequence[Layout], at_hand: set[Layout], read: set[Layout], rests: set[Layout]) -> Iterator[str]:
+    """What is kept and is not made or not read, is kept twice, or is read where it rests and is not said to be kept.
+
+    Args:
+        at_hand: layouts that the tensor has in forward.
+        read: layouts that ops or collectives of backward read.
+        rests: the layout in which the tensor is there all the time, if it is.
+    """
+    for layout in kept:
+        if layout not in at_hand or (layout.host and layout.on_device() in kept):
+            yield f"{layout} is kept, which forward does not make"
+        if layout not in read:
+            yield f"{layout} is kept, which backward does not read"
+    if len(set(kept)) < len(kept):
+        yield "a layout is kept twice"
+    for layout in sorted((rests & read) - set(kept), key=str):
+        yield f"backward reads it where it rests, as {layout}, which is not said to be kept"
+
+
+def _check_slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:
     """Whether steps have the slack that follows from what is there when the phase starts, and from what ops wait for."""
-    there, needed = _reached(at_start, steps), set(waited)
+    there, needed = _reach(at_start, steps), set(waited)
     while further := {step.source for step in steps if step.target in needed} - needed:
         needed |= further
     for step in steps:
@@ -191,7 +231,7 @@ def _slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout
             yield Finding("moves", what, _name(tensor.key, tensor.result))
 
 
-def _reached(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
+def _reach(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
     """Everything that the steps make from the sources."""
     found, left = set(sources), list(steps)
     while ready := [step for step in left if step.source in found]:

@@ -45,7 +45,7 @@ from autopar.certificate.reduced import Flags, Floats, Ints, beyond_worth, ends_
 from autopar.collective import HOST_KINDS
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Priced, Wire
-from autopar.layout_graph import LayoutGraph, all_layouts
+from autopar.layout_graph import all_layouts
 from autopar.problem import Value, at_best
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, Ref
@@ -78,6 +78,52 @@ class Crosses:
     bytes: tuple[int, ...]
     makes_s: tuple[float, ...]
     reads_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the trace: who makes and reads it, and the multipliers of its layouts, in seconds per layout.
+
+    Attributes:
+        variant: its number in the problem.
+        ref: node and result.
+        value: the problem's tensor that it is an instance of.
+        makers: instances of what makes it: one, or one in each unit that has it for itself.
+        reads: per use of the variant, the instances that read it.
+        now: use → π, of readers in the phase that makes the tensor.
+        later: use → π, of readers in backward of what forward makes.
+        mu: μ; 0 in layouts that cannot be kept.
+        made: flags of layouts that some strategy makes.
+        wanted: flags of layouts that readers in its phase may read.
+        kept: flags of layouts that may be kept for backward.
+        exposed: whether it may cross between stages.
+        hidden: whether backward of some stage may make it again elsewhere, or others read it, too.
+        has_unpriced: whether somebody without a π reads it in its phase.
+    """
+
+    variant: int
+    ref: Ref
+    value: Value
+    makers: Sequence[Place]
+    reads: Sequence[Sequence[Place]]
+    now: Mapping[int, Floats]
+    later: Mapping[int, Floats]
+    mu: Floats
+    made: Flags
+    wanted: Flags
+    kept: Flags
+    exposed: bool
+    hidden: bool
+    has_unpriced: bool
+
+    @property
+    def num(self) -> int:
+        """Number of layouts."""
+        return len(self.mu)
+
+    def terms(self, pis: Mapping[int, Floats]) -> list[tuple[int, Floats]]:
+        """Per use that has a π: the number of instances that read the tensor, and π."""
+        return [(len(self.reads[use]), pi) for use, pi in pis.items()]
 
 
 @dataclass
@@ -116,23 +162,22 @@ class Unfolded:
         for v, refs in enumerate(ways.priced.refs):
             for ref in refs:
                 if ref in self.places.makers:
-                    self._tensor(v, ref)
-        self._alone()
+                    self._add_tensor(self._read_tensor(v, ref))
+        self._add_alone()
         for place, costs in self.x.items():
             self.units[place.unit] += float(costs.min())
         for place, costs in self.again.items():
             self.units[place.unit] += min(0.0, float(costs.min()))
 
-    def _tensor(self, v: int, ref: Ref) -> None:
+    def _read_tensor(self, v: int, ref: Ref) -> _Tensor:
+        """Gather who makes and reads a tensor, and its multipliers."""
         variant, value, makers = self.problem.variants[v], self._value(v), self.places.makers[ref]
         num, exposed = len(value.graph.layouts), ref[0] in self.ways.exposed
         reads = [self.places.readers.get((ref, u.op, u.operand), []) for u in variant.uses]
         forward = [i for i, u in enumerate(variant.uses) if u.phase == value.phase]
         hidden = ref in self.places.hidden or (ref in self.places.everywhere and len(makers) > 1)
         now = {i: self._pi(v, i, False, reads[i], num) for i in forward if reads[i]}
-        asked = {i for i, u in enumerate(variant.uses) if (ref, u.op, u.operand) not in self.places.unasked}
-        keeps = value.phase == "forward" and not hidden
-        later = {i: self._pi(v, i, True, r, num) for i, r in enumerate(reads) if r and i in asked and keeps}
+        later = self._read_later(v, ref, reads) if value.phase == "forward" and not hidden else {}
         if self._is_narrower(v, exposed):
             now, later = ({i: np.zeros(num) for i in each} for each in (now, later))
         made = flags(num, [self._layouts(value, value.op, "outputs", value.result)])
@@ -142,26 +187,43 @@ class Unfolded:
             kept &= flags(num, [np.array(sorted(value.keepable), int)])
         wants = weighted(num, ((len(reads[i]), pi) for i, pi in later.items()))
         mu = np.where(kept, np.minimum(self._mu(v, num), wants), 0.0)
-        first = [(len(reads[i]), pi) for i, pi in now.items()]
-        first += [(1, np.zeros(num))] if ref in self.places.hidden or len(now) < len(forward) else []
-        then = [(len(reads[i]), pi) for i, pi in later.items()]
+        has_unpriced = ref in self.places.hidden or len(now) < len(forward)
+        return _Tensor(v, ref, value, makers, reads, now, later, mu, made, wanted, kept, exposed, hidden, has_unpriced)
+
+    def _read_later(self, v: int, ref: Ref, reads: Sequence[Sequence[Place]]) -> dict[int, Floats]:
+        """Use → π in backward, of uses whose instances all read the tensor as backward runs them."""
+        uses, num = self.problem.variants[v].uses, len(self._value(v).graph.layouts)
+        asked = [i for i, u in enumerate(uses) if (ref, u.op, u.operand) not in self.places.unasked]
+        return {i: self._pi(v, i, True, reads[i], num) for i in asked if reads[i]}
+
+    def _add_tensor(self, tensor: _Tensor) -> None:
+        """Add what a tensor costs or spares its makers and readers, its units, and the borders that it may cross."""
         losses, left = [0.0, 0.0], list[Floats]()
         for crosses in (False, True):
-            costs = [self._seconds(v, exposed and (crosses or hidden), later=late) for late in (False, True)]
-            losses[crosses], beyond = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
-            left = [x + in_full(value.graph) - seconds for x, seconds in zip(beyond, costs, strict=True)]
-        self._saved(v, makers, reads, left)
-        kappa = np.where(kept, np.maximum(weighted(num, then) - mu, 0.0), 0.0)
-        for i, u in enumerate(variant.uses):
-            at = self._layouts(value, u.op, "inputs", u.operand)
-            for p in reads[i]:
-                if i in now:
-                    self.x[p] += now[i][at] - kappa[at]
-                if i in later:
-                    (self.again if i in now else self.x).get(p, np.zeros(len(at)))[:] += later[i][at]
-        self._supplied(value, makers, reads, now, later, kept, losses[False])
-        if exposed and ref not in self.places.everywhere and len(makers) == 1:
-            self._crossing(value, ref, makers[0].unit, reads, now, later, mu, losses)
+            early = tensor.exposed and (crosses or tensor.hidden)
+            costs = [self._seconds(tensor.variant, early, later=late) for late in (False, True)]
+            losses[crosses], beyond = self._reduce_collectives(tensor, costs)
+            left = [x + in_full(tensor.value.graph) - seconds for x, seconds in zip(beyond, costs, strict=True)]
+        self._save_in_kernels(tensor, left)
+        self._charge_readers(tensor)
+        self._supply(tensor, losses[False])
+        if tensor.exposed and tensor.ref not in self.places.everywhere and len(tensor.makers) == 1:
+            self._cross(tensor, losses)
+
+    def _charge_readers(self, tensor: _Tensor) -> None:
+        """Readers pay π for what they read, less κ where forward reads it: they may supply backward.
+
+        With π of the readers in backward, ``κ[l] = max(0, Σ π[l] − μ[l])`` in layouts l that may be kept.
+        """
+        kappa = np.where(tensor.kept, np.maximum(weighted(tensor.num, tensor.terms(tensor.later)) - tensor.mu, 0.0), 0.0)
+        for i, u in enumerate(self.problem.variants[tensor.variant].uses):
+            at = self._layouts(tensor.value, u.op, "inputs", u.operand)
+            late = self.again if i in tensor.now else self.x
+            for p in tensor.reads[i]:
+                if i in tensor.now:
+                    self.x[p] += tensor.now[i][at] - kappa[at]
+                if i in tensor.later and p in late:
+                    late[p] += tensor.later[i][at]
 
     def borders_to(self, behind: Unfolded, wire: Wire) -> list[Pairs]:
         """The pairs at each border between a stage at these prices and the next, at its own, over a link."""
@@ -178,51 +240,65 @@ class Unfolded:
             found.append(pairs)
         return found
 
-    def _supplied(
-        self, value: Value, makers: Sequence[Place], reads: Sequence[Sequence[Place]], now: Mapping[int, Floats],
-        later: Mapping[int, Floats], kept: Flags, loss: float,
-    ) -> None:  # fmt: skip
-        """What making it is worth: to all readers, or, of several makers, to those in the unit of each."""
-        at = self._layouts(value, value.op, "outputs", value.result)
-        for p in makers:
-            mine = [[r for r in each if len(makers) == 1 or r.unit == p.unit] for each in reads]
-            first = weighted(len(kept), ((len(mine[i]), pi) for i, pi in now.items()))
-            then = weighted(len(kept), ((len(mine[i]), pi) for i, pi in later.items()))
-            self.x[p] -= (first + (then if value.resident else np.where(kept, then, 0.0)))[at]
+    def _supply(self, tensor: _Tensor, loss: float) -> None:
+        """Take off its makers what a tensor is worth: to all readers, or, of several makers, to those in the unit of each.
+
+        Args:
+            loss: of its collectives' reduced costs, what is below 0 (seconds).
+        """
+        at = self._layouts(tensor.value, tensor.value.op, "outputs", tensor.value.result)
+        for p in tensor.makers:
+            mine = [sum(len(tensor.makers) == 1 or r.unit == p.unit for r in each) for each in tensor.reads]
+            first = weighted(tensor.num, ((mine[i], pi) for i, pi in tensor.now.items()))
+            then = weighted(tensor.num, ((mine[i], pi) for i, pi in tensor.later.items()))
+            self.x[p] -= (first + (then if tensor.value.resident else np.where(tensor.kept, then, 0.0)))[at]
             if p in self.again:
                 self.again[p] -= then[at]
             self.units[p.unit] += loss
 
-    def _crossing(
-        self, value: Value, ref: Ref, unit: int, reads: Sequence[Sequence[Place]], now: Mapping[int, Floats], later: Mapping[int, Floats],
-        mu: Floats, losses: Sequence[float],
-    ) -> None:  # fmt: skip
-        """The borders that it may cross, where it is lost more on the side that makes it, and as much again on the other."""
+    def _cross(self, tensor: _Tensor, losses: Sequence[float]) -> None:
+        """Add the borders that a tensor may cross.
+
+        Args:
+            losses: what its collectives' reduced costs are below 0, where it crosses nothing and where it crosses (seconds): the
+                side that makes it loses the difference, and the other side all of the second.
+        """
+        unit, reads, num = tensor.makers[0].unit, tensor.reads, tensor.num
         units = [p.unit for each in reads for p in each] or [unit]
-        forward, num, more = value.phase == "forward", len(mu), losses[True] - losses[False]
+        forward, more = tensor.value.phase == "forward", losses[True] - losses[False]
+        graph = tensor.value.graph
+        at = [graph.index[layout] for layout in all_layouts(self._shapes[tensor.ref[0]], self.ways.mesh_shape)]
+        sizes = tuple(graph.bytes[n] for n in at)
         for border in range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1):
             far = [sum((p.unit >= border) == forward for p in each) for each in reads]
-            gain = weighted(num, ((far[i], pi) for i, pi in now.items()))
-            behind = weighted(num, ((far[i], pi) for i, pi in later.items()))
-            before = weighted(num, ((len(reads[i]) - far[i], pi) for i, pi in later.items()))
-            at = [value.graph.index[layout] for layout in all_layouts(self._shapes[ref[0]], self.ways.mesh_shape)]
-            near = np.maximum(before - mu, 0.0) if forward else np.zeros(num)
-            makes, reads_s = gain - near + more, losses[True] - gain - (behind if forward else 0.0)
-            sizes = tuple(value.graph.bytes[n] for n in at)
-            self.crosses[border - 1][ref] = Crosses(forward, sizes, tuple(makes[at].tolist()), tuple(reads_s[at].tolist()))
+            gain = weighted(num, ((far[i], pi) for i, pi in tensor.now.items()))
+            behind = weighted(num, ((far[i], pi) for i, pi in tensor.later.items()))
+            before = weighted(num, ((len(reads[i]) - far[i], pi) for i, pi in tensor.later.items()))
+            near = np.maximum(before - tensor.mu, 0.0) if forward else np.zeros(num)
+            makes_s, reads_s = gain - near + more, losses[True] - gain - (behind if forward else 0.0)
+            crosses = Crosses(forward, sizes, tuple(makes_s[at].tolist()), tuple(reads_s[at].tolist()))
+            self.crosses[border - 1][tensor.ref] = crosses
 
-    def _collectives(
-        self, graph: LayoutGraph, exposed: bool, made: Flags, kept: Flags, wanted: Flags, now: Sequence[tuple[int, Floats]],
-        later: Sequence[tuple[int, Floats]], mu: Floats, costs: Sequence[Floats],
-    ) -> tuple[float, list[Floats]]:  # fmt: skip
-        """What their reduced costs take, and what each costs beyond its worth, in the tensor's phase and later; π of what may cross is
-        raised first where the whole never has it."""
-        ends = wanted | exposed
-        worth = np.where(led(graph, ends, back=True), mu, 0.0)
+    def _reduce_collectives(self, tensor: _Tensor, costs: Sequence[Floats]) -> tuple[float, list[Floats]]:
+        """The reduced costs of a tensor's collectives; π of what may cross is raised first where the whole never has it.
+
+        Args:
+            costs: seconds per collective, in the tensor's phase and later.
+
+        Returns:
+            The sum of what is below 0, and what each collective costs beyond its worth, in the tensor's phase and later (seconds).
+        """
+        graph = tensor.value.graph
+        worth = np.where(led(graph, tensor.wanted | tensor.exposed, back=True), tensor.mu, 0.0)
+        first = tensor.terms(tensor.now) + ([(1, np.zeros(tensor.num))] if tensor.has_unpriced else [])
+        phases = (
+            (first, tensor.made, worth, costs[0]),
+            (tensor.terms(tensor.later), tensor.made | tensor.kept, np.zeros(tensor.num), costs[1]),
+        )
         loss, left = 0.0, list[Floats]()
-        for pis, begin, gain, seconds in ((now, made, worth, costs[0]), (later, made | kept, np.zeros(len(mu)), costs[1])):
+        for pis, begin, gain, seconds in phases:
             reached = led(graph, begin)
-            if exposed:
+            if tensor.exposed:
                 for _, pi in pis:
                     raise_to_ends(graph, pi, reached)
             beyond = beyond_worth(graph, pis, gain, seconds)
@@ -230,17 +306,22 @@ class Unfolded:
             left.append(beyond)
         return loss, left
 
-    def _saved(self, v: int, makers: Sequence[Place], reads: Sequence[Sequence[Place]], left: Sequence[Floats]) -> None:
-        """What products save together with a tensor's collectives."""
-        for later, beyond in enumerate(left):
-            for kernel in self._kernels.get((v, bool(later)), ()):
-                most = max(h.saved_s - max(float(beyond[h.arc]), 0.0) for h in kernel.hides)
-                for p in {p for places in (makers, *reads) for p in places if p.op == kernel.op and p not in self.places.alone}:
-                    costs = (self.again if kernel.again else self.x).get(p)
-                    if costs is not None:
-                        costs[[*kernel.strategies]] -= max(most, 0.0)
+    def _save_in_kernels(self, tensor: _Tensor, left: Sequence[Floats]) -> None:
+        """Take off products the most that they save together with a collective of the tensor.
 
-    def _alone(self) -> None:
+        Args:
+            left: per phase, what each collective costs beyond its worth, its time taken in full (seconds).
+        """
+        for later, beyond in enumerate(left):
+            for kernel in self._kernels.get((tensor.variant, bool(later)), ()):
+                most = max(h.saved_s - max(float(beyond[h.arc]), 0.0) for h in kernel.hides)
+                ends = {p for places in (tensor.makers, *tensor.reads) for p in places if p.op == kernel.op}
+                costs = self.again if kernel.again else self.x
+                for p in ends - self.places.alone:
+                    if p in costs:
+                        costs[p][[*kernel.strategies]] -= max(most, 0.0)
+
+    def _add_alone(self) -> None:
         """What products save that several units have for themselves: all that they could."""
         kernels = [kernel for offered in self._kernels.values() for kernel in offered if not kernel.again]
         for p in self.places.alone if kernels else ():

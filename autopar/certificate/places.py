@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ from autopar.certificate.facts import Facts
 from autopar.cost.priced import Priced
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, Ref
+from autopar.strategies.clusters import Cluster
+
+Loose = tuple[int, int, tuple[Ref, ...]]  # op, number of the instance, and the tensors that it makes in each unit that reads them
 
 
 class Place(NamedTuple):
@@ -47,70 +51,107 @@ class Places:
 
     @staticmethod
     def of(trace: Trace, priced: Priced, placing: Placing, forced: Forced) -> Places:
-        """Of a trace cut at all places."""
+        """Place every instance of every op of a trace that is cut at all places.
+
+        Args:
+            trace: of a microbatch of the whole model.
+            priced: the problem that is stated of it.
+            placing: the unit of each node, and the units that hold each parameter.
+            forced: what the user says of the plan.
+
+        Raises:
+            KeyError: where `placing` is of another trace.
+        """
         found = Places(priced, placing)
         made = next(iter(reversed(trace.graph.nodes))).args[0]
         gradients = {p.name: (made[p.gradient].name, 0) for p in trace.parameters if p.gradient is not None}
-        loose: list[tuple[int, int, tuple[Ref, ...]]] = []
-        layers, asked = found._layers(), Facts.of(trace).asked
-        for n, source in enumerate(priced.sources):
-            for number, cluster in enumerate(source.cluster.instances if source.cluster else ()):
-                first = cluster.members[0].node
-                if first in placing.dropped or first in placing.copied:
-                    found.hidden |= {*cluster.operands, *cluster.results}
-                    loose += [(n, number, cluster.results)] if first in placing.copied else []
-                    continue
-                place = found._put(n, number, placing.stage[first], cluster.operands, cluster.results)
-                read = {ref for m in cluster.members if m.key in asked or cluster.phase == "backward" for ref in m.reads}
-                found.unasked |= {(ref, n, operand) for operand, ref in enumerate(cluster.operands) if ref not in read}
-                op = priced.problem.ops[n]
-                passes_on = any((layers.get(ref) or set()) - {cluster.indices} for ref in cluster.results)
-                if op.phase == "forward" and (op.recomputable or forced.recompute is not None or not passes_on):
-                    found.again.add(place)
+        layers, asked = found._find_layers(), Facts.of(trace).asked
+        loose: list[Loose] = []
+        for op, source in enumerate(priced.sources):
+            if source.cluster is not None:
+                may_run_again = found._is_recomputable(op, forced)
+                loose += found._put_clusters(op, source.cluster.instances, asked, layers, always=may_run_again)
             for number, (name, node) in enumerate(zip(source.names, source.nodes, strict=True)):
-                gradient = (gradients[name],) if source.kind == "parameter" and name in gradients else ()
                 if source.kind == "parameter":
-                    found._parameter(n, number, name, (node, 0), gradient)
-                elif source.kind == "output" and node not in placing.stage:
-                    found.hidden.add((node, 0))
-                elif node in placing.stage:
-                    reads, makes = (((node, 0),), ()) if source.kind == "output" else ((), ((node, 0),))
-                    found._put(n, number, placing.stage[node], reads, makes)
+                    found._put_parameter(op, number, name, (node, 0), (gradients[name],) if name in gradients else ())
                 else:
-                    loose.append((n, number, ((node, 0),)))
-        found._everywhere(loose)
+                    loose += found._put_interface(op, number, source.kind, node)
+        found._put_everywhere(loose)
         return found
 
-    def _put(self, n: int, number: int, unit: int, reads: tuple[Ref, ...], makes: tuple[Ref, ...], share: float = 1.0) -> Place:
-        place = Place(n, number, unit)
+    def _put_clusters(
+        self, op: int, clusters: Sequence[Cluster], asked: frozenset[str], layers: Mapping[Ref, set[tuple[int, ...]]], *, always: bool
+    ) -> list[Loose]:
+        """Place all instances of a compute op. What is copied to each unit that reads it is returned: no unit is its place.
+
+        Args:
+            asked: nodes of forward whose results backward or another stage asks for.
+            layers: tensor → the layers that read it in forward.
+            always: whether backward may run the op again even where another layer reads what it makes.
+        """
+        loose: list[Loose] = []
+        is_forward = self.priced.problem.ops[op].phase == "forward"
+        for number, cluster in enumerate(clusters):
+            first = cluster.members[0].node
+            if first in self.placing.dropped or first in self.placing.copied:
+                self.hidden |= {*cluster.operands, *cluster.results}
+                loose += [(op, number, cluster.results)] if first in self.placing.copied else []
+                continue
+            place = self._put(op, number, self.placing.stage[first], cluster.operands, cluster.results)
+            read = {ref for m in cluster.members if m.key in asked or cluster.phase == "backward" for ref in m.reads}
+            self.unasked |= {(ref, op, operand) for operand, ref in enumerate(cluster.operands) if ref not in read}
+            stays = not any((layers.get(ref) or set()) - {cluster.indices} for ref in cluster.results)
+            if is_forward and (always or stays):
+                self.again.add(place)
+        return loose
+
+    def _is_recomputable(self, op: int, forced: Forced) -> bool:
+        """Whether the problem lets backward run an op again, or the user says which ops it runs again."""
+        return self.priced.problem.ops[op].recomputable or forced.recompute is not None
+
+    def _put_interface(self, op: int, number: int, kind: str, node: str) -> list[Loose]:
+        """Place a buffer, an input or an output of the model. What every unit can have for itself is returned: no unit is its place."""
+        if node not in self.placing.stage:
+            if kind != "output":
+                return [(op, number, ((node, 0),))]
+            self.hidden.add((node, 0))
+        elif kind == "output":
+            self._put(op, number, self.placing.stage[node], ((node, 0),), ())
+        else:
+            self._put(op, number, self.placing.stage[node], (), ((node, 0),))
+        return []
+
+    def _put(self, op: int, number: int, unit: int, reads: tuple[Ref, ...], makes: tuple[Ref, ...], share: float = 1.0) -> Place:
+        """Note that instance `number` of an op is in a unit, what it reads and makes there, and the share of its time."""
+        place = Place(op, number, unit)
         self.shares[place] = share
         for operand, ref in enumerate(reads):
-            self.readers.setdefault((ref, n, operand), []).append(place)
+            self.readers.setdefault((ref, op, operand), []).append(place)
         for ref in makes:
             self.makers.setdefault(ref, []).append(place)
         return place
 
-    def _parameter(self, n: int, number: int, name: str, here: Ref, gradient: tuple[Ref, ...]) -> None:
+    def _put_parameter(self, op: int, number: int, name: str, here: Ref, gradient: tuple[Ref, ...]) -> None:
         held = self.placing.holders[name]
         if len(held) == 1:
-            self._put(n, number, held[0], gradient, (here,))
+            self._put(op, number, held[0], gradient, (here,))
             return
         self.hidden |= {*gradient}
         training = {self.placing.stage[term.name] for term in self.placing.terms.get(name, ())} or {*held}
         for unit in held:  # each with a part of the gradient, and of the time: a stage that holds it for several has it once
-            self._put(n, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0)
+            self._put(op, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0)
 
-    def _everywhere(self, loose: list[tuple[int, int, tuple[Ref, ...]]]) -> None:
+    def _put_everywhere(self, loose: Sequence[Loose]) -> None:
         read: dict[Ref, set[int]] = {}
         for (ref, _, _), places in self.readers.items():
             read.setdefault(ref, set()).update(p.unit for p in places)
-        for n, number, refs in loose:
+        for op, number, refs in loose:
             units = sorted({unit for ref in refs for unit in read.get(ref, ())})
             self.everywhere |= {*refs}
             for unit in units:
-                self.alone.add(self._put(n, number, unit, (), refs, 1.0 / len(units)))
+                self.alone.add(self._put(op, number, unit, (), refs, 1.0 / len(units)))
 
-    def _layers(self) -> dict[Ref, set[tuple[int, ...]]]:
+    def _find_layers(self) -> dict[Ref, set[tuple[int, ...]]]:
         """Tensor → the layers that read it in forward, where they are ops."""
         found: dict[Ref, set[tuple[int, ...]]] = {}
         for source in self.priced.sources:

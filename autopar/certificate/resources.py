@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.trace import Trace
+from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.buckets import issued
 from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
@@ -47,15 +47,9 @@ def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
         for node in module.graph.nodes if module is not None else ():
             if (node.target in dispatched.TOGETHER) != bool(node.meta.get("own")):
                 yield Finding("emission", f"it does not run in {phase} as the plan has it move", node.meta["key"])
-            for each in node.meta.get("own", ()):
-                listed[phase, each.collective.kind, each.collective.axis] -= 1
-                sizes[phase, each.collective.kind, each.collective.axis] -= each.collective.bytes
-            kind = _kind(node)
-            if kind:
-                inside = node.target in fused.KERNELS
-                axis = node.meta["kernel"].collective.axis if inside else -1 if kind in HOST_KINDS else int(kernels.positional(node)[-1])
+            for kind, axis, num_bytes in _read_collectives(node):
                 listed[phase, kind, axis] -= 1
-                sizes[phase, kind, axis] -= (node.meta["kernel"].collective if inside else node.meta["collective"]).bytes
+                sizes[phase, kind, axis] -= num_bytes
     for where in sorted(where for where in sizes if listed[where] or sizes[where]):
         phase, kind, axis = where
         along = f" along axis {plan.mesh.names[axis]}" if axis >= 0 else ""
@@ -65,8 +59,21 @@ def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
         yield Finding("emission", f"{what} {excess}")
 
 
-def _kind(node: fx.Node) -> str:
-    """Of a step that a node issues, ``""`` where it issues none."""
+def _read_collectives(node: fx.Node) -> Iterator[tuple[str, int, int]]:
+    """Kind, mesh axis and bytes of each collective that an emitted node issues; the axis is −1 between host and device."""
+    for each in node.meta.get("own", ()):
+        yield each.collective.kind, each.collective.axis, each.collective.bytes
+    kind = _kind_of(node)
+    if node.target in fused.KERNELS and kind:
+        inside = node.meta["kernel"].collective
+        yield kind, inside.axis, inside.bytes
+    elif kind:
+        axis = -1 if kind in HOST_KINDS else int(kernels.positional(node)[-1])
+        yield kind, axis, node.meta["collective"].bytes
+
+
+def _kind_of(node: fx.Node) -> str:
+    """Of the collective that a node issues by a kernel of its own, ``""`` where it issues none."""
     if node.op != "call_function":
         return ""
     return str(node.args[1]) if node.target is kernels.start else _CALLS.get(node.target, "")
@@ -92,34 +99,54 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
             yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
 
 
-def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool) -> dict[str, int]:
-    """Bytes by kind that follow from layouts alone."""
-    state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
-    found = dict.fromkeys(("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0)
+def sum_resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool) -> dict[str, int]:
+    """What a device holds of each kind, as it follows from layouts alone.
+
+    Args:
+        trace: of the model, or of the stage.
+        facts: its tensors.
+        claims: the plan's layouts.
+        plan: its mesh and optimizer are read.
+        accumulates: whether a step has several microbatches, whose gradients are summed up.
+
+    Returns:
+        Bytes by kind; "copies" only where parameters are held in another dtype or layout, too.
+    """
+    found = Counter(dict.fromkeys(("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0))
     tensors = [("buffers", b.view, b.dtype, buffer_key(b.name)) for b in trace.buffers]
     tensors += [("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs if not i.crosses]
     for kind, shape, dtype, key in tensors:
         found[kind] += held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
-    gathered = 0
     for p in trace.parameters:
-        seen = claims.chosen[parameter_key(p.name)]
-        rests = claims.chosen.get(storage_key(p.name), seen).outputs[0]
-        size = 0 if rests.host else held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
-        found["parameters"] += size
-        held = (accumulates and p.compute_dtype != p.dtype) or seen.outputs[0] != rests
-        if held and not seen.outputs[0].host:
-            gathered += held_bytes(p.view, p.compute_dtype, seen.outputs[0], plan.mesh.shape)
-        if p.gradient is not None:
-            wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
-            found["gradients"] += 0 if seen.inputs[0].host else held_bytes(p.view, wide, seen.inputs[0], plan.mesh.shape)
-            found["optimizer"] += state * size
-    found |= {"copies": gathered} if gathered else {}
+        for kind, num_bytes in _measure_parameter(p, claims, plan, accumulates=accumulates):
+            found[kind] += num_bytes
     for where, layouts in claims.kept.items():
         tensor = facts.tensors[where]
         free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
         here = [at for at in layouts if at != free and not at.host]
         found["activations"] += sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in here)
-    return found
+    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes or kind != "copies"}
+
+
+def _measure_parameter(p: Parameter, claims: Claims, plan: Plan, *, accumulates: bool) -> Iterator[tuple[str, int]]:
+    """What a device holds of a parameter, by kind (bytes): the hosts' memory does not count.
+
+    With P bytes where it rests: P of parameters, a copy where ops read it in another layout or, with several microbatches, in
+    another dtype, and, where it is trained, its gradient (summed over microbatches in fp32 at least) and the optimizer's state,
+    a multiple of P.
+    """
+    sizes, state = plan.mesh.shape, OPTIMIZERS[str(plan.options.get("optimizer"))][0]
+    seen = claims.chosen[parameter_key(p.name)]
+    rests = claims.chosen.get(storage_key(p.name), seen).outputs[0]
+    at_rest = 0 if rests.host else held_bytes(p.view, p.dtype, rests, sizes)
+    yield "parameters", at_rest
+    is_copied = (accumulates and p.compute_dtype != p.dtype) or seen.outputs[0] != rests
+    if is_copied and not seen.outputs[0].host:
+        yield "copies", held_bytes(p.view, p.compute_dtype, seen.outputs[0], sizes)
+    if p.gradient is not None:
+        wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
+        yield "gradients", 0 if seen.inputs[0].host else held_bytes(p.view, wide, seen.inputs[0], sizes)
+        yield "optimizer", state * at_rest
 
 
 def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context) -> tuple[int, list[Finding]]:

@@ -16,7 +16,7 @@ from autopar.halo import Halo
 from autopar.kernels import collectives as steps
 from autopar.layout import Layout
 from autopar.mirrored import Mirrored
-from autopar.validation.shards import is_even, led_to, local_lengths
+from autopar.validation.shards import apply_collective, is_even, local_lengths
 from autopar.validation.states import Packed, Several, State
 from autopar.validation.traced import Traced
 
@@ -58,7 +58,7 @@ def move(
     step, wanted = _step_of(state.layout, kind, settings)
     if step.axis >= len(mesh_shape):
         raise MoveError(f"the mesh has no axis {step.axis}")
-    target = led_to(state.layout, step, wanted)
+    target = apply_collective(state.layout, step, wanted)
     if target is None or not target.fits(shape, mesh_shape):
         raise MoveError(
             f"a {kind} with settings {tuple(settings)} leads nowhere from {state.layout}"

@@ -8,7 +8,8 @@ where it is the innermost splitter, and becomes that where it splits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -27,7 +28,16 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 def local_lengths(
     shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shape of the largest part."""
+    """Shape of the largest part.
+
+    Args:
+        shape: of the whole tensor.
+        layout: whose axes split the dims, in its order.
+        mesh_shape: number of devices along each mesh axis.
+
+    Returns:
+        One length per dim, what a halo adds included.
+    """
     lengths = list(shape)
     for axis in layout.order:
         placement = layout.placements[axis]
@@ -42,65 +52,120 @@ def local_lengths(
 def held_bytes(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]
 ) -> int:
-    """Bytes of the largest part."""
+    """Bytes of the largest part.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        layout: whose axes split the dims, in its order.
+        mesh_shape: number of devices along each mesh axis.
+    """
     size = dtype.itemsize
     for length in local_lengths(shape, layout, mesh_shape):
         size *= length
     return size
 
 
-def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
-    """The layout that a collective makes of `source`; None where it cannot start there.
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a collective finds along its mesh axis.
+
+    Attributes:
+        step: the collective.
+        before: placement of the source along the axis.
+        wanted: placement along the axis of the layout that is asked for.
+        is_innermost: whether the axis is the innermost of those that split dim `step.dim`.
+    """
+
+    step: Collective
+    before: Placement
+    wanted: Placement
+    is_innermost: bool
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the devices hold parts of dim `step.dim` that can be put together."""
+        return self.is_innermost and self.before == Shard(self.step.dim)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the devices hold partial results of the reduction."""
+        return isinstance(self.before, Partial) and self.before.reduce_op == self.step.reduce_op
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the devices hold mirrored parts of dim `step.dim`."""
+        return self.is_innermost and self.before == Mirrored(self.step.dim)
+
+    @property
+    def asks_for_mirrored(self) -> bool:
+        """Whether mirrored parts of dim `step.dim` are asked for."""
+        return self.wanted == Mirrored(self.step.dim)
+
+    @property
+    def asks_for_halo(self) -> bool:
+        """Whether parts of dim `step.dim` with a halo are asked for."""
+        return isinstance(self.wanted, Halo) and self.wanted.dim == self.step.dim
+
+
+_PLACEMENTS: Mapping[str, tuple[Callable[[_Start], bool], Callable[[_Start], Placement]]] = {
+    "all_gather": (lambda s: s.is_part, lambda s: Replicate()),
+    "all_to_all": (
+        lambda s: s.is_part and 0 <= s.step.to_dim != s.step.dim,
+        lambda s: Shard(s.step.to_dim),
+    ),
+    "all_reduce": (lambda s: s.is_sum and s.step.dim == -1, lambda s: Replicate()),
+    "reduce_scatter": (lambda s: s.is_sum and s.step.dim >= 0, lambda s: Shard(s.step.dim)),
+    "slice": (
+        lambda s: s.before == Replicate() and s.step.dim >= 0,
+        lambda s: Shard(s.step.dim),
+    ),
+    "swap": (
+        lambda s: s.is_mirrored or (s.is_part and s.asks_for_mirrored),
+        lambda s: Shard(s.step.dim) if s.is_mirrored else Mirrored(s.step.dim),
+    ),
+    "halo": (lambda s: s.is_part and s.asks_for_halo, lambda s: s.wanted),
+}
+"""Kind of collective → its precondition, and the placement that it makes along its axis"""
+
+
+def apply_collective(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
+    """The layout that a collective makes of `source`.
 
     Args:
+        source: the layout in which the collective finds the tensor.
+        step: its kind, mesh axis, dims and reduction are read.
         wanted: says which halo is meant, where the step is one, and which way a swap goes.
+
+    Returns:
+        The layout; None where the collective cannot start from `source`.
     """
     if step.kind in ("fetch", "store"):
-        return _led_to_or_from_host(source, step)
-    if source.host or step.axis < 0:
+        return _move_between_host_and_device(source, step)
+    if source.host or step.axis < 0 or step.kind not in _PLACEMENTS:
         return None
-    before = source.placements[step.axis]
-    whole, at = Replicate(), Shard(step.dim) if step.dim >= 0 else None
-    innermost = [
-        a
-        for a in source.order
-        if isinstance(p := source.placements[a], Shard) and at is not None and p.dim == at.dim
-    ][-1:]
-    gathers = before == at and innermost == [step.axis]
-    reduces = isinstance(before, Partial) and before.reduce_op == step.reduce_op
-    after: Placement | None = None
-    match step.kind:
-        case "all_gather":
-            after = whole if gathers else None
-        case "all_to_all":
-            moves = gathers and 0 <= step.to_dim != step.dim
-            after = Shard(step.to_dim) if moves else None
-        case "all_reduce":
-            after = whole if reduces and step.dim == -1 else None
-        case "reduce_scatter":
-            after = at if reduces else None
-        case "slice":
-            after = at if before == whole else None
-        case "swap":
-            mirrored = Mirrored(step.dim)
-            if gathers and wanted.placements[step.axis] == mirrored:
-                after = mirrored
-            elif before == mirrored and innermost == [step.axis]:
-                after = at
-        case "halo":
-            asked = wanted.placements[step.axis]
-            after = asked if gathers and isinstance(asked, Halo) and asked.dim == step.dim else None
-    if (
-        after is None
-        or (step.to_dim != -1) != (step.kind == "all_to_all")
-        or bool(step.reduce_op) != isinstance(before, Partial)
-    ):
+    splitters = [axis for axis in source.order if _splits(source.placements[axis], step.dim)]
+    start = _Start(
+        step,
+        source.placements[step.axis],
+        wanted.placements[step.axis],
+        splitters[-1:] == [step.axis],
+    )
+    is_possible, make_placement = _PLACEMENTS[step.kind]
+    names_its_dims = (step.to_dim != -1) == (step.kind == "all_to_all")
+    names_its_sum = bool(step.reduce_op) == isinstance(start.before, Partial)
+    if not (names_its_dims and names_its_sum and is_possible(start)):
         return None
-    placements = (*source.placements[: step.axis], after, *source.placements[step.axis + 1 :])
+    placements = list(source.placements)
+    placements[step.axis] = make_placement(start)
     return Layout(placements, [*(a for a in source.order if a != step.axis), step.axis])
 
 
-def _led_to_or_from_host(source: Layout, step: Collective) -> Layout | None:
+def _splits(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard) and dim >= 0 and placement.dim == dim
+
+
+def _move_between_host_and_device(source: Layout, step: Collective) -> Layout | None:
     is_bare = (step.axis, step.dim, step.to_dim, step.reduce_op) == (-1, -1, -1, "")
     has_halo = any(isinstance(p, Halo) for p in source.placements)
     is_there = source.host == (step.kind == "fetch")
@@ -110,7 +175,13 @@ def _led_to_or_from_host(source: Layout, step: Collective) -> Layout | None:
 
 
 def is_even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether all devices hold equal parts."""
+    """Whether all devices hold equal parts.
+
+    Args:
+        layout: of the tensor.
+        shape: of the whole tensor.
+        sizes: number of devices along each mesh axis.
+    """
     num = [1] * len(shape)
     for axis, placement in enumerate(layout.placements):
         if hasattr(placement, "dim") and 0 <= placement.dim < len(shape):

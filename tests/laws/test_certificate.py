@@ -305,6 +305,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a kept layout": (lambda p: with_part(p, "kept", lambda k: other_layout(k), layouts=other_layout), "kept values: "),
     "kept bytes": (lambda p: with_part(p, "kept", lambda k: k.bytes, bytes=lambda k: k.bytes - 1), "kept values: one instance holds"),
+    "a layout is kept twice": (
+        lambda p: with_part(p, "kept", lambda k: k.bytes, layouts=lambda k: k.layouts * 2, bytes=lambda k: k.bytes * 2),
+        "kept values: a layout is kept twice",
+    ),
     "a kept value is missing": (without("kept", lambda k: "/parameter" not in k.node), "kept values: backward reads it"),
     "the objective": (proof(objective_s=lambda p: p.objective_s * 0.99), "time: the objective takes"),
     "the step": (prediction(step_s=lambda p: p.step_s * 0.99), "time: the step takes"),

@@ -12,7 +12,7 @@ from autopar.halo import Halo
 from autopar.layout import Layout, local_shape
 from autopar.layout_graph import all_layouts, local_bytes, neighbours
 from autopar.mirrored import Mirrored
-from autopar.validation.shards import held_bytes, led_to, local_lengths
+from autopar.validation.shards import apply_collective, held_bytes, local_lengths
 
 CASES = [
     ((8, 4), (2, 2)),
@@ -60,13 +60,13 @@ def test_a_collective_leads_where_the_planner_says_and_a_changed_one_does_not(
         steps = neighbours(shape, torch.float32, layout, mesh, special=special)
         known = {(c.kind, c.axis, c.dim, c.to_dim, c.reduce_op) for c, _ in steps}
         for c, after in steps:
-            assert led_to(layout, c, after) == after
+            assert apply_collective(layout, c, after) == after
             for axis, dim, to_dim, op in itertools.product(
                 range(len(mesh)), (-1, 0, 1), (-1, 0, 1), ("", "sum", "max")
             ):
                 other = replace(c, axis=axis, dim=dim, to_dim=to_dim, reduce_op=op)
                 if (c.kind, axis, dim, to_dim, op) not in known and mesh[axis] > 1:
                     num_changed += 1
-                    led = led_to(layout, other, after)
+                    led = apply_collective(layout, other, after)
                     assert led is None or not led.fits(shape, mesh), f"{layout} {other}"
     assert num_changed > 100
