@@ -2,8 +2,9 @@
 
     pm = autopar.compile(model, mesh, example_inputs=batch)
 
-plans (prices every legal layout of every op and chooses them, with ZeRO sharding and recomputation, in one optimisation
-with a proven bound), emits a distributed graph, and shards the parameters. Planning needs no GPU and no process group:
+plans (prices every legal layout of every op and chooses them, with ZeRO sharding and recomputation,
+in one optimisation with a proven bound), emits a distributed graph, and shards the parameters.
+Planning needs no GPU and no process group:
 
 >>> import torch, autopar
 >>> from torch import nn
@@ -15,7 +16,8 @@ with a proven bound), emits a distributed graph, and shards the parameters. Plan
 ...         return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
 >>> batch = {"x": torch.randn(64, 512)}
 
-A plan says which layout every tensor has on a mesh; `S(0) R` splits dim 0 over the first axis and repeats over the second:
+A plan says which layout every tensor has on a mesh; `S(0) R` splits dim 0 over the first axis and
+repeats over the second:
 
 >>> plan = autopar.plan(Net(), autopar.Mesh({"node": 2, "gpu": 2}), example_inputs=batch, hardware="cpu-gloo")
 >>> plan.prediction.step_s > 0 and plan.proof.bound_s <= plan.proof.objective_s
@@ -24,20 +26,22 @@ True
 Net on mesh node=2,gpu=2 (4 devices), cpu-gloo, optimizer adamw
 ...
 
-What a plan claims is checked without the solver: legality, every collective, memory, time, and the bound by arithmetic alone:
+What a plan claims is checked without the solver: legality, every collective, memory, time, and the
+bound by arithmetic alone:
 
 >>> autopar.check(plan, Net(), batch).ok
 True
 
-All ranks of the emitted program, in one process, give what the plain model gives, every gradient included:
+All ranks of the emitted program, in one process, give what the plain model gives, every gradient
+included:
 
 >>> autopar.verify(plan, Net(), batch).ok
 True
-"""
+"""  # noqa: E501
 
 from typing import TYPE_CHECKING
 
-from autopar.lazy import lazily
+from autopar.core.lazy import lazily
 from autopar.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -45,46 +49,46 @@ if TYPE_CHECKING:
     from autopar.api.compiling import compile
     from autopar.api.planning import check, plan, verify
     from autopar.api.what_if import flips, what_if
+    from autopar.checkpoint.manager import Checkpoints
+    from autopar.checkpoint.weights import load_weights, save_weights, weights_on_meta
+    from autopar.core.hardware import HardwareProfile
+    from autopar.core.layout import Layout
+    from autopar.core.mesh import Mesh
     from autopar.errors import AutoparError
     from autopar.explanation.difference import diff
     from autopar.explanation.explain import explain
-    from autopar.hardware import HardwareProfile
-    from autopar.layout import Layout
-    from autopar.mesh import Mesh
+    from autopar.integrations.accelerator import Accelerator as Accelerator
+    from autopar.integrations.lightning_strategy import LightningStrategy as LightningStrategy
+    from autopar.integrations.pretrained import load_adapter, save_pretrained
+    from autopar.integrations.trainer import Trainer as Trainer
     from autopar.plans import Plan
-    from autopar.run.saved import Checkpoints
-    from autopar.run.weights import load_weights, save_weights, weights_on_meta
-    from autopar.training.lightning_strategy import LightningStrategy as LightningStrategy
-    from autopar.training.pretrained import load_adapter, save_pretrained
-    from autopar.training.trainer import Trainer as Trainer
-    from autopar.training.whole_batches import Accelerator as Accelerator
 else:
-    # The same; of the three that stand on transformers, accelerate and Lightning autopar.training says what is missing; with Plan comes
-    # what notebooks show of it.
+    # The same; of the three that stand on transformers, accelerate and Lightning
+    # autopar.integrations says what is missing; with Plan comes what notebooks show of it.
     __getattr__, __dir__ = lazily(
         "autopar",
         {
-            "Accelerator": "autopar.training",
+            "Accelerator": "autopar.integrations",
             "AutoparError": "autopar.errors",
-            "Checkpoints": "autopar.run.saved",
-            "HardwareProfile": "autopar.hardware",
-            "Layout": "autopar.layout",
-            "LightningStrategy": "autopar.training",
-            "Mesh": "autopar.mesh",
+            "Checkpoints": "autopar.checkpoint.manager",
+            "HardwareProfile": "autopar.core.hardware",
+            "Layout": "autopar.core.layout",
+            "LightningStrategy": "autopar.integrations",
+            "Mesh": "autopar.core.mesh",
             "Plan": "autopar.report.card",
-            "Trainer": "autopar.training",
+            "Trainer": "autopar.integrations",
             "check": "autopar.api.planning",
             "compile": "autopar.api.compiling",
             "diff": "autopar.explanation.difference",
             "explain": "autopar.explanation.explain",
             "flips": "autopar.api.what_if",
-            "load_adapter": "autopar.training.pretrained",
-            "load_weights": "autopar.run.weights",
+            "load_adapter": "autopar.integrations.pretrained",
+            "load_weights": "autopar.checkpoint.weights",
             "plan": "autopar.api.planning",
-            "save_pretrained": "autopar.training.pretrained",
-            "save_weights": "autopar.run.weights",
+            "save_pretrained": "autopar.integrations.pretrained",
+            "save_weights": "autopar.checkpoint.weights",
             "verify": "autopar.api.planning",
-            "weights_on_meta": "autopar.run.weights",
+            "weights_on_meta": "autopar.checkpoint.weights",
             "what_if": "autopar.api.what_if",
         },
     )

@@ -1,7 +1,8 @@
 """What happened, where, and what to do.
 
-Every error autopar raises on purpose is an `AutoparError`. It names three things: what happened, where (the op, its
-module path and the user's own source line, as far as they are known) and what the user can do about it.
+Every error autopar raises on purpose is an `AutoparError`. It names three things: what happened,
+where (the op, its module path and the user's own source line, as far as they are known) and what
+the user can do about it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""A character that is none, or that changes what a terminal shows beside it; tabs and ends of lines are not."""
+"""A character that is none, or that changes what a terminal shows beside it; tabs and ends of
+lines are not."""
 
 
 def printable(text: str) -> str:
-    """The text with its control characters as Python writes them: an error may quote a file that anyone wrote."""
+    """The text with its control characters as Python writes them: an error may quote a file that
+    anyone wrote."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -34,9 +37,14 @@ class Where:
     source: str = ""
 
     def __str__(self) -> str:
-        parts = [f"op {self.op}" if self.op else "", f"in module {self.module}" if self.module else ""]
+        parts = [
+            f"op {self.op}" if self.op else "",
+            f"in module {self.module}" if self.module else "",
+        ]
         place = " ".join(part for part in parts if part)
-        return "\n    ".join(part for part in (place, f"at {self.source}" if self.source else "") if part)
+        return "\n    ".join(
+            part for part in (place, f"at {self.source}" if self.source else "") if part
+        )
 
 
 def size_text(num_bytes: float) -> str:
@@ -61,7 +69,8 @@ class AutoparError(Exception):
 
 
 class ArgumentError(AutoparError, TypeError):
-    """A call of autopar's own names an argument that it does not take, or leaves out one that it needs."""
+    """A call of autopar's own names an argument that it does not take, or leaves out one that it
+    needs."""
 
 
 class CaptureError(AutoparError):
@@ -97,9 +106,17 @@ class CoupledError(ConstraintError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits; the message says what would: `needed_bytes` per device, 0 where that is not known."""
+    """No plan fits; the message says what would: `needed_bytes` per device, 0 where that is not
+    known."""
 
-    def __init__(self, what: str, *, where: Where | str | None = None, remedy: str = "", needed_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: Where | str | None = None,
+        remedy: str = "",
+        needed_bytes: int = 0,
+    ) -> None:
         super().__init__(what, where=where, remedy=remedy)
         self.needed_bytes = needed_bytes
 
@@ -116,11 +133,18 @@ class ChangedPlanError(PlanError, EmissionError):
     """A plan says what no plan can say, or what does not go with the model."""
 
     def __init__(self, what: str, *, where: Where | str | None = None) -> None:
-        super().__init__(what, where=where, remedy="plan again; the file was changed by hand, or belongs to another model or version")
+        super().__init__(
+            what,
+            where=where,
+            remedy=(
+                "plan again; the file was changed by hand, or belongs to another model or version"
+            ),
+        )
 
 
 class ValidationError(AutoparError):
-    """An emitted graph holds a value that does not follow from the traced model, or nothing shows that it does."""
+    """An emitted graph holds a value that does not follow from the traced model, or nothing
+    shows that it does."""
 
 
 class VerificationError(AutoparError):
@@ -132,9 +156,17 @@ class RuntimeStateError(AutoparError):
 
 
 class RankError(RuntimeStateError):
-    """Ranks do different things, or one of them has ended: `ranks` are those that differ, empty if it is not known which do."""
+    """Ranks do different things, or one of them has ended: `ranks` are those that differ, empty
+    if it is not known which do."""
 
-    def __init__(self, what: str, *, where: Where | str | None = None, remedy: str = "", ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: Where | str | None = None,
+        remedy: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:
         super().__init__(what, where=where, remedy=remedy)
         self.ranks = tuple(ranks)
 

@@ -1,12 +1,16 @@
-"""The options of planning: each is declared once, with its default, its check, its texts and its flag of the command line.
+"""The options of planning: each is declared once, with its default, its check, its texts and its
+flag of the command line.
 
-A field of `PlanOptions` is an option. Its `Option` says all else. Derived from these are the signatures and docstrings of the functions
-that take options (`autopar.api.options`), the flags of ``autopar plan`` (`autopar.cli.options`), and what a plan records. The table of
-options in `docs/planning.md` is tested against them. A new option is a field here, and a line of `PlanKeywords`.
+A field of `PlanOptions` is an option. Its `Option` says all else. Derived from these are the
+signatures and docstrings of the functions that take options (`autopar.api.options`), the flags of
+``autopar plan`` (`autopar.cli.options`), and what a plan records. The table of options in
+`docs/planning.md` is tested against them. A new option is a field here, and a line of
+`PlanKeywords`.
 
-The functions take ``**options: Unpack[PlanKeywords]``, and not a list of parameters each: type checkers and editors read the names and
-types from `PlanKeywords`, `help` and `inspect.signature` show them with their defaults, and the function still knows which were passed,
-as `compile` has to, which refuses options beside a plan.
+The functions take ``**options: Unpack[PlanKeywords]``, and not a list of parameters each: type
+checkers and editors read the names and types from `PlanKeywords`, `help` and `inspect.signature`
+show them with their defaults, and the function still knows which were passed, as `compile` has to,
+which refuses options beside a plan.
 
 Nothing here needs torch, so that help and mistyped options of the command line do not wait for it.
 """
@@ -20,12 +24,12 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
+from autopar.core.terminal import parse_size
 from autopar.errors import AutoparError, ConstraintError
-from autopar.terminal import parse_size
 
 if TYPE_CHECKING:
     from autopar.constraints import Constraint
-    from autopar.hardware import HardwareProfile
+    from autopar.core.hardware import HardwareProfile
 
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
@@ -36,8 +40,11 @@ Call = Literal["plan", "compile"]
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
 UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
-RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
-_BEHIND = 0.25  # share of a time limit that is left to what comes behind the last solve: emission, memory, the order of communications
+# of the device's memory, left to the allocator, kernels' workspaces and communication buffers
+RESERVED_SHARE = 0.1
+# share of a time limit that is left to what comes behind the last solve: emission, memory, the
+# order of communications
+_BEHIND = 0.25
 
 Check: TypeAlias = Callable[[str, Any], None]
 """Raises AutoparError where the option of this name cannot have this value."""
@@ -48,8 +55,9 @@ class Flag:
     """An option on the command line.
 
     Attributes:
-        name: with its dashes. kind: type of the value as typer reads it. default: where the flag is not given. metavar, least: as typer
-            shows and checks them. read: from what typer gives to what the option takes.
+        name: with its dashes. kind: type of the value as typer reads it. default: where the flag is
+            not given. metavar, least: as typer shows and checks them. read: from what typer gives
+            to what the option takes.
     """
 
     name: str
@@ -67,9 +75,10 @@ class Option:
 
     Attributes:
         help: as docstrings have it. check: of a value.
-        brief: as the table of `docs/planning.md` has it; empty where it is not there. default_in_words: in the table, in place of the
-            default. unit: of the value.
-        calls: which functions take it. is_recorded: whether plans record it. flag: of ``autopar plan``, if it has one.
+        brief: as the table of `docs/planning.md` has it; empty where it is not there.
+            default_in_words: in the table, in place of the default. unit: of the value.
+        calls: which functions take it. is_recorded: whether plans record it. flag: of ``autopar
+            plan``, if it has one.
     """
 
     help: str
@@ -86,11 +95,19 @@ def _option(help: str, check: Check, **more: Any) -> Mapping[str, Option]:
     return {"option": Option(help, check, **more)}
 
 
-def check_choice(name: str, value: object, choices: Sequence[str], *, form: str = "{name}={value!r}", otherwise: str = "") -> None:
+def check_choice(
+    name: str,
+    value: object,
+    choices: Sequence[str],
+    *,
+    form: str = "{name}={value!r}",
+    otherwise: str = "",
+) -> None:
     """Raise AutoparError where a value is none of the choices.
 
     Args:
-        form: of the option and its value in the message. otherwise: what may be passed beside the choices.
+        form: of the option and its value in the message. otherwise: what may be passed beside the
+            choices.
     """
     if value not in choices:
         remedy = f"pass one of {', '.join(choices)}{otherwise}"
@@ -103,7 +120,9 @@ def _among(choices: Sequence[str], **how: str) -> Check:
 
 def _check_budget(name: str, value: Any) -> None:
     if value is not None and not (isinstance(value, int | float) and value > 0):
-        raise AutoparError(f"{name}={value!r} is no budget", remedy="pass bytes per device, for example 80 * 2**30")
+        raise AutoparError(
+            f"{name}={value!r} is no budget", remedy="pass bytes per device, for example 80 * 2**30"
+        )
 
 
 def _check_precision(name: str, value: Any) -> None:
@@ -120,7 +139,10 @@ def _counting(least: int, what: str) -> Check:
 
 def _check_count(name: str, value: Any, least: int, what: str) -> None:
     if value != "auto" and not (isinstance(value, int) and value >= least):
-        raise AutoparError(f"{name}={value!r} is no number of {what}", remedy=f'pass a number from {least}, or "auto"')
+        raise AutoparError(
+            f"{name}={value!r} is no number of {what}",
+            remedy=f'pass a number from {least}, or "auto"',
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -129,23 +151,34 @@ def _is_number(value: Any) -> bool:
 
 def _check_gap(name: str, value: Any) -> None:
     if not (_is_number(value) and 0 <= value < 1):
-        raise AutoparError(f"{name}={value} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
+        raise AutoparError(
+            f"{name}={value} is no relative gap",
+            remedy="pass a number from 0 to below 1, for example 0.01",
+        )
 
 
 def _check_limit(name: str, value: Any) -> None:
     if not (_is_number(value) and value > 0.0):
-        raise AutoparError(f"{name}={value} is no limit", remedy="pass seconds of planning, for example 60, or leave it out")
+        raise AutoparError(
+            f"{name}={value} is no limit",
+            remedy="pass seconds of planning, for example 60, or leave it out",
+        )
 
 
 def _check_name(name: str, value: Any) -> None:
     """Which solvers there are is known where PuLP is imported (`autopar.solve.check_solver`)."""
     if not isinstance(value, str):
-        raise AutoparError(f"{name}={value!r} is not the name of a solver", remedy='pass a name, for example "highs" or "cbc"')
+        raise AutoparError(
+            f"{name}={value!r} is not the name of a solver",
+            remedy='pass a name, for example "highs" or "cbc"',
+        )
 
 
 def _check_switch(name: str, value: Any) -> None:
     if value not in (False, True):
-        raise AutoparError(f"{name}={value!r} is neither True nor False", remedy="pass True or False")
+        raise AutoparError(
+            f"{name}={value!r} is neither True nor False", remedy="pass True or False"
+        )
 
 
 def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
@@ -155,7 +188,10 @@ def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
         ConstraintError: where it is no sequence, as one constraint alone.
     """
     if not isinstance(constraints, Iterable) or isinstance(constraints, str):
-        raise ConstraintError(f"constraints={constraints} is no sequence", remedy="put constraints into a list: constraints=[...]")
+        raise ConstraintError(
+            f"constraints={constraints} is no sequence",
+            remedy="put constraints into a list: constraints=[...]",
+        )
     return tuple(constraints)
 
 
@@ -166,19 +202,23 @@ def _check_constraints(_: str, value: Any) -> None:
 
     for constraint in value:
         if not isinstance(constraint, Constraint):
-            raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")
+            raise ConstraintError(
+                f"{constraint!r} is no constraint",
+                remedy="make constraints with autopar.constraints",
+            )
 
 
 def _read_constraints(texts: Sequence[str] | None) -> tuple[Constraint, ...]:
     if not texts:
         return ()
-    from autopar.constraints.written import parse_constraint  # which needs torch
+    from autopar.constraints.text import parse_constraint  # which needs torch
 
     return tuple(parse_constraint(text) for text in texts)
 
 
 class PlanKeywords(TypedDict, total=False):
-    """The options that `autopar.plan` takes, for type checkers; one that is left out has the default of `PlanOptions`."""
+    """The options that `autopar.plan` takes, for type checkers; one that is left out has the
+    default of `PlanOptions`."""
 
     memory_bytes: int | None
     optimizer: str
@@ -204,129 +244,232 @@ class PlanOptions:
     """How the planner is asked to plan; each field's `Option` says what it is.
 
     Attributes:
-        ends: when, on the monotonic clock, the time of a planning that has begun is over (`begun`). It is no option.
+        ends: when, on the monotonic clock, the time of a planning that has begun is over (`begun`).
+            It is no option.
     """
 
-    memory_bytes: int | None = field(default=None, metadata=_option(
-        "budget per device; by default the profile's memory less 10 %.",
-        _check_budget,
-        brief="memory budget per device; every plan fits it",
-        default_in_words="device memory less 10 %",
-        unit="bytes",
-        flag=Flag(
-            "--memory", "Budget per device, as 72GiB; by default the device's less 10 %.", str | None, metavar="SIZE", read=parse_size
+    memory_bytes: int | None = field(
+        default=None,
+        metadata=_option(
+            "budget per device; by default the profile's memory less 10 %.",
+            _check_budget,
+            brief="memory budget per device; every plan fits it",
+            default_in_words="device memory less 10 %",
+            unit="bytes",
+            flag=Flag(
+                "--memory",
+                "Budget per device, as 72GiB; by default the device's less 10 %.",
+                str | None,
+                metavar="SIZE",
+                read=parse_size,
+            ),
         ),
-    ))
-    optimizer: str = field(default="adamw", metadata=_option(
-        "whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.",
-        _among(OPTIMIZERS, form="{name} {value!r}"),
-        brief='whose state is stored next to the parameters: `"adamw"`, `"adam"`, `"sgd"`, `"momentum"` or `"none"`',
-        flag=Flag("--optimizer", "Whose state rests: adamw, adam, sgd, momentum or none.", str, "adamw"),
-    ))
-    constraints: tuple[Constraint, ...] = field(default=(), metadata=_option(
-        "what is forced (`autopar.constraints`).",
-        _check_constraints,
-        brief="[what you decide yourself](constraints.md)",
-        flag=Flag(
-            "--constraint",
-            "What is forced, as in Python: 'megatron(tp=8, zero=3)', fsdp; several are given one by one.",
-            list[str] | None,
-            metavar="CALL",
-            read=_read_constraints,
+    )
+    optimizer: str = field(
+        default="adamw",
+        metadata=_option(
+            "whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or"
+            " ``none``.",
+            _among(OPTIMIZERS, form="{name} {value!r}"),
+            brief=(
+                'whose state is stored next to the parameters: `"adamw"`, `"adam"`, `"sgd"`,'
+                ' `"momentum"` or `"none"`'
+            ),
+            flag=Flag(
+                "--optimizer",
+                "Whose state rests: adamw, adam, sgd, momentum or none.",
+                str,
+                "adamw",
+            ),
         ),
-    ))
-    strict: bool = field(default=False, metadata=_option(
-        "refuse ops that run replicated for want of a rule.",
-        _check_switch,
-        brief="refuse a model if an op would run replicated because it has no rule",
-        flag=Flag("--strict/--no-strict", "Refuse ops that run replicated for want of a rule.", bool, False),
-    ))
-    gap: float = field(default=0.01, metadata=_option(
-        "relative distance between plan and proven bound at which the search stops.",
-        _check_gap,
-        brief="relative distance to the proven bound at which the search stops",
-        flag=Flag("--gap", "Relative distance to the proven bound at which the search stops.", float, 0.01),
-    ))
-    time_limit_s: float = field(default=math.inf, metadata=_option(
-        "of all planning. When it is nearly over, the best plan so far is the answer, with its gap; only a first plan that fits may take"
-        " longer. By default none: all other limits count work, not seconds, so that the same input gives the same plan, byte for byte."
-        " Where a limit ends a solve, a warning says that the plan may be another in the next run.",
-        _check_limit,
-        brief="limit for all of planning; the best plan so far is returned with its gap",
-        default_in_words="none",
-        unit="seconds",
-        is_recorded=False,
-        flag=Flag(
-            "--time-limit",
-            "Of planning; then the best plan so far is taken, with its gap. By default none.",
-            float | None,
-            metavar="SECONDS",
-            read=lambda limit_s: math.inf if limit_s is None else limit_s,
+    )
+    constraints: tuple[Constraint, ...] = field(
+        default=(),
+        metadata=_option(
+            "what is forced (`autopar.constraints`).",
+            _check_constraints,
+            brief="[what you decide yourself](constraints.md)",
+            flag=Flag(
+                "--constraint",
+                "What is forced, as in Python: 'megatron(tp=8, zero=3)', fsdp; several are given"
+                " one by one.",
+                list[str] | None,
+                metavar="CALL",
+                read=_read_constraints,
+            ),
         ),
-    ))
-    solver: str = field(default="highs", metadata=_option(
-        '``"highs"``, or a solver that PuLP finds on this machine, by its name or its family\'s, in any case: ``"cbc"``, ``"scip"``,'
-        ' ``"gurobi"``; ``"pulp:highs"`` is HiGHS through PuLP. These are slower.',
-        _check_name,
-        brief="which [solver](#solvers) solves the integer program",
-        is_recorded=False,
-        flag=Flag(
-            "--solver", "highs, or a solver that PuLP finds here, such as cbc, scip or gurobi; slower.", str, "highs", metavar="NAME"
+    )
+    strict: bool = field(
+        default=False,
+        metadata=_option(
+            "refuse ops that run replicated for want of a rule.",
+            _check_switch,
+            brief="refuse a model if an op would run replicated because it has no rule",
+            flag=Flag(
+                "--strict/--no-strict",
+                "Refuse ops that run replicated for want of a rule.",
+                bool,
+                False,
+            ),
         ),
-    ))
-    num_microbatches: int | Auto = field(default="auto", metadata=_option(
-        'into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits the memory, as few as'
-        " do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on each other. Stages that"
-        " nobody asked for are tried on GPUs, of the loss alone, where nothing is forced, unless this is 1.",
-        _counting(1, "microbatches"),
-        brief="number of parts that the batch is cut into; 1 also rules out stages that no constraint asks for",
-        flag=Flag("--microbatches", "Into how many the batch is cut.", int | None, least=1, read=lambda number: number or "auto"),
-    ))
-    loss_rows: int | Auto = field(default="auto", metadata=_option(
-        'how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner\'s choice, where'
-        ' the model does not return the logits (see ``outputs="loss"``). Under `tensor_parallel` and `megatron` what makes these logits,'
-        " and a table that is tied to it, is not split by its vocabulary then.",
-        _counting(0, "rows"),
-        brief="number of rows of logits that exist at a time",
-    ))
-    precision: Precision | None = field(default=None, metadata=_option(
-        '``"bf16"`` or ``"fp16"``: parameters rest as they are, with their gradients and optimizer state, and are gathered and computed'
-        " with in that dtype, as the model's floating inputs are; buffers stay. Gradients are summed in the parameters' dtype. Training"
-        " in fp16 needs a `torch.amp.GradScaler`. None: the model's dtypes, or those of an active `torch.autocast`.",
-        _check_precision,
-        brief='`"bf16"` or `"fp16"`: parameters are stored in fp32 and used in this dtype',
-        default_in_words="the model's",
-        flag=Flag(
-            "--precision", "bf16 or fp16: what wider parameters, which rest as they are, are gathered and computed with in.", str | None
+    )
+    gap: float = field(
+        default=0.01,
+        metadata=_option(
+            "relative distance between plan and proven bound at which the search stops.",
+            _check_gap,
+            brief="relative distance to the proven bound at which the search stops",
+            flag=Flag(
+                "--gap",
+                "Relative distance to the proven bound at which the search stops.",
+                float,
+                0.01,
+            ),
         ),
-    ))
-    inference: bool = field(default=False, metadata=_option(
-        "forward alone is planned, without gradients and optimizer state. So it is where no parameter requires a gradient.",
-        _check_switch,
-        brief="plan forward only",
-        flag=Flag("--inference", "Forward alone, no labels: no gradients, no optimizer state.", bool, False),
-    ))
-    batch: Batch = field(default="global", metadata=_option(
-        '``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.',
-        _among(get_args(Batch)),
-    ))
-    outputs: Outputs = field(default="auto", metadata=_option(
-        'what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one; what would read this rank\'s part alone is refused),'
-        ' ``"full"`` (whole on every rank), ``"local"`` (this rank\'s part), or, with ``"loss"``, not at all (None): then the logits of a'
-        ' language model need not be there at once, and the planner may compute its loss some rows at a time. ``"auto"``: ``"dtensor"`` in'
-        ' training beside a loss, else ``"full"`` (evaluation and inference, models without a loss). In several microbatches, or stages,'
-        ' only ``"full"`` gives them: parts of these have no place in a whole tensor. Of a model that returns a loss, backward goes through'
-        " that alone; else through whatever the user computes of the outputs, on every rank the same: with ``\"local\"`` the gradient that"
-        " comes back is taken for this rank's part of the whole loss' gradient.",
-        _among(get_args(Outputs)),
-        brief='how outputs other than the loss are returned: `"dtensor"`, `"full"`, `"local"`, or `"loss"` for not at all',
-        flag=Flag(
-            "--outputs",
-            "loss, if a step needs no other: a language model's logits need never be there at once. Or full, dtensor.",
-            str,
-            "auto",
+    )
+    time_limit_s: float = field(
+        default=math.inf,
+        metadata=_option(
+            "of all planning. When it is nearly over, the best plan so far is the answer, with its"
+            " gap; only a first plan that fits may take longer. By default none: all other limits"
+            " count work, not seconds, so that the same input gives the same plan, byte for byte."
+            " Where a limit ends a solve, a warning says that the plan may be another in the next"
+            " run.",
+            _check_limit,
+            brief="limit for all of planning; the best plan so far is returned with its gap",
+            default_in_words="none",
+            unit="seconds",
+            is_recorded=False,
+            flag=Flag(
+                "--time-limit",
+                "Of planning; then the best plan so far is taken, with its gap. By default none.",
+                float | None,
+                metavar="SECONDS",
+                read=lambda limit_s: math.inf if limit_s is None else limit_s,
+            ),
         ),
-    ))
+    )
+    solver: str = field(
+        default="highs",
+        metadata=_option(
+            '``"highs"``, or a solver that PuLP finds on this machine, by its name or its'
+            ' family\'s, in any case: ``"cbc"``, ``"scip"``, ``"gurobi"``; ``"pulp:highs"`` is'
+            " HiGHS through PuLP. These are slower.",
+            _check_name,
+            brief="which [solver](#solvers) solves the integer program",
+            is_recorded=False,
+            flag=Flag(
+                "--solver",
+                "highs, or a solver that PuLP finds here, such as cbc, scip or gurobi; slower.",
+                str,
+                "highs",
+                metavar="NAME",
+            ),
+        ),
+    )
+    num_microbatches: int | Auto = field(
+        default="auto",
+        metadata=_option(
+            'into how many microbatches the batch is cut, one after another; ``"auto"``: one, or,'
+            " where nothing fits the memory, as few as do; in a pipeline"
+            " (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on"
+            " each other. Stages that nobody asked for are tried on GPUs, of the loss alone, where"
+            " nothing is forced, unless this is 1.",
+            _counting(1, "microbatches"),
+            brief=(
+                "number of parts that the batch is cut into; 1 also rules out stages that no"
+                " constraint asks for"
+            ),
+            flag=Flag(
+                "--microbatches",
+                "Into how many the batch is cut.",
+                int | None,
+                least=1,
+                read=lambda number: number or "auto",
+            ),
+        ),
+    )
+    loss_rows: int | Auto = field(
+        default="auto",
+        metadata=_option(
+            "how many rows of logits of a cross entropy there are at a time on a device, 0 for all;"
+            ' ``"auto"``: the planner\'s choice, where the model does not return the logits (see'
+            ' ``outputs="loss"``). Under `tensor_parallel` and `megatron` what makes these logits,'
+            " and a table that is tied to it, is not split by its vocabulary then.",
+            _counting(0, "rows"),
+            brief="number of rows of logits that exist at a time",
+        ),
+    )
+    precision: Precision | None = field(
+        default=None,
+        metadata=_option(
+            '``"bf16"`` or ``"fp16"``: parameters rest as they are, with their gradients and'
+            " optimizer state, and are gathered and computed with in that dtype, as the model's"
+            " floating inputs are; buffers stay. Gradients are summed in the parameters' dtype."
+            " Training in fp16 needs a `torch.amp.GradScaler`. None: the model's dtypes, or those"
+            " of an active `torch.autocast`.",
+            _check_precision,
+            brief='`"bf16"` or `"fp16"`: parameters are stored in fp32 and used in this dtype',
+            default_in_words="the model's",
+            flag=Flag(
+                "--precision",
+                "bf16 or fp16: what wider parameters, which rest as they are, are gathered and"
+                " computed with in.",
+                str | None,
+            ),
+        ),
+    )
+    inference: bool = field(
+        default=False,
+        metadata=_option(
+            "forward alone is planned, without gradients and optimizer state. So it is where no"
+            " parameter requires a gradient.",
+            _check_switch,
+            brief="plan forward only",
+            flag=Flag(
+                "--inference",
+                "Forward alone, no labels: no gradients, no optimizer state.",
+                bool,
+                False,
+            ),
+        ),
+    )
+    batch: Batch = field(
+        default="global",
+        metadata=_option(
+            '``"global"``: every rank passes the same batch and takes its part; ``"local"``: each'
+            " passes its part.",
+            _among(get_args(Batch)),
+        ),
+    )
+    outputs: Outputs = field(
+        default="auto",
+        metadata=_option(
+            'what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one; what'
+            ' would read this rank\'s part alone is refused), ``"full"`` (whole on every rank),'
+            ' ``"local"`` (this rank\'s part), or, with ``"loss"``, not at all (None): then the'
+            " logits of a language model need not be there at once, and the planner may compute its"
+            ' loss some rows at a time. ``"auto"``: ``"dtensor"`` in training beside a loss, else'
+            ' ``"full"`` (evaluation and inference, models without a loss). In several'
+            ' microbatches, or stages, only ``"full"`` gives them: parts of these have no place in'
+            " a whole tensor. Of a model that returns a loss, backward goes through that alone;"
+            " else through whatever the user computes of the outputs, on every rank the same: with"
+            ' ``"local"`` the gradient that comes back is taken for this rank\'s part of the whole'
+            " loss' gradient.",
+            _among(get_args(Outputs)),
+            brief=(
+                'how outputs other than the loss are returned: `"dtensor"`, `"full"`, `"local"`, or'
+                ' `"loss"` for not at all'
+            ),
+            flag=Flag(
+                "--outputs",
+                "loss, if a step needs no other: a language model's logits need never be there at"
+                " once. Or full, dtensor.",
+                str,
+                "auto",
+            ),
+        ),
+    )
     ends: float = field(default=math.inf, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -340,20 +483,30 @@ class PlanOptions:
 
     def begun(self) -> PlanOptions:
         """These, of a planning that begins now, if none with them has begun."""
-        return self if math.isfinite(self.ends) else replace(self, ends=time.monotonic() + self.time_limit_s)
+        return (
+            self
+            if math.isfinite(self.ends)
+            else replace(self, ends=time.monotonic() + self.time_limit_s)
+        )
 
     def of_a_trace(self) -> PlanOptions:
-        """These, for a trace: ``"auto"`` outputs are as they lie, since those that are to be whole are so in the trace already."""
+        """These, for a trace: ``"auto"`` outputs are as they lie, since those that are to be
+        whole are so in the trace already."""
         return replace(self, outputs="dtensor") if self.outputs == "auto" else self
 
     def worth_s(self, step_s: float) -> float:
-        """What another plan is to take at most, beside one of this step: the less that it saves, the gap may cost, too."""
+        """What another plan is to take at most, beside one of this step: the less that it saves,
+        the gap may cost, too."""
         return step_s * (1.0 - self.gap)
 
     @property
     def solve_s(self) -> float:
         """Seconds that a solve may take which begins now."""
-        return max(self.ends - _BEHIND * self.time_limit_s - time.monotonic(), 0.0) if math.isfinite(self.ends) else self.time_limit_s
+        return (
+            max(self.ends - _BEHIND * self.time_limit_s - time.monotonic(), 0.0)
+            if math.isfinite(self.ends)
+            else self.time_limit_s
+        )
 
     @property
     def is_late(self) -> bool:
@@ -371,8 +524,14 @@ class PlanOptions:
 
     def to_json(self, profile: HardwareProfile) -> Mapping[str, Any]:
         """What the plan records."""
-        found = {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_recorded}
-        return {**found, "memory_bytes": self.budget(profile), "constraints": [c.to_json() for c in self.constraints]}
+        found = {
+            name: getattr(self, name) for name, option in OPTIONS.items() if option.is_recorded
+        }
+        return {
+            **found,
+            "memory_bytes": self.budget(profile),
+            "constraints": [c.to_json() for c in self.constraints],
+        }
 
 
 _FIELDS = {f.name: f for f in fields(PlanOptions) if "option" in f.metadata}

@@ -1,4 +1,4 @@
-// row_norm: the pieces of the root-mean-square norm over the last dim (autopar/ops/rms.py, which has the formulas), one pass each.
+// row_norm: the pieces of the root-mean-square norm over the last dim (autopar/ops/norms.py, which has the formulas), one pass each.
 //
 //   x, grad, y, dx [rows, width] and weight [width] of one dtype T; squares, product [rows] and dw [width] in W: float, or double where
 //   T is. `n` is the length of a whole row, of which `width` may be a part; rstd = 1 / sqrt(squares / n + eps)

@@ -1,1 +1,2 @@
-"""What autopar promises, measured: each module runs as ``python -m benchmarks.NAME`` and writes JSON."""
+"""What autopar promises, measured: each module runs as ``python -m benchmarks.NAME`` and writes
+JSON."""

@@ -1,9 +1,11 @@
 """How long the relaxation of one layer takes: the program that all else of the search rests on.
 
-By default one layer of Llama-3 8B and one of Mixtral 8×7B (`benchmarks/zoo/blocks.py`: true sizes, batch 64, length 4096), in bfloat16 on
-meta, on meshes of two and of three axes. Ops that only follow their input are merged and dominated strategies dropped, as in
-planning; then the relaxation without budget rows is solved alone: by the simplex method, and by dual ascent (`autopar.solve.ascent`), with
-which planning begins where the program has some hundred thousand columns, and which needs no program.
+By default one layer of Llama-3 8B and one of Mixtral 8×7B (`benchmarks/zoo/blocks.py`: true sizes,
+batch 64, length 4096), in bfloat16 on meta, on meshes of two and of three axes. Ops that only
+follow their input are merged and dominated strategies dropped, as in planning; then the relaxation
+without budget rows is solved alone: by the simplex method, and by dual ascent
+(`autopar.solve.dual_ascent`), with which planning begins where the program has some hundred
+thousand columns, and which needs no program.
 """
 
 from __future__ import annotations
@@ -20,23 +22,35 @@ from typing import Any
 import torch
 
 from autopar.capture import capture
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
 from autopar.cost.price import price
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
-from autopar.problem import Problem
-from autopar.solve.ascent import Ascent
-from autopar.solve.engine import Engine
+from autopar.planner import PlanOptions
+from autopar.sharding import classes_of
+from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import SCALE, Formulation
-from autopar.strategies import classes_of
+from autopar.solve.highs import Engine
 from benchmarks import tables
 from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 
 MESHES = ("node=8,gpu=8", "node=8,a=2,b=4")
 _LAYERS = str(ROOT / "benchmarks/zoo/blocks.py")
-DEFAULTS = (ModelSpec("llama3-8b layer", module=f"{_LAYERS}:llama3_8b"), ModelSpec("mixtral-8x7b layer", module=f"{_LAYERS}:mixtral_8x7b"))
+DEFAULTS = (
+    ModelSpec("llama3-8b layer", module=f"{_LAYERS}:llama3_8b"),
+    ModelSpec("mixtral-8x7b layer", module=f"{_LAYERS}:mixtral_8x7b"),
+)
 SIZES = ("num_nodes", "num_ops", "num_strategies", "num_variables", "num_constraints")
-TIMES = ("trace_s", "enumerate_s", "price_s", "write_s", "relax_s", "potentials_s", "ascent_s", "close_s")
+TIMES = (
+    "trace_s",
+    "enumerate_s",
+    "price_s",
+    "write_s",
+    "relax_s",
+    "potentials_s",
+    "ascent_s",
+    "close_s",
+)
 COLUMNS = (*SIZES, *TIMES, "bound_s", "share_mixed")
 _TIMES = 3
 _LIMIT_S = 600.0
@@ -45,34 +59,52 @@ _LEAST = 1e-6  # share of an op: less is none
 
 
 def row(spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str) -> Row:
-    """`write_s` makes the program's columns and rows; for what is said of the relaxation see `relaxed`."""
-    model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)
+    """`write_s` makes the program's columns and rows; for what is said of the relaxation see
+    `relaxed`."""
+    model, data = ModelSpec(**spec).build(
+        batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
+    )
     grid, profile, at = Mesh.parse(mesh), load_profile(hardware), [time.perf_counter()]
     trace = capture(model, (), data)
     at.append(time.perf_counter())
     classes = classes_of(trace, grid.shape)
     at.append(time.perf_counter())
-    problem = price(trace, classes, grid, profile, budget_bytes=PlanOptions().budget(profile)).problem
+    problem = price(
+        trace, classes, grid, profile, budget_bytes=PlanOptions().budget(profile)
+    ).problem
     at.append(time.perf_counter())
     program = Formulation(problem)
     at.append(time.perf_counter())
     simplex = relaxed(program)
-    trace_s, enumerate_s, price_s, write_s = (after - before for before, after in itertools.pairwise(at))
+    trace_s, enumerate_s, price_s, write_s = (
+        after - before for before, after in itertools.pairwise(at)
+    )
     return {
-        "ok": True, "error": None, "dtype": dtype, "hardware": hardware,
-        "num_nodes": len(trace.graph.nodes), "num_ops": len(problem.ops), "num_strategies": sum(len(op.strategies) for op in problem.ops),
-        "num_variables": program.num_variables, "num_constraints": program.num_constraints,
-        "trace_s": trace_s, "enumerate_s": enumerate_s, "price_s": price_s, "write_s": write_s, **simplex,
+        "ok": True,
+        "error": None,
+        "dtype": dtype,
+        "hardware": hardware,
+        "num_nodes": len(trace.graph.nodes),
+        "num_ops": len(problem.ops),
+        "num_strategies": sum(len(op.strategies) for op in problem.ops),
+        "num_variables": program.num_variables,
+        "num_constraints": program.num_constraints,
+        "trace_s": trace_s,
+        "enumerate_s": enumerate_s,
+        "price_s": price_s,
+        "write_s": write_s,
+        **simplex,
         **ascended(problem, simplex["bound_s"]),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }  # fmt: skip
+    }
 
 
 def relaxed(program: Formulation) -> Row:
     """The relaxation without budget rows, solved some times anew.
 
-    `relax_s` is the least processor time of its one thread, which on a shared machine says more than the clock, `relax_wall_s` the least by
-    the clock. `share_mixed` is of ops that the relaxation has decide in several ways: 0 where it is integral.
+    `relax_s` is the least processor time of its one thread, which on a shared machine says more
+    than the clock, `relax_wall_s` the least by the clock. `share_mixed` is of ops that the
+    relaxation has decide in several ways: 0 where it is integral.
     """
     times: list[tuple[float, float]] = []
     for _ in range(_TIMES):
@@ -89,10 +121,17 @@ def relaxed(program: Formulation) -> Row:
 
 
 def ascended(problem: Problem, optimum_s: float) -> Row:
-    """Dual ascent: processor time to set it up, and of the sweeps until its bound is within a hundredth and a thousandth of the optimum."""
+    """Dual ascent: processor time to set it up, and of the sweeps until its bound is within a
+    hundredth and a thousandth of the optimum."""
     cpu = time.process_time()
     ascent = Ascent(problem)
-    found: Row = {"potentials_s": time.process_time() - cpu, "ascent_s": None, "close_s": None, "num_sweeps": 0, "ascent_bound_s": 0.0}
+    found: Row = {
+        "potentials_s": time.process_time() - cpu,
+        "ascent_s": None,
+        "close_s": None,
+        "num_sweeps": 0,
+        "ascent_bound_s": 0.0,
+    }
     cpu = time.process_time()
     while found["close_s"] is None and found["num_sweeps"] < _SWEEPS:
         ascent.sweep()
@@ -107,14 +146,19 @@ def ascended(problem: Problem, optimum_s: float) -> Row:
 def blocks_table(rows: Sequence[Row]) -> str:
     """A line per layer and mesh."""
     lines = [
-        "| layer | mesh | ops of the graph | merged | strategies | variables | constraints | written, s | relaxed, s | ops it mixes | "
-        "potentials, s | sweeps to 1 %, s | to 0.1 %, s |",
+        (
+            "| layer | mesh | ops of the graph | merged | strategies | variables | constraints |"
+            " written, s | relaxed, s | ops it mixes | potentials, s | sweeps to 1 %, s | to 0.1"
+            " %, s |"
+        ),
         f"|{'---|' * 13}",
     ]
     for row in rows:
         sizes = " | ".join(f"{row[name]:,}" for name in SIZES)
         simplex = f"{row['write_s']:.2f} | {row['relax_s']:.2f} | {row['share_mixed']:.0%}"
-        ascent = f"{row['potentials_s']:.2f} | {_or_none(row['ascent_s'])} | {_or_none(row['close_s'])}"
+        ascent = (
+            f"{row['potentials_s']:.2f} | {_or_none(row['ascent_s'])} | {_or_none(row['close_s'])}"
+        )
         lines.append(f"| {row['model']} | {row['mesh']} | {sizes} | {simplex} | {ascent} |")
     return "\n".join(lines)
 
@@ -134,7 +178,9 @@ def main(arguments: list[str]) -> int:
     shared = {name: getattr(options, name) for name in ("dtype", "batch", "seq", "hardware")}
     cases = [{"spec": spec.to_json(), "mesh": mesh, **shared} for spec in specs for mesh in meshes]
     published = specs is DEFAULTS and not options.mesh and not options.json
-    status = run_rows("blocks", cases, COLUMNS, str(tables.BLOCKS_RESULTS) if published else options.json)
+    status = run_rows(
+        "blocks", cases, COLUMNS, str(tables.BLOCKS_RESULTS) if published else options.json
+    )
     if published and not status:
         rows = json.loads(tables.BLOCKS_RESULTS.read_text(encoding="utf-8"))["rows"]
         tables.put("benchmarks.blocks", blocks_table(rows))

@@ -1,4 +1,5 @@
-"""What buckets are worth on gloo processes: one plan with its small communications in buckets and without, in turns in the same processes.
+"""What buckets are worth on gloo processes: one plan with its small communications in buckets and
+without, in turns in the same processes.
 
 Of one training step, forward and backward; the median over the rounds, on the slowest rank.
 """
@@ -21,24 +22,37 @@ import autopar
 from autopar import constraints
 from autopar.capture import capture
 from autopar.emit import emit
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
-from autopar.run.module import ParallelModule
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 from benchmarks.ranks import run_ranks
 
 MESHES = ("2", "4")
 WAYS = ("ddp", "fsdp")
-COLUMNS = ("way", "num_buckets", "members", "alone_s", "together_s", "speedup", "predicted_speedup", "equal")
+COLUMNS = (
+    "way",
+    "num_buckets",
+    "members",
+    "alone_s",
+    "together_s",
+    "speedup",
+    "predicted_speedup",
+    "equal",
+)
 
 
-def row(spec: dict[str, Any], mesh: str, way: str, hardware: str, batch: int, seq: int, rounds: int) -> Row:
+def row(
+    spec: dict[str, Any], mesh: str, way: str, hardware: str, batch: int, seq: int, rounds: int
+) -> Row:
     """One model, replicated or fully sharded."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     options = PlanOptions(constraints=(getattr(constraints, way)(),), outputs="dtensor")
-    plan = make_plan(capture(model, (), example), autopar.Mesh.parse(mesh), load_profile(hardware), options).plan
+    plan = make_plan(
+        capture(model, (), example), autopar.Mesh.parse(mesh), load_profile(hardware), options
+    ).plan
     facts = run_ranks(plan.mesh.num_devices, _timed, spec, batch, seq, plan.dumps(), rounds)
     alone_s, together_s = (max(fact[name] for fact in facts) for name in ("alone_s", "together_s"))
     p = plan.prediction
@@ -56,13 +70,25 @@ def row(spec: dict[str, Any], mesh: str, way: str, hardware: str, batch: int, se
     }
 
 
-def _timed(rank: int, tell: Callable[[Any], None], spec: dict[str, Any], batch: int, seq: int, text: str, rounds: int) -> dict[str, Any]:
-    """Medians of both, and whether gradients are the same: bit for bit, or but for the order in which ranks' parts are added."""
+def _timed(
+    rank: int,
+    tell: Callable[[Any], None],
+    spec: dict[str, Any],
+    batch: int,
+    seq: int,
+    text: str,
+    rounds: int,
+) -> dict[str, Any]:
+    """Medians of both, and whether gradients are the same: bit for bit, or but for the order in
+    which ranks' parts are added."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     plan, trace = Plan.loads(text), capture(model, (), example)
     mesh = device_mesh(plan.mesh)
     plans = {"alone_s": replace(plan, buckets=()), "together_s": plan}
-    modules = {name: ParallelModule(emit(trace, p), mesh, copy.deepcopy(model), outputs="dtensor") for name, p in plans.items()}
+    modules = {
+        name: ParallelModule(emit(trace, p), mesh, copy.deepcopy(model), outputs="dtensor")
+        for name, p in plans.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in modules}
     for _ in range(rounds + 1):  # the first warms up
         for name, module in modules.items():
@@ -75,7 +101,9 @@ def _timed(rank: int, tell: Callable[[Any], None], spec: dict[str, Any], batch: 
     return {
         **{name: statistics.median(all_s[1:]) for name, all_s in seconds.items()},
         "equal": all(torch.equal(first[name], x) for name, x in second.items()),
-        "near": all(torch.allclose(first[name], x, rtol=1e-4, atol=1e-6) for name, x in second.items()),
+        "near": all(
+            torch.allclose(first[name], x, rtol=1e-4, atol=1e-6) for name, x in second.items()
+        ),
     }
 
 
@@ -89,9 +117,19 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--hardware", default="cpu-gloo")
     flags.add_argument("--rounds", type=int, default=15)
     options = flags.parse_args(arguments)
-    shared = {"hardware": options.hardware, "batch": options.batch, "seq": options.seq, "rounds": options.rounds}
+    shared = {
+        "hardware": options.hardware,
+        "batch": options.batch,
+        "seq": options.seq,
+        "rounds": options.rounds,
+    }
     specs, meshes = specs_of(options, ("tiny-gpt2",)), options.mesh or MESHES
-    cases = [{"spec": spec.to_json(), "mesh": mesh, "way": way, **shared} for spec in specs for mesh in meshes for way in WAYS]
+    cases = [
+        {"spec": spec.to_json(), "mesh": mesh, "way": way, **shared}
+        for spec in specs
+        for mesh in meshes
+        for way in WAYS
+    ]
     return run_rows("buckets", cases, COLUMNS, options.json)
 
 

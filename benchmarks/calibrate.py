@@ -1,18 +1,24 @@
-"""How fast are matmuls in whole training steps? Fitted to half of the runs that `benchmarks.published` planned, shown on the other half.
+"""How fast are matmuls in whole training steps? Fitted to half of the runs that
+`benchmarks.published` planned, shown on the other half.
 
-It reads that benchmark's results and plans nothing. A run was predicted to take T seconds, M of them in matmuls at efficiency e of the data
-sheet's peak. At efficiency x it takes T + M (e/x − 1), and with the measured step R its residual is r(x) = log of that over R. Per chip
+It reads that benchmark's results and plans nothing. A run was predicted to take T seconds, M of
+them in matmuls at efficiency e of the data sheet's peak. At efficiency x it takes T + M (e/x − 1),
+and with the measured step R its residual is r(x) = log of that over R. Per chip
 
-    x = argmin Σ (√(1 + (r(x)/S)²) − 1),   S = 0.1: squares of small residuals, absolute values of large ones; in steps of 0.01
+    x = argmin Σ (√(1 + (r(x)/S)²) − 1),   S = 0.1: squares of small residuals, absolute values of
+                                           large ones; in steps of 0.01
 
-over the fitted half. Halves are of groups (source, GPU, model): one is fitted where the first byte of the SHA-256 of their names is even,
-which was written down before anything was fitted; so no model is in both for the same GPU and source. Of the fitted half count those runs
-that compute for 90 % of their predicted step or more: others tell of networks, and of what frameworks hide where autopar's programs do not.
+over the fitted half. Halves are of groups (source, GPU, model): one is fitted where the first byte
+of the SHA-256 of their names is even, which was written down before anything was fitted; so no
+model is in both for the same GPU and source. Of the fitted half count those runs that compute for
+90 % of their predicted step or more: others tell of networks, and of what frameworks hide where
+autopar's programs do not.
 
-One figure per chip is all that these runs can tell. A second one, for what memory bounds, was tried: the fitted half came closer and the
-held-out half went further off. ``--write`` puts the figure into the chip's profiles where the held-out half, all of it, comes closer by
-it: its median nearer to 1, more runs within 10 %, and no fewer within 25 %. (The last was added when the first two would have been met by
-a hair and the last by far not.)
+One figure per chip is all that these runs can tell. A second one, for what memory bounds, was
+tried: the fitted half came closer and the held-out half went further off. ``--write`` puts the
+figure into the chip's profiles where the held-out half, all of it, comes closer by it: its median
+nearer to 1, more runs within 10 %, and no fewer within 25 %. (The last was added when the first two
+would have been met by a hair and the last by far not.)
 """
 
 from __future__ import annotations
@@ -39,7 +45,16 @@ PROFILES = ROOT / "cost_models"
 SCALE = 0.1  # S
 LEAST_COMPUTE = 0.9  # share of a step
 STEP = 0.01  # of the efficiency
-COLUMNS = ("chip", "half", "efficiency", "runs", "median", "within 10 %", "within 25 %", "rank correlation")
+COLUMNS = (
+    "chip",
+    "half",
+    "efficiency",
+    "runs",
+    "median",
+    "within 10 %",
+    "within 25 %",
+    "rank correlation",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +62,8 @@ class Chip:
     """Profiles of one kind of matmul units.
 
     Attributes:
-        gpus: as the runs name them start so. before: efficiency that was assumed before any fit. why: from what.
+        gpus: as the runs name them start so. before: efficiency that was assumed before any fit.
+            why: from what.
     """
 
     name: str
@@ -59,16 +75,22 @@ class Chip:
 
 CHIPS = (
     Chip(
-        "A100", "A100", ("a100-sxm-80gb", "a100-sxm-40gb"), 0.8,
-        "the best shape alone reaches 271.2 TFLOP/s = 0.869 (stas00/ml-engineering@744d01e1 compute/accelerator/README.md, MAMF, "
-        "1024x10240x5120, torch 2.6.0)",
+        "A100",
+        "A100",
+        ("a100-sxm-80gb", "a100-sxm-40gb"),
+        0.8,
+        "the best shape alone reaches 271.2 TFLOP/s = 0.869 (stas00/ml-engineering@744d01e1"
+        " compute/accelerator/README.md, MAMF, 1024x10240x5120, torch 2.6.0)",
     ),
     Chip(
-        "H100", "H100", ("h100-sxm", "h200-sxm"), 0.75,
-        "the best shape alone reaches 794.5 TFLOP/s = 0.803 (stas00/ml-engineering@744d01e1 compute/accelerator/README.md, MAMF, "
-        "2048x2048x13312, torch 2.7.0)",
+        "H100",
+        "H100",
+        ("h100-sxm", "h200-sxm"),
+        0.75,
+        "the best shape alone reaches 794.5 TFLOP/s = 0.803 (stas00/ml-engineering@744d01e1"
+        " compute/accelerator/README.md, MAMF, 2048x2048x13312, torch 2.7.0)",
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +98,8 @@ class Fit:
     """What was found for a chip.
 
     Attributes:
-        fitted: the runs that count. held_out: the other half, all of it. spread: what leaving out any one run makes of the efficiency.
+        fitted: the runs that count. held_out: the other half, all of it. spread: what leaving out
+            any one run makes of the efficiency.
     """
 
     chip: Chip
@@ -90,12 +113,18 @@ class Fit:
         """Whether the held-out half comes closer by it."""
         before, after = (ratios(self.held_out, at) for at in (self.chip.before, self.efficiency))
         closer = abs(math.log(statistics.median(after))) < abs(math.log(statistics.median(before)))
-        return closer and near(after, 0.1) > near(before, 0.1) and near(after, 0.25) >= near(before, 0.25)
+        return (
+            closer
+            and near(after, 0.1) > near(before, 0.1)
+            and near(after, 0.25) >= near(before, 0.25)
+        )
 
 
 def is_fitted(row: Row) -> bool:
     """Which half a run belongs to."""
-    return hashlib.sha256(f"{row['source']}|{row['gpu']}|{row['model']}".encode()).digest()[0] % 2 == 0
+    return (
+        hashlib.sha256(f"{row['source']}|{row['gpu']}|{row['model']}".encode()).digest()[0] % 2 == 0
+    )
 
 
 def at_efficiency(row: Row, efficiency: float) -> float:
@@ -111,7 +140,10 @@ def ratios(rows: Sequence[Row], efficiency: float) -> list[float]:
 def best_efficiency(rows: Sequence[Row]) -> float:
     """The efficiency that the module docstring defines."""
     tried = [round(STEP * num, 2) for num in range(30, 101)]
-    return min(tried, key=lambda x: sum(math.hypot(1, math.log(ratio) / SCALE) - 1 for ratio in ratios(rows, x)))
+    return min(
+        tried,
+        key=lambda x: sum(math.hypot(1, math.log(ratio) / SCALE) - 1 for ratio in ratios(rows, x)),
+    )
 
 
 def fit(chip: Chip, rows: Sequence[Row]) -> Fit:
@@ -133,14 +165,30 @@ def fit(chip: Chip, rows: Sequence[Row]) -> Fit:
 def cells(found: Fit) -> list[tuple[str, ...]]:
     """Both halves before and after; of the held-out one also those that mostly compute."""
     computing = tuple(row for row in found.held_out if row["compute_share"] >= LEAST_COMPUTE)
-    halves = (("fitted", found.fitted), ("held out", found.held_out), ("held out, mostly computing", computing))
+    halves = (
+        ("fitted", found.fitted),
+        ("held out", found.held_out),
+        ("held out, mostly computing", computing),
+    )
     lines = []
     for label, rows in halves:
         for efficiency in (found.chip.before, found.efficiency) if rows else ():
             reached = ratios(rows, efficiency)
-            words = f"{statistics.median(reached):.2f}", *(f"{near(reached, share):.0%}" for share in (0.1, 0.25))
+            words = (
+                f"{statistics.median(reached):.2f}",
+                *(f"{near(reached, share):.0%}" for share in (0.1, 0.25)),
+            )
             predicted = [{**row, "predicted_s": at_efficiency(row, efficiency)} for row in rows]
-            lines.append((found.chip.name, label, f"{efficiency:.2f}", str(len(rows)), *words, order_of(predicted)))
+            lines.append(
+                (
+                    found.chip.name,
+                    label,
+                    f"{efficiency:.2f}",
+                    str(len(rows)),
+                    *words,
+                    order_of(predicted),
+                )
+            )
     return lines
 
 
@@ -154,10 +202,19 @@ def source_of(found: Fit) -> str:
     """Where the figure is from, as profiles say it."""
     runs = ", ".join(sorted(row["row_id"] for row in found.fitted))
     before, after = (ratios(found.held_out, at) for at in (found.chip.before, found.efficiency))
-    held = f"held out {len(found.held_out)} others: predicted over measured step {statistics.median(before):.2f} in the median before and "
-    held += f"{statistics.median(after):.2f} after, within 10 % {near(before, 0.1):.0%} and {near(after, 0.1):.0%}"
+    held = (
+        f"held out {len(found.held_out)} others: predicted over measured step"
+        f" {statistics.median(before):.2f} in the median before and "
+    )
+    held += (
+        f"{statistics.median(after):.2f} after, within 10 % {near(before, 0.1):.0%} and"
+        f" {near(after, 0.1):.0%}"
+    )
     left = f"{found.spread[0]:.2f} to {found.spread[1]:.2f} with any one of them left out"
-    what = f"fitted by python -m benchmarks.calibrate to whole steps of {len(found.fitted)} published runs ({runs}), {left}; {held}"
+    what = (
+        f"fitted by python -m benchmarks.calibrate to whole steps of {len(found.fitted)} published"
+        f" runs ({runs}), {left}; {held}"
+    )
     return f"{what}; it was {found.chip.before} before; {found.chip.why}"
 
 
@@ -172,9 +229,17 @@ def write(found: Fit, date: str, folder: Path = PROFILES) -> None:
         text = path.read_text(encoding="utf-8")
         for dtype, prefix in (("bfloat16", ""), ("float16", "as bfloat16: ")):
             old = json.loads(text)["efficiency"]["matmul"][dtype]
-            new = {"value": found.efficiency, "unit": "1", "source": prefix + source_of(found), "date": date}
+            new = {
+                "value": found.efficiency,
+                "unit": "1",
+                "source": prefix + source_of(found),
+                "date": date,
+            }
             if text.count(_block(dtype, old)) != 1:
-                raise AutoparError(f"{path.name} does not hold {dtype}'s efficiency of matmuls once", remedy="indent it by two spaces")
+                raise AutoparError(
+                    f"{path.name} does not hold {dtype}'s efficiency of matmuls once",
+                    remedy="indent it by two spaces",
+                )
             text = text.replace(_block(dtype, old), _block(dtype, new))
         path.write_text(text, encoding="utf-8")
 
@@ -187,8 +252,17 @@ def _block(dtype: str, figure: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.calibrate", description=__doc__)
-    flags.add_argument("--results", default=str(tables.PUBLISHED_RESULTS), metavar="FILE", help="of benchmarks.published")
-    flags.add_argument("--write", action="store_true", help="put figures into the profiles, and the table into the benchmarks' README")
+    flags.add_argument(
+        "--results",
+        default=str(tables.PUBLISHED_RESULTS),
+        metavar="FILE",
+        help="of benchmarks.published",
+    )
+    flags.add_argument(
+        "--write",
+        action="store_true",
+        help="put figures into the profiles, and the table into the benchmarks' README",
+    )
     options = flags.parse_args(arguments)
     results = json.loads(Path(options.results).read_text(encoding="utf-8"))
     fits = [fit(chip, results["rows"]) for chip in CHIPS]
@@ -202,7 +276,10 @@ def main(arguments: list[str]) -> int:
     for found in fits:
         taken = "taken" if found.improves else "not taken: the held-out half does not come closer"
         low, high = found.spread
-        console.print(f"{found.chip.name}: {found.efficiency:.2f} ({low:.2f} to {high:.2f} with any one run left out), {taken}")
+        console.print(
+            f"{found.chip.name}: {found.efficiency:.2f} ({low:.2f} to {high:.2f} with any one run"
+            f" left out), {taken}"
+        )
         if found.improves and options.write:
             write(found, results["env"]["date"])
     if options.write:

@@ -1,4 +1,5 @@
-"""What all benchmarks share: their flags, what they know of the machine, and rows that each run in a process of their own."""
+"""What all benchmarks share: their flags, what they know of the machine, and rows that each run
+in a process of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from autopar.hardware import HardwareProfile
+from autopar.core.hardware import HardwareProfile
 from autopar.version import VERSION
 from benchmarks.models import LISTS, TINY, ModelSpec
 from benchmarks.zoo import libraries
@@ -34,17 +35,51 @@ LIMIT_S = 1800.0  # per case
 FRICTIONLESS = "frictionless"
 
 
-def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser(
+    name: str, description: str, *, batch: int = 8, seq: int = 16, meshes: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     """The flags that every benchmark takes."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     made.add_argument("--json", metavar="FILE", help="write {env, rows} here")
     made.add_argument("--model", action="append", default=[], help="a known size; may be repeated")
-    made.add_argument("--hf", action="append", default=[], metavar="TYPE[/AutoClass]:JSON", help="a Hugging Face configuration")
-    made.add_argument("--module", action="append", default=[], metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch)")
-    made.add_argument("--zoo", nargs="*", metavar="NAME", help="models of benchmarks.zoo; all of them where none is named")
-    made.add_argument("--unseen", nargs="*", metavar="NAME", help="architectures outside the zoo; all of the list where none is named")
-    made.add_argument("--libraries", nargs="*", metavar="NAME", help="models of torchvision, timm, diffusers; all where none is named")
-    made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8, 4x8 or a count; by default {' '.join(meshes)}")
+    made.add_argument(
+        "--hf",
+        action="append",
+        default=[],
+        metavar="TYPE[/AutoClass]:JSON",
+        help="a Hugging Face configuration",
+    )
+    made.add_argument(
+        "--module",
+        action="append",
+        default=[],
+        metavar="FILE.py:FUNCTION",
+        help="FUNCTION() returns (model, batch)",
+    )
+    made.add_argument(
+        "--zoo",
+        nargs="*",
+        metavar="NAME",
+        help="models of benchmarks.zoo; all of them where none is named",
+    )
+    made.add_argument(
+        "--unseen",
+        nargs="*",
+        metavar="NAME",
+        help="architectures outside the zoo; all of the list where none is named",
+    )
+    made.add_argument(
+        "--libraries",
+        nargs="*",
+        metavar="NAME",
+        help="models of torchvision, timm, diffusers; all where none is named",
+    )
+    made.add_argument(
+        "--mesh",
+        action="append",
+        default=[],
+        help=f"node=4,gpu=8, 4x8 or a count; by default {' '.join(meshes)}",
+    )
     made.add_argument("--batch", type=int, default=batch, help="global batch in samples")
     made.add_argument("--seq", type=int, default=seq, help="sequence length")
     return made
@@ -52,23 +87,38 @@ def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes
 
 def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) -> list[ModelSpec]:
     """The models that the flags name."""
-    found = [ModelSpec.known(name) for name in options.model] + [ModelSpec.parse_hf(text) for text in options.hf]
+    found = [ModelSpec.known(name) for name in options.model] + [
+        ModelSpec.parse_hf(text) for text in options.hf
+    ]
     found += [ModelSpec(text, module=text) for text in options.module]
     for listed, models in LISTS.items():
         named = getattr(options, listed)
-        found += [ModelSpec.of(listed, name) for name in (() if named is None else named or models.NAMES)]
+        found += [
+            ModelSpec.of(listed, name) for name in (() if named is None else named or models.NAMES)
+        ]
     return found or [ModelSpec.known(name) for name in default]
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """A profile by name or path. ``NAME-frictionless`` is the same without launch overheads, latencies and measured points:
-    under it even a tiny model is worth sharding."""
+    """A profile by name or path. ``NAME-frictionless`` is the same without launch overheads,
+    latencies and measured points: under it even a tiny model is worth sharding."""
     if not name.endswith(f"-{FRICTIONLESS}"):
         return HardwareProfile.load(name)
     base = HardwareProfile.load(name.removesuffix(f"-{FRICTIONLESS}"))
-    links = {k: replace(v, latency_s=0.0, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s * 100, curves={}) for k, v in base.links.items()}
+    links = {
+        k: replace(v, latency_s=0.0, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s * 100, curves={})
+        for k, v in base.links.items()
+    }
     mark = f"{base.hash}-{FRICTIONLESS}"
-    return replace(base, name=name, launch_overhead_s=0.0, matmul_half_flops=0.0, curves={}, links=links, hash=mark)
+    return replace(
+        base,
+        name=name,
+        launch_overhead_s=0.0,
+        matmul_half_flops=0.0,
+        curves={},
+        links=links,
+        hash=mark,
+    )
 
 
 def environment() -> dict[str, Any]:
@@ -90,7 +140,10 @@ def environment() -> dict[str, Any]:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def _version(package: str) -> str:
@@ -101,7 +154,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return found.stdout.strip()
 
 
@@ -113,15 +172,22 @@ def run_rows(
     limit_s: float = LIMIT_S,
     ready: Sequence[Row] = (),
 ) -> int:
-    """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table, write JSON.
+    """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table,
+    write JSON.
 
-    What it returns is a row, or a list of rows where a case has several. Rows that are `ready` need no process; they are in the JSON alone.
+    What it returns is a row, or a list of rows where a case has several. Rows that are `ready` need
+    no process; they are in the JSON alone.
 
     Returns:
         The exit status: 1 where a row is not ok. A row that raises is not ok and carries the error.
     """
     console, rows = console_of(), []
-    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
+    texts = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*texts, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=len(cases))
         for number, case in enumerate(cases, 1):
@@ -148,7 +214,11 @@ def console_of() -> Console:
 
 def describe(case: Mapping[str, Any]) -> str:
     """A case in a few words."""
-    plain = [str(v) for k, v in case.items() if k not in ("spec", "mesh", "hardware") and isinstance(v, str)]
+    plain = [
+        str(v)
+        for k, v in case.items()
+        if k not in ("spec", "mesh", "hardware") and isinstance(v, str)
+    ]
     return " ".join([case["spec"]["name"], case["mesh"], *plain])
 
 
@@ -161,8 +231,20 @@ def run_case(name: str, case: Mapping[str, Any], limit_s: float) -> list[Row]:
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         start = time.perf_counter()
         try:
-            done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=limit_s, check=False)
-            found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else [{"error": done.stderr.strip()[-2000:]}]
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=surroundings,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+            found = (
+                json.loads(out.read_text(encoding="utf-8"))
+                if out.is_file()
+                else [{"error": done.stderr.strip()[-2000:]}]
+            )
         except subprocess.TimeoutExpired:
             found = [{"error": f"took longer than {limit_s:.0f} s"}]
     case_s = round((time.perf_counter() - start) / len(found), 2)
@@ -186,9 +268,16 @@ def _portable(text: str) -> str:
 def _table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
     table = Table(title=f"benchmarks.{name}")
     for column in ("model", "mesh", *columns, "ok"):
-        table.add_column(column, justify="left" if column in ("model", "mesh", "plan") else "right", overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if column in ("model", "mesh", "plan") else "right",
+            overflow="fold",
+        )
     for row in rows:
-        table.add_row(*(show(row.get(column)) for column in ("model", "mesh", *columns)), "yes" if row["ok"] else "[red]NO[/red]")
+        table.add_row(
+            *(show(row.get(column)) for column in ("model", "mesh", *columns)),
+            "yes" if row["ok"] else "[red]NO[/red]",
+        )
     return table
 
 
@@ -208,7 +297,9 @@ def main(name: str, case: str, out: str) -> None:
         found = importlib.import_module(f"benchmarks.{name}").row(**json.loads(case))
     except Exception as error:  # whatever it is, it is this case's result
         found = failed(error)
-    Path(out).write_text(json.dumps(found if isinstance(found, list) else [found]), encoding="utf-8")
+    Path(out).write_text(
+        json.dumps(found if isinstance(found, list) else [found]), encoding="utf-8"
+    )
 
 
 def failed(error: Exception) -> Row:

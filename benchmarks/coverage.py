@@ -1,8 +1,9 @@
-"""Which models are captured, and which of their ops have a rule: ``python -m benchmarks.coverage [--zoo NAME ...]``.
+"""Which models are captured, and which of their ops have a rule: ``python -m benchmarks.coverage
+[--zoo NAME ...]``.
 
-The graph is the one that plans are made for: forward and backward in normal form. An op without a rule, for which
-experiments find none either, runs replicated; a node without a choice has a rule that offers nothing but that, though an operand
-of it could be split.
+The graph is the one that plans are made for: forward and backward in normal form. An op without a
+rule, for which experiments find none either, runs replicated; a node without a choice has a rule
+that offers nothing but that, though an operand of it could be split.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ from torch import fx
 
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.planning.assembly import portable_line
+from autopar.planner.plan_assembly import portable_line
 from autopar.rules import Call, axis_options, call_of, is_discovered, is_fallback
 from autopar.rules.call import op_name
 from benchmarks import zoo
 from benchmarks.common import ROOT, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 
-COLUMNS = ("num_nodes", "num_without_rule", "ops_without_rule", "ops_discovered", "num_without_choice", "capture_s")
+COLUMNS = (
+    "num_nodes",
+    "num_without_rule",
+    "ops_without_rule",
+    "ops_discovered",
+    "num_without_choice",
+    "capture_s",
+)
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 
 
@@ -35,7 +43,9 @@ def row(spec: dict[str, str], mesh: str, batch: int, seq: int) -> dict[str, Any]
     except AutoparError as error:
         return {"ok": False, "error": str(error), "captured": False}
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    without_rule, without_choice, discovered = (_ops(nodes, wanted) for wanted in (is_fallback, _has_no_choice, is_discovered))
+    without_rule, without_choice, discovered = (
+        _ops(nodes, wanted) for wanted in (is_fallback, _has_no_choice, is_discovered)
+    )
     return {
         "ok": not without_rule,
         "error": None,
@@ -62,7 +72,12 @@ def _ops(nodes: Iterable[fx.Node], wanted: Callable[[Call], bool]) -> list[dict[
     for node in nodes:
         if wanted(call_of(node)):
             name = op_name(node.target)
-            first = {"op": name, "count": 0, "module": node.meta["module"], "source": portable_line(node.meta["source"])}
+            first = {
+                "op": name,
+                "count": 0,
+                "module": node.meta["module"],
+                "source": portable_line(node.meta["source"]),
+            }
             found.setdefault(name, first)["count"] += 1
     return sorted(found.values(), key=lambda entry: -entry["count"])
 
@@ -71,7 +86,10 @@ def main() -> int:
     """The command."""
     options = parser("coverage", __doc__ or "", meshes=("none",)).parse_args()
     specs = specs_of(options, ()) or [ModelSpec.of("zoo", name) for name in zoo.NAMES]
-    cases = [{"spec": spec.to_json(), "mesh": "", "batch": options.batch, "seq": options.seq} for spec in specs]
+    cases = [
+        {"spec": spec.to_json(), "mesh": "", "batch": options.batch, "seq": options.seq}
+        for spec in specs
+    ]
     return run_rows("coverage", cases, COLUMNS, options.json or str(RESULTS))
 
 

@@ -1,8 +1,9 @@
 """``make demo``: train a small GPT-2 on real text, on 4 local processes beside the same run on one.
 
-The text is the source code of Python's standard library, read by bytes: every machine has it. The 4 processes form a 2×2 mesh
-that the planner lays out under a memory budget in which the model does not fit unsharded. Both runs start from the same weights and
-see the same batches. Writes ``out/plan.json`` and ``out/demo.png``.
+The text is the source code of Python's standard library, read by bytes: every machine has it. The 4
+processes form a 2×2 mesh that the planner lays out under a memory budget in which the model does
+not fit unsharded. Both runs start from the same weights and see the same batches. Writes
+``out/plan.json`` and ``out/demo.png``.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch import Tensor
 
 import autopar
 from autopar import hf
-from autopar.run.live import LiveBytes
-from autopar.units import size
+from autopar.core.units import size
+from autopar.program.abstract_executor import LiveBytes
 from benchmarks.ranks import run_ranks
 
-MODEL = """gpt2:{"n_embd": 256, "n_layer": 4, "n_head": 8, "vocab_size": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}"""
+MODEL = """gpt2:{"n_embd": 256, "n_layer": 4, "n_head": 8, "vocab_size": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}"""  # noqa: E501
 MESH = {"a": 2, "b": 2}
 BATCH, SEQ, LEARNING_RATE, MEASURED_STEP = 8, 128, 1e-3, 1
 BUDGET_BYTES = 60 * 10**6
@@ -39,7 +40,8 @@ Told = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One rank's run: the loss of every step, the peak of live tensor bytes in one step, and the plan's text (if any)."""
+    """One rank's run: the loss of every step, the peak of live tensor bytes in one step, and the
+    plan's text (if any)."""
 
     losses: tuple[float, ...]
     peak_bytes: int
@@ -48,8 +50,11 @@ class Run:
 
 
 def text() -> Tensor:
-    """The standard library's top-level modules, one after another, as bytes; without the few that hold tables of other scripts."""
-    sources = (path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    """The standard library's top-level modules, one after another, as bytes; without the few
+    that hold tables of other scripts."""
+    sources = (
+        path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    )
     joined = b"".join(source for source in sources if source.isascii())
     return torch.frombuffer(bytearray(joined[:TEXT_BYTES]), dtype=torch.uint8).long()
 
@@ -68,7 +73,8 @@ def build() -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, steps: int, told: Told) -> tuple[tuple[float, ...], int, float]:
-    """An ordinary training loop; the peak from the start of forward to the end of backward, of one step."""
+    """An ordinary training loop; the peak from the start of forward to the end of backward, of
+    one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, peak, start = [], 0, time.perf_counter()
     for step, batch in enumerate(batches(steps)):
@@ -84,8 +90,15 @@ def train(model: torch.nn.Module, steps: int, told: Told) -> tuple[tuple[float, 
     return tuple(losses), peak, time.perf_counter() - start
 
 
-def _measured(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor) and x.dim() > 0]
+def _measured(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, int]:
+    state = [
+        x
+        for values in optimizer.state.values()
+        for x in values.values()
+        if isinstance(x, Tensor) and x.dim() > 0
+    ]
     with LiveBytes() as memory:
         memory.register([*model.parameters(), *model.buffers(), *batch.values(), *state])
         memory.reset_peak()
@@ -101,7 +114,14 @@ def alone(steps: int, told: Told) -> Run:
 
 def rank(number: int, tell: Told, steps: int) -> Run:
     """One of the processes: the same loop around the compiled model."""
-    module = autopar.compile(build(), MESH, example_inputs=batches(1)[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES, optimizer="adamw")
+    module = autopar.compile(
+        build(),
+        MESH,
+        example_inputs=batches(1)[0],
+        hardware="cpu-gloo",
+        memory_bytes=BUDGET_BYTES,
+        optimizer="adamw",
+    )
     found = train(module, steps, tell if number == 0 else lambda _: None)
     return Run(*found, plan=module.plan.dumps())  # type: ignore[operator, union-attr]
 
@@ -109,8 +129,13 @@ def rank(number: int, tell: Told, steps: int) -> Run:
 def both(steps: int) -> tuple[Run, list[Run]]:
     """The run on one process, then that on four, with a progress bar each."""
     count = TextColumn("{task.completed:>3}/{task.total} {task.fields[loss]}")
-    with Progress(TextColumn("{task.description:<14}"), BarColumn(), count, TimeElapsedColumn()) as progress:
-        tasks = [progress.add_task(name, total=steps, loss="") for name in ("one process", "four processes")]
+    with Progress(
+        TextColumn("{task.description:<14}"), BarColumn(), count, TimeElapsedColumn()
+    ) as progress:
+        tasks = [
+            progress.add_task(name, total=steps, loss="")
+            for name in ("one process", "four processes")
+        ]
 
         def told(task: Any) -> Told:
             return lambda loss: progress.update(task, advance=1, loss=f"loss {loss:.3f}")
@@ -119,7 +144,9 @@ def both(steps: int) -> tuple[Run, list[Run]]:
         single = alone(steps, told(tasks[0]))
         progress.update(tasks[1], visible=True, loss="planning")
         progress.reset(tasks[1])
-        os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the ranks, which share this machine's cores
+        os.environ["OMP_NUM_THREADS"] = (
+            "1"  # inherited by the ranks, which share this machine's cores
+        )
         return single, run_ranks(4, rank, steps, told=told(tasks[1]))
 
 
@@ -136,7 +163,9 @@ def picture(path: Path, plan: autopar.Plan, single: Run, ranks: list[Run]) -> No
     curves.plot(ranks[0].losses, color="#2f5d8a", linewidth=1.3, label="four processes, 2×2 mesh")
     curves.set_ylabel("loss per byte")
     curves.legend(frameon=False)
-    difference.semilogy([max(d, 1e-12) for d in differences(single, ranks)], color="#d1605e", linewidth=1.3)
+    difference.semilogy(
+        [max(d, 1e-12) for d in differences(single, ranks)], color="#d1605e", linewidth=1.3
+    )
     difference.set_ylabel("relative difference of the losses")
     for axes in (curves, difference):
         axes.set_xlabel("step")
@@ -149,7 +178,9 @@ def picture(path: Path, plan: autopar.Plan, single: Run, ranks: list[Run]) -> No
 def differences(single: Run, ranks: list[Run]) -> list[float]:
     """Largest relative difference of the losses over the ranks, step by step."""
     steps = zip(single.losses, *(run.losses for run in ranks), strict=True)
-    return [max(abs(loss - reference) / reference for loss in losses) for reference, *losses in steps]
+    return [
+        max(abs(loss - reference) / reference for loss in losses) for reference, *losses in steps
+    ]
 
 
 def tell(console: Console, plan: autopar.Plan, single: Run, ranks: list[Run]) -> bool:
@@ -157,14 +188,29 @@ def tell(console: Console, plan: autopar.Plan, single: Run, ranks: list[Run]) ->
     apart, predicted = max(differences(single, ranks)), plan.prediction.peak_bytes
     console.print(autopar.explain(plan))
     console.rule("the same training, on one process and on four")
-    console.print(f"loss        {single.losses[0]:.4f} at the start, {single.losses[-1]:.4f} at the end, after {len(single.losses)} steps")
-    console.print(f"difference  {apart:.1e} at most, relative, at any step on any rank (float32 rounding, which AdamW lets grow)")
-    console.print(f"memory      one process {size(single.peak_bytes)}; budget per rank {size(BUDGET_BYTES)}: unsharded it would not fit")
+    console.print(
+        f"loss        {single.losses[0]:.4f} at the start, {single.losses[-1]:.4f} at the end,"
+        f" after {len(single.losses)} steps"
+    )
+    console.print(
+        f"difference  {apart:.1e} at most, relative, at any step on any rank (float32 rounding,"
+        " which AdamW lets grow)"
+    )
+    console.print(
+        f"memory      one process {size(single.peak_bytes)}; budget per rank {size(BUDGET_BYTES)}:"
+        " unsharded it would not fit"
+    )
     for number, run in enumerate(ranks):
         off = run.peak_bytes / predicted - 1
-        console.print(f"  rank {number}    predicted {size(predicted)}, measured {size(run.peak_bytes)} ({off:+.2%})")
+        console.print(
+            f"  rank {number}    predicted {size(predicted)}, measured {size(run.peak_bytes)}"
+            f" ({off:+.2%})"
+        )
     cores = f"one thread each, {os.cpu_count()} cores"
-    console.print(f"time        {single.seconds:.0f} s on one process, {ranks[0].seconds:.0f} s on four ({cores})")
+    console.print(
+        f"time        {single.seconds:.0f} s on one process, {ranks[0].seconds:.0f} s on four"
+        f" ({cores})"
+    )
     return apart < TOLERANCE
 
 

@@ -11,13 +11,15 @@ import torch
 
 WARM_UP, ROUNDS = 3, 20
 CYCLES_PER_S = 2.0e9  # at least those of any device's clock
-# A device's queue holds about a thousand launches; a host that fills it waits, however long the device sleeps.
+# A device's queue holds about a thousand launches; a host that fills it waits, however long the
+# device sleeps.
 MOST_AHEAD_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one call: on the device when the host is ahead, and on the host until all is enqueued."""
+    """Seconds of one call: on the device when the host is ahead, and on the host until all is
+    enqueued."""
 
     device_s: float
     host_s: float
@@ -34,15 +36,20 @@ def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def measure(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, Times]:
-    """The medians of some rounds, in each of which every call runs once, so that all see the same clocks and the same heat.
+    """The medians of some rounds, in each of which every call runs once, so that all see the same
+    clocks and the same heat.
 
-    The device first sleeps for longer than the host needs to enqueue a call: in a training step, too, the host is ahead, and else short
-    calls would show the host's time. What the host needs is measured before, on an idle device.
+    The device first sleeps for longer than the host needs to enqueue a call: in a training step,
+    too, the host is ahead, and else short calls would show the host's time. What the host needs is
+    measured before, on an idle device.
     """
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
-    hosts = {name: statistics.median(_host_s(call) for _ in range(WARM_UP)) for name, call in calls.items()}
+    hosts = {
+        name: statistics.median(_host_s(call) for _ in range(WARM_UP))
+        for name, call in calls.items()
+    }
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

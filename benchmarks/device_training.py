@@ -1,11 +1,15 @@
-"""Training steps of a real model on one CUDA device: predicted against measured time and memory, and what budgets cost.
+"""Training steps of a real model on one CUDA device: predicted against measured time and memory,
+and what budgets cost.
 
-Eager, eager with a checkpoint per layer, eager compiled by Inductor, autopar's plans under shares of what its plan without a budget needs,
-and the first of these compiled by Inductor. A step is forward, backward and a fused AdamW. Times are the device's with the host ahead
-(`benchmarks.device_times`), and the host's beside them: a step takes the longer one. Peaks are the allocator's largest count of live bytes,
-from the begin of forward to the end of backward, of a second step, so the optimizer's state is in it. Gradients are compared with eager's,
-whose own rounding is in the difference. With --offload, state and activations may wait on the host; --alone leaves out eager, which a model
-may be too large for, with what is compared; --no-inductor leaves out what it compiles. Without a device there is one row, which says so.
+Eager, eager with a checkpoint per layer, eager compiled by Inductor, autopar's plans under shares
+of what its plan without a budget needs, and the first of these compiled by Inductor. A step is
+forward, backward and a fused AdamW. Times are the device's with the host ahead
+(`benchmarks.device_times`), and the host's beside them: a step takes the longer one. Peaks are the
+allocator's largest count of live bytes, from the begin of forward to the end of backward, of a
+second step, so the optimizer's state is in it. Gradients are compared with eager's, whose own
+rounding is in the difference. With --offload, state and activations may wait on the host; --alone
+leaves out eager, which a model may be too large for, with what is compared; --no-inductor leaves
+out what it compiles. Without a device there is one row, which says so.
 """
 
 from __future__ import annotations
@@ -27,13 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.api.planning import plan_model
 from autopar.api.tracing import program_of, traced_for
 from autopar.constraints import offload
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
-from autopar.run.executor import Backend
-from autopar.run.module import ParallelModule
+from autopar.request import Backend
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.device_times import in_turn, measure
 from benchmarks.models import ModelSpec
@@ -45,19 +49,32 @@ ROUNDS = 6
 MAX_DIFFERENCE = 0.05  # of all gradients together, in bfloat16
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 COLUMNS = (
-    "method", "share", "predicted_peak_bytes", "measured_peak_bytes", "peak_rel_err",
-    "predicted_s", "measured_s", "host_s", "time_rel_err", "over_eager", "num_recomputed", "predicted_host_bytes",
-    "gap", "difference", "skipped",
-)  # fmt: skip
+    "method",
+    "share",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "peak_rel_err",
+    "predicted_s",
+    "measured_s",
+    "host_s",
+    "time_rel_err",
+    "over_eager",
+    "num_recomputed",
+    "predicted_host_bytes",
+    "gap",
+    "difference",
+    "skipped",
+)
 LLAMA = """llama:{"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "bos_token_id": 0, "eos_token_id": 0,
-    "tie_word_embeddings": true, "use_cache": false}"""
+    "tie_word_embeddings": true, "use_cache": false}"""  # noqa: E501
 MODEL = ModelSpec("llama-1.2b", LLAMA)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a method took: seconds of a step, on the device and on the host; bytes; ‖its gradients − eager's‖ / ‖eager's‖, if known."""
+    """What a method took: seconds of a step, on the device and on the host; bytes; ‖its
+    gradients − eager's‖ / ‖eager's‖, if known."""
 
     device_s: float
     host_s: float
@@ -66,23 +83,61 @@ class Seen:
 
 
 def row(
-    spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float], plans: str | None, dtype: str,
-    precision: str | None, offloads: bool, alone: bool, inductor: bool, rounds: int,
-) -> list[Row]:  # fmt: skip
+    spec: dict[str, Any],
+    mesh: str,
+    batch: int,
+    seq: int,
+    hardware: str,
+    shares: list[float],
+    plans: str | None,
+    dtype: str,
+    precision: str | None,
+    offloads: bool,
+    alone: bool,
+    inductor: bool,
+    rounds: int,
+) -> list[Row]:
     """All methods of one model."""
     if not torch.cuda.is_available() and plans is None:
         return [{"method": "", "ok": True, "error": None, "skipped": "there is no CUDA device"}]
     built, profile = ModelSpec(**spec), load_profile(hardware)
     size: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": getattr(torch, dtype)}
     meta, example = built.build(**size, meta=True)
-    asked = {"outputs": "loss", "precision": precision, "constraints": (offload(),) if offloads else ()}
+    asked = {
+        "outputs": "loss",
+        "precision": precision,
+        "constraints": (offload(),) if offloads else (),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        kind = f"{profile.name}-{batch}x{seq}-{dtype}{f'-{precision}' * bool(precision)}{'-offload' * offloads}"
-        made = [*_plans(meta, example, profile, shares, Path(plans or folder) / built.name.replace("/", "-"), kind, asked)]
+        kind = f"{profile.name}-{batch}x{seq}-{dtype}{f'-{precision}' * bool(precision)}{'-offload' * offloads}"  # noqa: E501
+        made = [
+            *_plans(
+                meta,
+                example,
+                profile,
+                shares,
+                Path(plans or folder) / built.name.replace("/", "-"),
+                kind,
+                asked,
+            )
+        ]
     if not torch.cuda.is_available():
-        cases = [{"share": share, "skipped": reason or "made, not run: there is no CUDA device"} for share, _, reason in made]
-        return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in cases]
-    base: Row = {"batch": batch, "seq": seq, "dtype": dtype, "precision": precision, "offload": offloads, "hardware": profile.name}
+        cases = [
+            {"share": share, "skipped": reason or "made, not run: there is no CUDA device"}
+            for share, _, reason in made
+        ]
+        return [
+            {"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case}
+            for case in cases
+        ]
+    base: Row = {
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "precision": precision,
+        "offload": offloads,
+        "hardware": profile.name,
+    }
     base |= {"error": None, "skipped": None, "device": torch.cuda.get_device_name()}
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
@@ -93,9 +148,23 @@ def row(
     if theirs is not None:
         eager = _seen(build, theirs, rounds)
         rows = [_row(base, "eager", eager, eager)]
-        rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*build()), theirs, rounds), eager))
+        rows.append(
+            _row(
+                base,
+                "eager, a checkpoint per layer",
+                _seen(lambda: _checkpointed(*build()), theirs, rounds),
+                eager,
+            )
+        )
         if inductor:
-            rows.append(_row(base, "eager, torch.compile", _seen(lambda: _by_inductor(*build()), theirs, rounds), eager))
+            rows.append(
+                _row(
+                    base,
+                    "eager, torch.compile",
+                    _seen(lambda: _by_inductor(*build()), theirs, rounds),
+                    eager,
+                )
+            )
     devices = device_mesh(ONE, "cuda")
     for share, plan, reason in made:
         shown = {**base, "share": share, "method": "autopar"}
@@ -103,19 +172,35 @@ def row(
             rows.append({**shown, "ok": True, "skipped": reason})
         else:
             program = program_of(plan, meta, traced_for(plan, meta, (), example), (), example)
-            rows.append(_row(shown, "autopar", _seen(partial(_compiled, program, devices, build), theirs, rounds), eager, plan))
+            rows.append(
+                _row(
+                    shown,
+                    "autopar",
+                    _seen(partial(_compiled, program, devices, build), theirs, rounds),
+                    eager,
+                    plan,
+                )
+            )
             if inductor and theirs is not None and share == made[0][0] and not offloads:
-                seen = _seen(partial(_compiled, program, devices, build, "inductor"), theirs, rounds)
+                seen = _seen(
+                    partial(_compiled, program, devices, build, "inductor"), theirs, rounds
+                )
                 rows.append(_row(shown, "autopar, inductor", seen, eager))
     return rows
 
 
 def _plans(
-    model: nn.Module, example: dict[str, Any], profile: HardwareProfile, shares: list[float], folder: Path, kind: str,
+    model: nn.Module,
+    example: dict[str, Any],
+    profile: HardwareProfile,
+    shares: list[float],
+    folder: Path,
+    kind: str,
     asked: Mapping[str, Any],
-) -> Iterator[tuple[float, Plan | None, str]]:  # fmt: skip
-    """Per share the plan, or why there is none: shares of what the plan needs that is made first, within the device's memory alone. Plans
-    of this kind that lie in the folder are taken from it, so they can be made elsewhere."""
+) -> Iterator[tuple[float, Plan | None, str]]:
+    """Per share the plan, or why there is none: shares of what the plan needs that is made first,
+    within the device's memory alone. Plans of this kind that lie in the folder are taken from it,
+    so they can be made elsewhere."""
     ample = None
     folder.mkdir(parents=True, exist_ok=True)
     for share in (1.0, *(each for each in shares if each != 1.0)):
@@ -123,7 +208,14 @@ def _plans(
         budget = None if ample is None else int(share * ample)
         try:
             if not path.exists():
-                plan_model(model, ONE, example_inputs=example, hardware=profile, memory_bytes=budget, **asked)[1].plan.save(path)
+                plan_model(
+                    model,
+                    ONE,
+                    example_inputs=example,
+                    hardware=profile,
+                    memory_bytes=budget,
+                    **asked,
+                )[1].plan.save(path)
             plan = Plan.load(path)
             ample = ample or plan.prediction.peak_bytes
             if share in shares:
@@ -144,14 +236,16 @@ def _by_inductor(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, dic
     return model, data
 
 
-def _compiled(program: Any, devices: DeviceMesh, build: Build, backend: Backend = "eager") -> tuple[nn.Module, dict[str, Any]]:
+def _compiled(
+    program: Any, devices: DeviceMesh, build: Build, backend: Backend = "eager"
+) -> tuple[nn.Module, dict[str, Any]]:
     model, data = build()
     return ParallelModule(program, devices, model, outputs="loss", backend=backend), data
 
 
 def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
-    """Measure what `build` makes, and leave nothing of it on the device; eager's gradients, once known, lie on the host in `theirs`, where
-    there is an eager."""
+    """Measure what `build` makes, and leave nothing of it on the device; eager's gradients, once
+    known, lie on the host in `theirs`, where there is an eager."""
     seen = _measured(*build(), theirs, rounds)
     torch.compiler.reset()
     gc.collect()
@@ -159,7 +253,9 @@ def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
     return seen
 
 
-def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
+def _measured(
+    model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor] | None, rounds: int
+) -> Seen:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def gradients() -> None:
@@ -207,7 +303,9 @@ def _row(base: Row, method: str, seen: Seen, eager: Seen | None, plan: Plan | No
             "peak_rel_err": predicted.peak_bytes / seen.peak_bytes - 1,
             "predicted_s": predicted.step_s,
             "time_rel_err": predicted.step_s / step_s - 1,
-            "num_recomputed": sum(len(entry.instances) for entry in plan.entries if entry.recompute),
+            "num_recomputed": sum(
+                len(entry.instances) for entry in plan.entries if entry.recompute
+            ),
             "gap": plan.proof.gap,
         }
     return found
@@ -227,20 +325,61 @@ def main(arguments: list[str]) -> int:
     flags = parser("device_training", __doc__ or "", batch=8, seq=2048)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--hardware", default="h100-sxm")
-    flags.add_argument("--plans", metavar="FOLDER", help="read plans from here, or make and leave them here; needs no device for that")
-    flags.add_argument("--share", type=float, action="append", help=f"of the plan without a budget; by default {SHARES}")
+    flags.add_argument(
+        "--plans",
+        metavar="FOLDER",
+        help="read plans from here, or make and leave them here; needs no device for that",
+    )
+    flags.add_argument(
+        "--share",
+        type=float,
+        action="append",
+        help=f"of the plan without a budget; by default {SHARES}",
+    )
     flags.add_argument("--dtype", default="bfloat16", help="of the model's parameters")
     flags.add_argument("--precision", choices=("bf16",), help="as of autopar.compile")
-    flags.add_argument("--offload", action="store_true", dest="offloads", help="let state and activations wait on the host")
-    flags.add_argument("--alone", action="store_true", help="without eager, and without what is compared with it")
-    flags.add_argument("--no-inductor", action="store_false", dest="inductor", help="leave out what Inductor compiles")
+    flags.add_argument(
+        "--offload",
+        action="store_true",
+        dest="offloads",
+        help="let state and activations wait on the host",
+    )
+    flags.add_argument(
+        "--alone", action="store_true", help="without eager, and without what is compared with it"
+    )
+    flags.add_argument(
+        "--no-inductor",
+        action="store_false",
+        dest="inductor",
+        help="leave out what Inductor compiles",
+    )
     flags.add_argument("--rounds", type=int, default=ROUNDS, help="steps that are timed")
     options = flags.parse_args(arguments)
-    asked = ("batch", "seq", "hardware", "plans", "dtype", "precision", "offloads", "alone", "inductor", "rounds")
+    asked = (
+        "batch",
+        "seq",
+        "hardware",
+        "plans",
+        "dtype",
+        "precision",
+        "offloads",
+        "alone",
+        "inductor",
+        "rounds",
+    )
     shared = {name: getattr(options, name) for name in asked}
     shared["shares"] = options.share or SHARES
-    specs = specs_of(options, ()) if (options.model or options.hf or options.zoo is not None) else [MODEL]
-    return run_rows("device_training", [{"spec": s.to_json(), "mesh": "d=1", **shared} for s in specs], COLUMNS, options.json)
+    specs = (
+        specs_of(options, ())
+        if (options.model or options.hf or options.zoo is not None)
+        else [MODEL]
+    )
+    return run_rows(
+        "device_training",
+        [{"spec": s.to_json(), "mesh": "d=1", **shared} for s in specs],
+        COLUMNS,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

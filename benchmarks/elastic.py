@@ -1,11 +1,14 @@
-"""``python -m benchmarks.elastic``: a machine is lost while a model is trained, and comes back; the losses beside those of one process.
+"""``python -m benchmarks.elastic``: a machine is lost while a model is trained, and comes back; the
+losses beside those of one process.
 
-Two agents (`autopar run`, as on two machines, here both on this one) each start two processes, which train `make demo`'s GPT-2. After some
-steps one agent and its processes are killed; the other starts its own again, plans for the two that are left, and goes on from the
-newest checkpoint. Then the first comes back, and all four go on. Each row is one of these three parts of the run.
+Two agents (`autopar run`, as on two machines, here both on this one) each start two processes,
+which train `make demo`'s GPT-2. After some steps one agent and its processes are killed; the other
+starts its own again, plans for the two that are left, and goes on from the newest checkpoint. Then
+the first comes back, and all four go on. Each row is one of these three parts of the run.
 
-All is computed in float64, the loss too: AdamW lets roundings of float32 grow to thousandths of the loss within so many steps, whatever the
-machines do, and what a restart loses would not be seen beside them.
+All is computed in float64, the loss too: AdamW lets roundings of float32 grow to thousandths of the
+loss within so many steps, whatever the machines do, and what a restart loses would not be seen
+beside them.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def train(folder: Path, steps: int) -> None:
     """What each process runs: an ordinary loop that goes on where the newest checkpoint ends."""
     (folder / f"{os.environ[MACHINE]}.{os.getpid()}").touch()
     data = windows(steps)
-    model = autopar.compile(Exact(), example_inputs=data[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES)
+    model = autopar.compile(
+        Exact(), example_inputs=data[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     checkpoints = autopar.Checkpoints(folder / "checkpoints")
     for step in range(checkpoints.load(model, optimizer), steps):
@@ -74,7 +79,13 @@ def train(folder: Path, steps: int) -> None:
         checkpoints.save(step + 1, model, optimizer)
         if dist.get_rank() == 0:
             rests = max(model.parameters(), key=lambda p: p.numel()).placements  # type: ignore[attr-defined]
-            said = {"step": step, "loss": loss.item(), "processes": dist.get_world_size(), "rests": str(rests), "at_s": time.time()}
+            said = {
+                "step": step,
+                "loss": loss.item(),
+                "processes": dist.get_world_size(),
+                "rests": str(rests),
+                "at_s": time.time(),
+            }
             with (folder / WORD).open("a") as file:
                 file.write(json.dumps(said) + "\n")
 
@@ -84,19 +95,31 @@ def row(spec: dict[str, Any], mesh: str, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         told = follow(Path(folder), steps)
     wanted = alone(steps)
-    starts = [n for n, each in enumerate(told) if not n or each["processes"] != told[n - 1]["processes"]]
+    starts = [
+        n for n, each in enumerate(told) if not n or each["processes"] != told[n - 1]["processes"]
+    ]
     if len(starts) != len(PARTS):
         raise AutoparError(f"the run had {len(starts)} parts instead of {len(PARTS)}")
     rows = []
     for part, start, end in zip(PARTS, starts, [*starts[1:], len(told)], strict=True):
         here, before = told[start:end], told[start - 1] if start else None
-        worst = max(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in here)
+        worst = max(
+            abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in here
+        )
         again = 0 if before is None else before["step"] + 1 - here[0]["step"]
-        rows.append({
-            "part": part, "processes": here[0]["processes"], "steps": f"{here[0]['step']} to {here[-1]['step']}",
-            "largest_weight": here[0]["rests"], "run_twice": again, "pause_s": None if before is None else here[0]["at_s"] - before["at_s"],
-            "max_rel_diff": worst, "ok": worst <= TOLERANCE, "error": None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "part": part,
+                "processes": here[0]["processes"],
+                "steps": f"{here[0]['step']} to {here[-1]['step']}",
+                "largest_weight": here[0]["rests"],
+                "run_twice": again,
+                "pause_s": None if before is None else here[0]["at_s"] - before["at_s"],
+                "max_rel_diff": worst,
+                "ok": worst <= TOLERANCE,
+                "error": None,
+            }
+        )
     return rows
 
 
@@ -129,7 +152,11 @@ def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
         agents.append(_agent(folder, meet, steps, "second"))
         _await(folder, agents, lambda told: len(told) >= steps // 3)
         _lose(folder, agents[1], "second")
-        _await(folder, agents[:1], lambda told: told[-1]["processes"] == PROCESSES and told[-1]["step"] >= steps // 2)
+        _await(
+            folder,
+            agents[:1],
+            lambda told: told[-1]["processes"] == PROCESSES and told[-1]["step"] >= steps // 2,
+        )
         agents[1] = _agent(folder, meet, steps, "second")
         _await(folder, agents, lambda told: told[-1]["step"] == steps - 1)
         for agent in agents:
@@ -141,8 +168,27 @@ def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def _agent(folder: Path, meet: str, steps: int, name: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "autopar", "run", "-n", str(PROCESSES), "--nodes", "1:2", "--meet", meet, "--restarts", "3"]
-    known = {**os.environ, MACHINE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PET_RDZV_CONF": "last_call_timeout=5"}
+    command = [
+        sys.executable,
+        "-m",
+        "autopar",
+        "run",
+        "-n",
+        str(PROCESSES),
+        "--nodes",
+        "1:2",
+        "--meet",
+        meet,
+        "--restarts",
+        "3",
+    ]
+    known = {
+        **os.environ,
+        MACHINE: name,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PET_RDZV_CONF": "last_call_timeout=5",
+    }
     with (folder / f"{name}.log").open("ab") as log:
         work = [*command, __file__, str(folder), str(steps)]
         return subprocess.Popen(work, cwd=ROOT, env=known, stdout=log, stderr=log)
@@ -177,18 +223,35 @@ def _await(folder: Path, agents: Sequence[subprocess.Popen[bytes]], ends: Any) -
     while not ((told := _told(folder)) and ends(told)):
         ended = [agent for agent in agents if agent.poll() is not None]
         if ended or time.monotonic() > deadline:
-            logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log")))
-            raise AutoparError(f"{'an agent ended too early' if ended else 'nothing went on'}: {logs}")
+            logs = "\n".join(
+                path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log"))
+            )
+            raise AutoparError(
+                f"{'an agent ended too early' if ended else 'nothing went on'}: {logs}"
+            )
         time.sleep(0.2)
 
 
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
-    flags.add_argument("--steps", type=int, default=150, help="of all parts together; enough for a machine to start")
+    flags.add_argument(
+        "--steps",
+        type=int,
+        default=150,
+        help="of all parts together; enough for a machine to start",
+    )
     options = flags.parse_args()
     case = {"spec": {"name": "the demo's gpt2"}, "mesh": "2x2", "steps": options.steps}
-    columns = ("part", "processes", "steps", "largest_weight", "run_twice", "pause_s", "max_rel_diff")
+    columns = (
+        "part",
+        "processes",
+        "steps",
+        "largest_weight",
+        "run_twice",
+        "pause_s",
+        "max_rel_diff",
+    )
     return run_rows("elastic", [case], columns, options.json)
 
 

@@ -1,7 +1,8 @@
-"""Numerics of the kernels that exchange data between ranks, for `benchmarks.kernels`: virtual ranks in one process, on the CPU.
+"""Numerics of the kernels that exchange data between ranks, for `benchmarks.kernels`: virtual ranks
+in one process, on the CPU.
 
-Products have the reference's bits for small whole numbers, which every dtype holds exactly; for others the order of a product's own sums
-is the vendor's, so these are held to float64.
+Products have the reference's bits for small whole numbers, which every dtype holds exactly; for
+others the order of a product's own sums is the vendor's, so these are held to float64.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from autopar.kernels.normed_scatter import matmul_reduce_add_rmsnorm_reference
-from autopar.kernels.overlapped_references import all_gather_matmul_reference, matmul_reduce_scatter_reference
+from autopar.kernels.fused import (
+    combine_all,
+    dispatch_all,
+    gather_all,
+    scatter_all,
+    scatter_norm_all,
+    shards_of,
+)
+from autopar.kernels.normed import matmul_reduce_add_rmsnorm_reference
+from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.routed import moe_combine_reference, moe_dispatch_reference
-from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 
 EQUATION = "mk,kn->mn"
 ROWS, INNER, COLUMNS = 131, 40, 24  # rows are uneven under every world but 1
@@ -29,17 +37,19 @@ Draw = Callable[[Sequence[int], torch.dtype, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What a call computed, the same formula in float64, and what is to be the same bits: compiled code's and the reference's."""
+    """What a call computed, the same formula in float64, and what is to be the same bits:
+    compiled code's and the reference's."""
 
     made: Sequence[Tensor]
     exact: Sequence[Tensor]
     alike: Sequence[tuple[Tensor, Tensor]]
 
     @staticmethod
-    def of(made: Sequence[Tensor], reference: Sequence[Tensor], exact: Sequence[Tensor]) -> Numerics:
+    def of(
+        made: Sequence[Tensor], reference: Sequence[Tensor], exact: Sequence[Tensor]
+    ) -> Numerics:
         """Where the reference gives the same bits for any operands."""
         return Numerics(made, exact, list(zip(made, reference, strict=True)))
-
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
@@ -48,18 +58,29 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 def _units(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     """-1, 0 and 1."""
-    return torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
 
 
 def gathered(world: int, dtype: torch.dtype) -> Numerics:
     """all_gather_matmul."""
 
     def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        x, others = draw((ROWS, INNER), dtype, 0), [draw((INNER, COLUMNS), dtype, 1 + rank) for rank in range(world)]
+        x, others = (
+            draw((ROWS, INNER), dtype, 0),
+            [draw((INNER, COLUMNS), dtype, 1 + rank) for rank in range(world)],
+        )
         shards = shards_of(x, 0, world)
         made = gather_all(VirtualRanks(world), EQUATION, shards, others, 0, 0, ROWS, NUM_CHUNKS)
-        exact = all_gather_matmul_reference(EQUATION, [s.double() for s in shards], [o.double() for o in others], 0, 0)
-        return _flat(made), _flat(all_gather_matmul_reference(EQUATION, shards, others, 0, 0)), _flat(exact)
+        exact = all_gather_matmul_reference(
+            EQUATION, [s.double() for s in shards], [o.double() for o in others], 0, 0
+        )
+        return (
+            _flat(made),
+            _flat(all_gather_matmul_reference(EQUATION, shards, others, 0, 0)),
+            _flat(exact),
+        )
 
     return _judged(run)
 
@@ -68,9 +89,14 @@ def scattered(world: int, dtype: torch.dtype) -> Numerics:
     """matmul_reduce_scatter."""
 
     def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        pairs = [(draw((ROWS, INNER), dtype, 2 * rank), draw((INNER, COLUMNS), dtype, 2 * rank + 1)) for rank in range(world)]
+        pairs = [
+            (draw((ROWS, INNER), dtype, 2 * rank), draw((INNER, COLUMNS), dtype, 2 * rank + 1))
+            for rank in range(world)
+        ]
         made = scatter_all(VirtualRanks(world), EQUATION, pairs, 0, NUM_CHUNKS)
-        exact = matmul_reduce_scatter_reference(EQUATION, [(a.double(), b.double()) for a, b in pairs], 0)
+        exact = matmul_reduce_scatter_reference(
+            EQUATION, [(a.double(), b.double()) for a, b in pairs], 0
+        )
         return made, matmul_reduce_scatter_reference(EQUATION, pairs, 0), exact
 
     return _judged(run)
@@ -80,12 +106,32 @@ def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
     """matmul_reduce_add_rmsnorm, rounded before the weight."""
 
     def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        pairs = [(draw((ROWS, INNER), dtype, 2 * rank), draw((INNER, COLUMNS), dtype, 2 * rank + 1)) for rank in range(world)]
-        residuals, weights = shards_of(draw((ROWS, COLUMNS), dtype, 98), 0, world), [draw((COLUMNS,), dtype, 99)] * world
-        made = scatter_norm_all(VirtualRanks(world), EQUATION, pairs, residuals, weights, 0, NUM_CHUNKS, EPS, True)
-        wide = [(a.double(), b.double()) for a, b in pairs], [x.double() for x in residuals], [x.double() for x in weights]
+        pairs = [
+            (draw((ROWS, INNER), dtype, 2 * rank), draw((INNER, COLUMNS), dtype, 2 * rank + 1))
+            for rank in range(world)
+        ]
+        residuals, weights = (
+            shards_of(draw((ROWS, COLUMNS), dtype, 98), 0, world),
+            [draw((COLUMNS,), dtype, 99)] * world,
+        )
+        made = scatter_norm_all(
+            VirtualRanks(world), EQUATION, pairs, residuals, weights, 0, NUM_CHUNKS, EPS, True
+        )
+        wide = (
+            [(a.double(), b.double()) for a, b in pairs],
+            [x.double() for x in residuals],
+            [x.double() for x in weights],
+        )
         exact = matmul_reduce_add_rmsnorm_reference(EQUATION, *wide, 0, EPS, True)
-        return _flat(made), _flat(matmul_reduce_add_rmsnorm_reference(EQUATION, pairs, residuals, weights, 0, EPS, True)), _flat(exact)
+        return (
+            _flat(made),
+            _flat(
+                matmul_reduce_add_rmsnorm_reference(
+                    EQUATION, pairs, residuals, weights, 0, EPS, True
+                )
+            ),
+            _flat(exact),
+        )
 
     return _judged(run)
 
@@ -97,7 +143,9 @@ def dispatched(world: int, dtype: torch.dtype) -> Numerics:
     found = dispatch_all(VirtualRanks(world), xs, experts, num_experts, most)
     made = _flat([(job.rows, job.table, job.position) for job in found])
     exact = moe_dispatch_reference([x.double() for x in xs], experts, num_experts, most)
-    return Numerics.of(made, _flat(moe_dispatch_reference(xs, experts, num_experts, most)), _flat(exact))
+    return Numerics.of(
+        made, _flat(moe_dispatch_reference(xs, experts, num_experts, most)), _flat(exact)
+    )
 
 
 def combined(world: int, dtype: torch.dtype) -> Numerics:
@@ -107,7 +155,12 @@ def combined(world: int, dtype: torch.dtype) -> Numerics:
     rows, table, positions = [part[0] for part in parts], parts[0][1], [part[2] for part in parts]
     made = [job.y for job in combine_all(VirtualRanks(world), parts, weights)]
     reference = [y for y, _ in moe_combine_reference(rows, table, positions, weights)]
-    exact = [y for y, _ in moe_combine_reference([r.double() for r in rows], table, positions, [w.double() for w in weights])]
+    exact = [
+        y
+        for y, _ in moe_combine_reference(
+            [r.double() for r in rows], table, positions, [w.double() for w in weights]
+        )
+    ]
     return Numerics.of(made, reference, exact)
 
 
@@ -115,7 +168,10 @@ def _routes(world: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor],
     """Of every rank tokens, the experts that each picks, and their weights in fp32."""
     generator = torch.Generator().manual_seed(world)
     xs = [drawn((TOKENS, WIDTH), dtype, rank) for rank in range(world)]
-    experts = [torch.randint(0, world * PER_RANK, (TOKENS, CHOICES), generator=generator) for _ in range(world)]
+    experts = [
+        torch.randint(0, world * PER_RANK, (TOKENS, CHOICES), generator=generator)
+        for _ in range(world)
+    ]
     return xs, experts, [torch.rand(TOKENS, CHOICES, generator=generator) for _ in range(world)]
 
 

@@ -1,14 +1,16 @@
 """What choosing layouts and recomputation together is worth, against choosing layouts first.
 
-Three ways to plan in stages, as others do, beside the joint one, under budgets from ample to the least that will do:
+Three ways to plan in stages, as others do, beside the joint one, under budgets from ample to the
+least that will do:
 
-    no_activations   layouts under the whole budget, of which only parameters, gradients and optimizer state take anything
+    no_activations   layouts under the whole budget, of which only parameters, gradients and
+                     optimizer state take anything
     half_memory      the same under half of the budget; activations have the other half
     keep_all         layouts with every activation that backward reads kept, under the whole budget
 
-Then, in each, what is kept and what is run again is chosen under the whole budget, with the layouts as they are. All of it is
-solved by the same solver to the same gap, equal layers deciding alike, emitted, and its peak re-derived on the
-emitted order; times are predictions.
+Then, in each, what is kept and what is run again is chosen under the whole budget, with the layouts
+as they are. All of it is solved by the same solver to the same gap, equal layers deciding alike,
+emitted, and its peak re-derived on the emitted order; times are predictions.
 """
 
 from __future__ import annotations
@@ -24,22 +26,30 @@ from typing import Any
 import torch
 
 from autopar.capture import Trace, capture
-from autopar.choices import Choices
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem, Value
+from autopar.core.solution import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced, Source
 from autopar.errors import InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
-from autopar.problem import Problem, Value
+from autopar.planner import PlanOptions
+from autopar.sharding import classes_of
 from autopar.solve import choices_or_least
-from autopar.strategies import classes_of
 from benchmarks import tables
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 from benchmarks.searching import searched
 
-COLUMNS = ("budget_gib", "joint_s", "gap", "no_activations", "half_memory", "keep_all", "best_staged")
+COLUMNS = (
+    "budget_gib",
+    "joint_s",
+    "gap",
+    "no_activations",
+    "half_memory",
+    "keep_all",
+    "best_staged",
+)
 SHARES = (1.0, 0.8, 0.65, 0.55, 0.45, 0.35, 0.27, 0.2, 0.15, 0.1)  # of the ample plan's peak
 BISECTIONS = 1  # between the smallest share that will do and the first that will not
 GIB = 2**30
@@ -84,7 +94,11 @@ class _Case:
         priced = self.within(budget)
         options = PlanOptions(gap=self.gap)
         found = choices_or_least(
-            first(priced.problem), gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver, bound_only=True
+            first(priced.problem),
+            gap=options.gap,
+            time_limit_s=options.time_limit_s,
+            solver=options.solver,
+            bound_only=True,
         )
         if not isinstance(found, Choices):
             raise InfeasibleError("no layouts fit", remedy="more memory")
@@ -96,7 +110,11 @@ def without_activations(problem: Problem) -> Problem:
 
     def light(value: Value) -> Value:
         made = problem.ops[value.op].kind == "compute"
-        return replace(value, graph=replace(value.graph, bytes=(0,) * len(value.graph.bytes))) if made else value
+        return (
+            replace(value, graph=replace(value.graph, bytes=(0,) * len(value.graph.bytes)))
+            if made
+            else value
+        )
 
     return replace(problem, values=tuple(map(light, problem.values)))
 
@@ -119,20 +137,32 @@ STAGED: dict[str, Callable[[Problem], Problem]] = {
 
 
 def with_layouts(priced: Priced, strategies: Sequence[int]) -> Priced:
-    """The problem in which every op has one strategy; what is kept and what is run again is still open."""
+    """The problem in which every op has one strategy; what is kept and what is run again is
+    still open."""
 
     def only(source: Source, s: int) -> Source:
         cluster = source.cluster
-        return source if cluster is None else replace(source, cluster=replace(cluster, strategies=(cluster.strategies[s],)))
+        return (
+            source
+            if cluster is None
+            else replace(source, cluster=replace(cluster, strategies=(cluster.strategies[s],)))
+        )
 
-    ops = tuple(replace(op, strategies=(op.strategies[s],)) for op, s in zip(priced.problem.ops, strategies, strict=True))
+    ops = tuple(
+        replace(op, strategies=(op.strategies[s],))
+        for op, s in zip(priced.problem.ops, strategies, strict=True)
+    )
     sources = tuple(only(source, s) for source, s in zip(priced.sources, strategies, strict=True))
     return replace(priced, problem=replace(priced.problem, ops=ops), sources=sources)
 
 
-def row(spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str, gap: float) -> list[Row]:
+def row(
+    spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str, gap: float
+) -> list[Row]:
     """One row per budget; the last is one that the joint plan does not fit."""
-    model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)
+    model, data = ModelSpec(**spec).build(
+        batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
+    )
     trace, grid, profile = capture(model, (), data), Mesh.parse(mesh), load_profile(hardware)
     priced = price(trace, classes_of(trace, grid.shape), grid, profile, budget_bytes=2**50)
     case = _Case(trace, grid, profile, priced, gap)
@@ -153,7 +183,11 @@ def _sweep(case: _Case) -> Iterator[Row]:
     for _ in range(BISECTIONS):
         found = _compared(case, (fits + fails) // 2)
         yield found
-        fits, fails = (fits, found["budget_bytes"]) if found["joint_s"] is None else (found["budget_bytes"], fails)
+        fits, fails = (
+            (fits, found["budget_bytes"])
+            if found["joint_s"] is None
+            else (found["budget_bytes"], fails)
+        )
 
 
 def _compared(case: _Case, budget: int) -> Row:
@@ -165,8 +199,8 @@ def _compared(case: _Case, budget: int) -> Row:
 
 
 def compared(budget: int, plans: Mapping[str, Row | None]) -> Row:
-    """The row of a budget: how much longer the staged plans' steps are than the joint one's, as a share of it; None where one
-    of the two was not found."""
+    """The row of a budget: how much longer the staged plans' steps are than the joint one's, as a
+    share of it; None where one of the two was not found."""
     joint = plans["joint"]
 
     def over(plan: Row | None) -> float | None:
@@ -176,7 +210,12 @@ def compared(budget: int, plans: Mapping[str, Row | None]) -> Row:
     best = min(found, key=lambda plan: plan["step_s"], default=None)
     row = {"ok": True, "error": None, "budget_bytes": budget, "budget_gib": budget / GIB}
     row |= {"joint_s": joint["step_s"] if joint else None, "gap": joint["gap"] if joint else None}
-    return {**row, **{name: over(plans[name]) for name in STAGED}, "best_staged": over(best), "plans": dict(plans)}
+    return {
+        **row,
+        **{name: over(plans[name]) for name in STAGED},
+        "best_staged": over(best),
+        "plans": dict(plans),
+    }
 
 
 def _or_none(plan: Callable[..., Row], *args: Any) -> Row | None:
@@ -187,16 +226,22 @@ def _or_none(plan: Callable[..., Row], *args: Any) -> Row | None:
 
 
 def joint_table(rows: Sequence[Row]) -> str:
-    """One line per model, mesh and budget, from the largest: the joint step, and how much longer the staged ones are."""
+    """One line per model, mesh and budget, from the largest: the joint step, and how much longer
+    the staged ones are."""
     lines = [
-        "| model | mesh | budget, GiB | joint step, ms | gap | layouts first | in half the memory | everything kept |",
+        (
+            "| model | mesh | budget, GiB | joint step, ms | gap | layouts first | in half the"
+            " memory | everything kept |"
+        ),
         f"|{'---|' * 8}",
     ]
     for row in sorted(rows, key=lambda r: (r["model"], r["mesh"], -r["budget_bytes"])):
         joint = row["plans"]["joint"]
         step = f"{1000 * joint['step_s']:.1f} | {joint['gap']:.1%}" if joint else "infeasible | "
         cells = " | ".join(_cell(row, name) for name in STAGED)
-        lines.append(f"| {row['model']} | {row['mesh']} | {row['budget_gib']:.2f} | {step} | {cells} |")
+        lines.append(
+            f"| {row['model']} | {row['mesh']} | {row['budget_gib']:.2f} | {step} | {cells} |"
+        )
     return "\n".join(lines)
 
 
@@ -217,8 +262,15 @@ def main(arguments: list[str]) -> int:
     options = flags.parse_args(arguments)
     shared = {name: getattr(options, name) for name in ("dtype", "hardware", "gap")}
     meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or ("gpu=8",)]
-    named = [(spec, mesh, options.batch, options.seq) for spec in specs_of(options, ()) for mesh in meshes]
-    cases = [{"spec": spec.to_json(), "mesh": mesh, "batch": b, "seq": s, **shared} for spec, mesh, b, s in named or DEFAULTS]
+    named = [
+        (spec, mesh, options.batch, options.seq)
+        for spec in specs_of(options, ())
+        for mesh in meshes
+    ]
+    cases = [
+        {"spec": spec.to_json(), "mesh": mesh, "batch": b, "seq": s, **shared}
+        for spec, mesh, b, s in named or DEFAULTS
+    ]
     published = not named and not options.json
     results = str(tables.JOINT_RESULTS) if published else options.json
     status = run_rows("joint", cases, COLUMNS, results, LIMIT_S)

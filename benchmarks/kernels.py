@@ -1,9 +1,12 @@
-"""What the native kernels compute, and on a device how fast: ``python -m benchmarks.kernels [--kernel NAME ...] --json FILE``.
+"""What the native kernels compute, and on a device how fast: ``python -m benchmarks.kernels
+[--kernel NAME ...] --json FILE``.
 
-On the CPU, for each kernel, world and dtype: the largest error against the same formula in float64, over the largest value, and whether
-compiled code and the reference in torch agree to the last bit. Peers are virtual ranks in one process. On a CUDA device: seconds of a
-call (`benchmarks.device_times`), and the share that its reads and writes have of the bandwidth of a plain copy of as many bytes, measured
-beside it. Where there is no device, or no compiler, a row says so under `skipped`, and nothing is claimed.
+On the CPU, for each kernel, world and dtype: the largest error against the same formula in float64,
+over the largest value, and whether compiled code and the reference in torch agree to the last bit.
+Peers are virtual ranks in one process. On a CUDA device: seconds of a call
+(`benchmarks.device_times`), and the share that its reads and writes have of the bandwidth of a
+plain copy of as many bytes, measured beside it. Where there is no device, or no compiler, a row
+says so under `skipped`, and nothing is claimed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.kernels import library, normed, packing, rows
-from autopar.kernels.buckets import BucketLayout
+from autopar.kernels.packing import BucketLayout
 from benchmarks import exchanges
 from benchmarks.common import ROOT, Row, run_rows
 from benchmarks.device_times import measure
@@ -26,19 +29,32 @@ from benchmarks.exchanges import Numerics, drawn
 
 WORLDS = (1, 2, 3, 5, 8)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COLUMNS = ("on", "dtype", "num_elements", "max_rel_err", "bitwise", "time_s", "host_s", "share_of_copy", "skipped")
+COLUMNS = (
+    "on",
+    "dtype",
+    "num_elements",
+    "max_rel_err",
+    "bitwise",
+    "time_s",
+    "host_s",
+    "share_of_copy",
+    "skipped",
+)
 RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
 TOLERANCE = 4  # steps of the dtype at the largest value
 ROUNDS = 10
 EPS = 1e-5
 SIZES = ((129, 65), (64, 3, 33), (7,), (4096,), (5, 2100))  # uneven under every world but 1
 DIMS = (0, 2, 0, 0, 1)
-DEVICE_SIZES = ((4096, 4096),) * 12 + ((4096,),) * 24  # the parameters of three layers, without their embeddings
+DEVICE_SIZES = ((4096, 4096),) * 12 + (
+    (4096,),
+) * 24  # the parameters of three layers, without their embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call on the device, the bytes that it has to read and write, and where there is no CPU path the same of float64 tensors."""
+    """A call on the device, the bytes that it has to read and write, and where there is no CPU
+    path the same of float64 tensors."""
 
     call: Callable[[], object]
     num_bytes: int
@@ -47,8 +63,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel: its numerics on the CPU by world and dtype, None where it runs on devices alone; its call on a device by dtype, or None
-    where it has none."""
+    """A kernel: its numerics on the CPU by world and dtype, None where it runs on devices alone;
+    its call on a device by dtype, or None where it has none."""
 
     numerics: Callable[[int, torch.dtype], Numerics] | None
     timed: Callable[[torch.dtype], Timed] | None
@@ -57,13 +73,20 @@ class Case:
 def row(spec: dict[str, str], mesh: str) -> list[Row]:
     """All rows of one kernel."""
     case = CASES[spec["name"]]
-    found = [_numerics_row(case.numerics, world, name) for world in WORLDS for name in DTYPES] if case.numerics else []
+    found = (
+        [_numerics_row(case.numerics, world, name) for world in WORLDS for name in DTYPES]
+        if case.numerics
+        else []
+    )
     return found + [_timed_row(case, name) for name in DTYPES]
 
 
 def _numerics_row(numerics: Callable[[int, torch.dtype], Numerics], world: int, name: str) -> Row:
     found = numerics(world, DTYPES[name])
-    error = max((_error(made, exact) for made, exact in zip(found.made, found.exact, strict=True)), default=0.0)
+    error = max(
+        (_error(made, exact) for made, exact in zip(found.made, found.exact, strict=True)),
+        default=0.0,
+    )
     same = all(torch.equal(made, reference) for made, reference in found.alike)
     compiled = library.host() is not None
     fine = error <= TOLERANCE * torch.finfo(DTYPES[name]).eps and same
@@ -76,7 +99,11 @@ def _numerics_row(numerics: Callable[[int, torch.dtype], Numerics], world: int, 
         "bitwise": same if compiled else None,
         "skipped": None if compiled else f"only the reference ran: {library.why_not()}",
         "ok": fine,
-        "error": None if fine else f"the largest error is {error:.1e}" if same else "compiled code and the reference differ",
+        "error": None
+        if fine
+        else f"the largest error is {error:.1e}"
+        if same
+        else "compiled code and the reference differ",
     }
 
 
@@ -97,17 +124,27 @@ def _timed_row(case: Case, name: str) -> Row:
     if case.timed is None:
         return {**base, "skipped": "nothing is timed on one device"}
     timed = case.timed(DTYPES[name])
-    held = torch.empty(timed.num_bytes // 2, dtype=torch.uint8, device="cuda")  # a copy reads and writes each byte
+    held = torch.empty(
+        timed.num_bytes // 2, dtype=torch.uint8, device="cuda"
+    )  # a copy reads and writes each byte
     other = torch.empty_like(held)
     found = measure({"call": timed.call, "copy": lambda: other.copy_(held)}, ROUNDS)
     call, copy = found["call"], found["copy"]
-    figures = {"num_bytes": timed.num_bytes, "time_s": call.device_s, "host_s": call.host_s, "copy_s": copy.device_s}
+    figures = {
+        "num_bytes": timed.num_bytes,
+        "time_s": call.device_s,
+        "host_s": call.host_s,
+        "copy_s": copy.device_s,
+    }
     figures["share_of_copy"] = copy.device_s / call.device_s
     if timed.exact is not None:
         made = timed.call()
         assert isinstance(made, Tensor)
         figures["max_rel_err"] = error = _error(made, timed.exact())
-        base |= {"ok": error <= TOLERANCE * torch.finfo(made.dtype).eps, "error": f"the largest error is {error:.1e}"}
+        base |= {
+            "ok": error <= TOLERANCE * torch.finfo(made.dtype).eps,
+            "error": f"the largest error is {error:.1e}",
+        }
         base["error"] = None if base["ok"] else base["error"]
     return {**base, **figures, "device": torch.cuda.get_device_name(), "skipped": None}
 
@@ -122,7 +159,9 @@ def _pack_numerics(world: int, dtype: torch.dtype) -> Numerics:
     tensors = [drawn(size, torch.float32, seed) for seed, size in enumerate(SIZES)]
     made = packing.pack(tensors, layout, dtype, scale=0.3, squares=True)
     reference = packing.reference_pack(tensors, layout, dtype, 0, world, 0.3, True)
-    exact = packing.reference_pack([t.double() for t in tensors], layout, torch.float64, 0, world, 0.3, True)
+    exact = packing.reference_pack(
+        [t.double() for t in tensors], layout, torch.float64, 0, world, 0.3, True
+    )
     return Numerics.of(made, reference, exact)
 
 
@@ -131,7 +170,9 @@ def _unpack_numerics(world: int, dtype: torch.dtype) -> Numerics:
     bucket = drawn((world, layout.row), torch.float32, 0)
     dtypes = [dtype] * len(SIZES)
     made = packing.unpack(bucket, layout, dtypes, scale=0.3)
-    exact = packing.reference_unpack(bucket.double(), layout, [torch.float64] * len(SIZES), 0, world, 0.3)
+    exact = packing.reference_unpack(
+        bucket.double(), layout, [torch.float64] * len(SIZES), 0, world, 0.3
+    )
     return Numerics.of(made, packing.reference_unpack(bucket, layout, dtypes, 0, world, 0.3), exact)
 
 
@@ -139,13 +180,19 @@ def _pack_timed(dtype: torch.dtype) -> Timed:
     layout = BucketLayout(DEVICE_SIZES, (0,) * len(DEVICE_SIZES), 8)
     tensors = [_random(size, dtype) for size in DEVICE_SIZES]
     read = sum(t.numel() * t.element_size() for t in tensors)
-    return Timed(lambda: packing.pack(tensors, layout, dtype, scale=0.5), read + 8 * layout.row * dtype.itemsize)
+    return Timed(
+        lambda: packing.pack(tensors, layout, dtype, scale=0.5),
+        read + 8 * layout.row * dtype.itemsize,
+    )
 
 
 def _unpack_timed(dtype: torch.dtype) -> Timed:
     layout = BucketLayout(DEVICE_SIZES, (0,) * len(DEVICE_SIZES), 8)
     bucket = _random((8, layout.row), dtype)
-    return Timed(lambda: packing.unpack(bucket, layout, [dtype] * len(DEVICE_SIZES)), 2 * bucket.numel() * dtype.itemsize)
+    return Timed(
+        lambda: packing.unpack(bucket, layout, [dtype] * len(DEVICE_SIZES)),
+        2 * bucket.numel() * dtype.itemsize,
+    )
 
 
 NORMED = (67, 1031)
@@ -154,7 +201,9 @@ NORMED = (67, 1031)
 def _norm_numerics(world: int, dtype: torch.dtype) -> Numerics:
     parts, residual, weight = _norm_inputs(world, dtype)
     made = normed.reduce_add_rmsnorm(parts, residual, weight, EPS)
-    exact = normed.reference_forward([p.double() for p in parts], residual.double(), weight.double(), EPS)
+    exact = normed.reference_forward(
+        [p.double() for p in parts], residual.double(), weight.double(), EPS
+    )
     return Numerics.of(made, normed.reference_forward(parts, residual, weight, EPS), exact)
 
 
@@ -162,25 +211,39 @@ def _norm_backward_numerics(world: int, dtype: torch.dtype) -> Numerics:
     parts, residual, weight = _norm_inputs(world, dtype)
     y, squares, _ = normed.reference_forward(parts, residual, weight, EPS)
     inputs = (residual, parts[0], y, squares, weight)
-    exact = normed.reference_backward(residual.double(), parts[0].double(), y.double(), squares.double(), weight.double(), EPS)
-    return Numerics.of(normed.backward_op(*inputs, EPS), normed.reference_backward(*inputs, EPS), exact)
+    exact = normed.reference_backward(
+        residual.double(), parts[0].double(), y.double(), squares.double(), weight.double(), EPS
+    )
+    return Numerics.of(
+        normed.backward_op(*inputs, EPS), normed.reference_backward(*inputs, EPS), exact
+    )
 
 
 def _norm_inputs(world: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    return [drawn(NORMED, dtype, 1 + rank) for rank in range(world)], drawn(NORMED, dtype, 0), drawn(NORMED[1:], dtype, 99)
+    return (
+        [drawn(NORMED, dtype, 1 + rank) for rank in range(world)],
+        drawn(NORMED, dtype, 0),
+        drawn(NORMED[1:], dtype, 99),
+    )
 
 
 def _norm_timed(dtype: torch.dtype, world: int = 4, shape: tuple[int, int] = (8192, 4096)) -> Timed:
     """Virtual ranks on one device: their memory is near, which says nothing about links."""
     parts = [_random(shape, dtype) for _ in range(world)]
     residual, weight = _random(shape, dtype), _random(shape[1:], dtype)
-    return Timed(lambda: normed.reduce_add_rmsnorm(parts, residual, weight, EPS), (world + 3) * residual.numel() * dtype.itemsize)
+    return Timed(
+        lambda: normed.reduce_add_rmsnorm(parts, residual, weight, EPS),
+        (world + 3) * residual.numel() * dtype.itemsize,
+    )
 
 
 def _norm_backward_timed(dtype: torch.dtype, shape: tuple[int, int] = (8192, 4096)) -> Timed:
     grad_y, grad_normed, y = (_random(shape, dtype) for _ in range(3))
     squares, weight = y.float().square().sum(-1), _random(shape[1:], dtype)
-    return Timed(lambda: normed.backward_op(grad_y, grad_normed, y, squares, weight, EPS), 4 * y.numel() * dtype.itemsize)
+    return Timed(
+        lambda: normed.backward_op(grad_y, grad_normed, y, squares, weight, EPS),
+        4 * y.numel() * dtype.itemsize,
+    )
 
 
 NORMED_ROWS, LOGITS = (16384, 4096), (8192, 128256)
@@ -191,9 +254,22 @@ def _row_norm_timed(dtype: torch.dtype) -> Timed:
     n = x.shape[-1]
 
     def exact() -> Tensor:
-        return ops.rms_norm(x.double(), squares.double(), weight.double(), n, EPS, torch.float64, torch.float64, torch.float64)
+        return ops.rms_norm(
+            x.double(),
+            squares.double(),
+            weight.double(),
+            n,
+            EPS,
+            torch.float64,
+            torch.float64,
+            torch.float64,
+        )
 
-    return Timed(lambda: rows.rms_norm(x, squares, weight, n, EPS, squares.dtype, squares.dtype, dtype), 2 * x.nbytes, exact)
+    return Timed(
+        lambda: rows.rms_norm(x, squares, weight, n, EPS, squares.dtype, squares.dtype, dtype),
+        2 * x.nbytes,
+        exact,
+    )
 
 
 def _row_product_timed(dtype: torch.dtype) -> Timed:
@@ -211,9 +287,15 @@ def _row_norm_backward_timed(dtype: torch.dtype) -> Timed:
 
     def exact() -> Tensor:
         wide = [each.double() for each in (grad, x, squares, product)]
-        return ops.rms_norm_backward(wide[0], wide[1], wide[2], wide[3], weight.double(), n, EPS, torch.float64)
+        return ops.rms_norm_backward(
+            wide[0], wide[1], wide[2], wide[3], weight.double(), n, EPS, torch.float64
+        )
 
-    return Timed(lambda: rows.rms_norm_backward(grad, x, squares, product, weight, n, EPS, dtype), 3 * x.nbytes, exact)
+    return Timed(
+        lambda: rows.rms_norm_backward(grad, x, squares, product, weight, n, EPS, dtype),
+        3 * x.nbytes,
+        exact,
+    )
 
 
 def _row_weight_gradient_timed(dtype: torch.dtype) -> Timed:
@@ -221,9 +303,13 @@ def _row_weight_gradient_timed(dtype: torch.dtype) -> Timed:
     n = x.shape[-1]
 
     def exact() -> Tensor:
-        return ops.rms_weight_gradient(grad.double(), x.double(), squares.double(), n, EPS, torch.float64)
+        return ops.rms_weight_gradient(
+            grad.double(), x.double(), squares.double(), n, EPS, torch.float64
+        )
 
-    return Timed(lambda: rows.rms_weight_gradient(grad, x, squares, n, EPS, dtype), 2 * x.nbytes, exact)
+    return Timed(
+        lambda: rows.rms_weight_gradient(grad, x, squares, n, EPS, dtype), 2 * x.nbytes, exact
+    )
 
 
 def _row_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -266,16 +352,23 @@ CASES: dict[str, Case] = {
     "sum_exp": Case(None, _sum_exp_timed),
     "cross_entropy_backward": Case(None, _cross_entropy_backward_timed),
 }
-"""By name of the kernel; a further one needs an entry here and nothing else. Overlapped products are timed by `kernels_overlap`."""
+"""By name of the kernel; a further one needs an entry here and nothing else. Overlapped products
+are timed by `kernels_overlap`."""
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--json", metavar="FILE", help="write {env, rows} here")
-    parser.add_argument("--kernel", action="append", choices=tuple(CASES), help="may be repeated; by default all")
+    parser.add_argument(
+        "--kernel", action="append", choices=tuple(CASES), help="may be repeated; by default all"
+    )
     options = parser.parse_args()
-    cases: list[dict[str, Any]] = [{"spec": {"name": name}, "mesh": ""} for name in options.kernel or CASES]
+    cases: list[dict[str, Any]] = [
+        {"spec": {"name": name}, "mesh": ""} for name in options.kernel or CASES
+    ]
     return run_rows("kernels", cases, COLUMNS, options.json or str(RESULTS))
 
 

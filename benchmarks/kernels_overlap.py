@@ -1,20 +1,28 @@
 """How much of its communication does an overlapped product hide? One rank of several, on one GPU.
 
-The rank does all of its own work; its peers are done already: their shards lie ready, and their signals have come. So one GPU times
-what one rank of a group does, without the others' products beside it. Peers' memory is pinned memory of the host (each copy crosses the
-bus, as it would cross a link between GPUs) or other memory of the same GPU. No engine copies within a device, so there a kernel of few
-blocks does (`autopar.kernels.lanes.Blocks`), at most at a link's rate, and torch keeps the vendor's products off the multiprocessors that
-the blocks have. Without a limit their rate falls with the device's clock, which a product beside them lowers; a link's does not.
+The rank does all of its own work; its peers are done already: their shards lie ready, and their
+signals have come. So one GPU times what one rank of a group does, without the others' products
+beside it. Peers' memory is pinned memory of the host (each copy crosses the bus, as it would cross
+a link between GPUs) or other memory of the same GPU. No engine copies within a device, so there a
+kernel of few blocks does (`autopar.kernels.peers.Blocks`), at most at a link's rate, and torch
+keeps the vendor's products off the multiprocessors that the blocks have. Without a limit their rate
+falls with the device's clock, which a product beside them lowers; a link's does not.
 
-    t_mm       the whole product, in one piece               t_comm     the copies alone, by the same protocol
-    t_seq      the copies, then the product (or the other way round)     t_overlap   both, chunk by chunk
-    efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0: nothing is
-    share = (t_seq − t_overlap) / what so many chunks could hide were they free (`autopar.cost.kernel_times`)
+    t_mm       the whole product, in one piece               t_comm     the copies alone, by the
+                                                             same protocol
+    t_seq      the copies, then the product (or the other way round)     t_overlap   both, chunk by
+               chunk
+    efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0:
+                                                             nothing is
+    share = (t_seq − t_overlap) / what so many chunks could hide were they free
+    (`autopar.cost.kernel_times`)
 
-Products beside blocks are cublasLt's, in one piece or in chunks: its kernels keep their multiprocessors to the end, and it alone can be
-told to leave some. The number of columns of the product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the
-row. Times are medians in milliseconds, by the device's events, with the host far ahead (`benchmarks.device_times`); `host_ms` is what the
-host needs to enqueue the overlapped call. Without a GPU there is one row per kernel and link, which says why it is skipped.
+Products beside blocks are cublasLt's, in one piece or in chunks: its kernels keep their
+multiprocessors to the end, and it alone can be told to leave some. The number of columns of the
+product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the row. Times
+are medians in milliseconds, by the device's events, with the host far ahead
+(`benchmarks.device_times`); `host_ms` is what the host needs to enqueue the overlapped call.
+Without a GPU there is one row per kernel and link, which says why it is skipped.
 """
 
 from __future__ import annotations
@@ -31,10 +39,9 @@ from torch import Tensor
 
 from autopar.kernels import library
 from autopar.kernels.chunked import Gather, Shards, gather, scatter
-from autopar.kernels.lanes import Blocks
-from autopar.kernels.normed_scatter import norming
+from autopar.kernels.normed import norming
 from autopar.kernels.overlapped import gathering, scattering
-from autopar.kernels.peers import Regions, SymmetricMemory
+from autopar.kernels.peers import Blocks, Regions, SymmetricMemory
 from benchmarks.common import Row, run_rows
 from benchmarks.device_times import Times, in_turn, measure
 
@@ -44,21 +51,43 @@ RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
 CHUNKS = (1, 2, 4, 8)
 ROUNDS = 10
 COLUMNS = (
-    "link", "blocks", "gb_per_s", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms",
-    "efficiency", "share", "host_ms", "skipped",
-)  # fmt: skip
+    "link",
+    "blocks",
+    "gb_per_s",
+    "ratio",
+    "num_chunks",
+    "reached",
+    "t_mm_ms",
+    "t_comm_ms",
+    "t_seq_ms",
+    "t_overlap_ms",
+    "efficiency",
+    "share",
+    "host_ms",
+    "skipped",
+)
 PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
-COLUMNS_OF = {"all_gather_matmul": 1024, "matmul_reduce_scatter": 4096, "matmul_reduce_add_rmsnorm": 4096}
+COLUMNS_OF = {
+    "all_gather_matmul": 1024,
+    "matmul_reduce_scatter": 4096,
+    "matmul_reduce_add_rmsnorm": 4096,
+}
 ROWS = {"pinned": 8192, "device": 65536}  # so that a chunk's product, too, fills the device
 EQUATION = "mk,kn->mn"
-NUM_BLOCKS, GB_PER_S = 2, 70.0  # less than two blocks copy alone on an H200 (`--rate 0`), whose clock a product lowers
+NUM_BLOCKS, GB_PER_S = (
+    2,
+    70.0,
+)  # less than two blocks copy alone on an H200 (`--rate 0`), whose clock a product lowers
 EPS = 1e-5
 
 
 class FirstRank(SymmetricMemory):
-    """Rank 0, whose peers are done: their memory is in pinned memory of the host, or on the same device."""
+    """Rank 0, whose peers are done: their memory is in pinned memory of the host, or on the same
+    device."""
 
-    def __init__(self, size: int, link: str, device: torch.device, blocks: Blocks | None = None) -> None:
+    def __init__(
+        self, size: int, link: str, device: torch.device, blocks: Blocks | None = None
+    ) -> None:
         super().__init__("", size, 0, device, blocks)
         self._link = link
 
@@ -68,12 +97,16 @@ class FirstRank(SymmetricMemory):
                 return torch.zeros(num_bytes, dtype=torch.uint8).pin_memory()
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
-        flags = [torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        flags = [
+            torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size)
+        ]
         for peer in range(1, self.size):
             flags[peer][0] = PAST  # its shard is ready
             flags[0][(1 + peer) * 16] = PAST  # its part has come
         torch.cuda.synchronize(self.device)
-        return Regions(tuple(bytes_of(rank) for rank in range(self.size)), tuple(flags), [0] * self.size)
+        return Regions(
+            tuple(bytes_of(rank) for rank in range(self.size)), tuple(flags), [0] * self.size
+        )
 
 
 @contextmanager
@@ -90,14 +123,18 @@ def beside(blocks: Blocks | None) -> Iterator[None]:
         carveout(None)
 
 
-def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, num_chunks: int) -> dict[str, Callable[[], object]]:
+def pieces(
+    kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, num_chunks: int
+) -> dict[str, Callable[[], object]]:
     """What is timed: the product alone, the copies alone, one after the other, and both at once."""
     device = peers.device
     a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)
     b = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
     if kernel == "all_gather_matmul":
         shards = Shards.of([rows, inner], 0, a.dtype, peers.size, num_chunks)
-        job, y = gathering(EQUATION, a[: -(-rows // peers.size)].contiguous(), b, 0, 0, [rows, inner])
+        job, y = gathering(
+            EQUATION, a[: -(-rows // peers.size)].contiguous(), b, 0, 0, [rows, inner]
+        )
         copies = Gather(job.shard, job.gathered, lambda begin, length: None)
 
         def copy() -> None:
@@ -106,10 +143,26 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
         def multiply() -> None:
             torch.mm(job.gathered, b, out=y)
 
-        return {"mm": multiply, "comm": copy, "seq": in_turn(copy, multiply), "overlap": lambda: gather(peers, shards, {0: job})}
+        return {
+            "mm": multiply,
+            "comm": copy,
+            "seq": in_turn(copy, multiply),
+            "overlap": lambda: gather(peers, shards, {0: job}),
+        }
     if kernel == "matmul_reduce_add_rmsnorm":
         residual = torch.randn(-(-rows // peers.size), columns, dtype=a.dtype, device=device)
-        product, _, _ = norming(EQUATION, a, b, residual, torch.ones(columns, dtype=a.dtype, device=device), 0, peers.size, 0, EPS, True)
+        product, _, _ = norming(
+            EQUATION,
+            a,
+            b,
+            residual,
+            torch.ones(columns, dtype=a.dtype, device=device),
+            0,
+            peers.size,
+            0,
+            EPS,
+            True,
+        )
     else:
         product, _ = scattering(EQUATION, a, b, None, 0, peers.size, 0)
     parts = replace(product, produce=lambda begin, length, out: None)
@@ -147,8 +200,17 @@ def row(
     kernel, size, rows = spec["name"], int(mesh.partition("=")[2]), rows or ROWS[link]
     columns = COLUMNS_OF[kernel]
 
-    def timed(num_chunks: int, inner: int, columns: int, which: tuple[str, ...]) -> dict[str, Times]:
-        runs = pieces(kernel, FirstRank(size, link, torch.device("cuda"), blocks), rows, inner, columns, num_chunks)
+    def timed(
+        num_chunks: int, inner: int, columns: int, which: tuple[str, ...]
+    ) -> dict[str, Times]:
+        runs = pieces(
+            kernel,
+            FirstRank(size, link, torch.device("cuda"), blocks),
+            rows,
+            inner,
+            columns,
+            num_chunks,
+        )
 
         def both() -> None:
             with beside(blocks):
@@ -163,10 +225,25 @@ def row(
     for ratio in ratios:
         factor = first["comm"].device_s / (ratio * first["mm"].device_s)
         # more columns, or a longer inner dim: more to multiply, nothing more to move
-        sizes = (inner, _rounded(columns * factor)) if kernel == "all_gather_matmul" else (_rounded(inner * factor), columns)
+        sizes = (
+            (inner, _rounded(columns * factor))
+            if kernel == "all_gather_matmul"
+            else (_rounded(inner * factor), columns)
+        )
         for num_chunks in chunks:
-            figures = _figures(kernel, size, num_chunks, timed(num_chunks, *sizes, ("mm", "comm", "seq", "overlap")))
-            case = {"ratio": ratio, "num_chunks": num_chunks, "rows": rows, "inner": sizes[0], "columns": sizes[1]}
+            figures = _figures(
+                kernel,
+                size,
+                num_chunks,
+                timed(num_chunks, *sizes, ("mm", "comm", "seq", "overlap")),
+            )
+            case = {
+                "ratio": ratio,
+                "num_chunks": num_chunks,
+                "rows": rows,
+                "inner": sizes[0],
+                "columns": sizes[1],
+            }
             found.append({**shown, **case, **figures})
     return found
 
@@ -177,7 +254,9 @@ def _figures(kernel: str, size: int, num_chunks: int, times: dict[str, Times]) -
     product_s = mm / (size * num_chunks)
     gathered_s = max(mm, comm + product_s)
     scattered_s = max(mm, num_moved * product_s + comm / num_moved, product_s + comm)
-    hidden_s = min(mm + comm - (gathered_s if kernel == "all_gather_matmul" else scattered_s), mm, comm)
+    hidden_s = min(
+        mm + comm - (gathered_s if kernel == "all_gather_matmul" else scattered_s), mm, comm
+    )
     return {
         **{f"t_{name}_ms": 1e3 * value.device_s for name, value in times.items()},
         "reached": comm / mm,
@@ -194,21 +273,53 @@ def _rounded(count: float) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    flags = argparse.ArgumentParser(prog="python -m benchmarks.kernels_overlap", description=__doc__)
+    flags = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels_overlap", description=__doc__
+    )
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
-    flags.add_argument("--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4")
-    flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1, 2, 4 and 8")
+    flags.add_argument(
+        "--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4"
+    )
+    flags.add_argument(
+        "--chunks",
+        type=int,
+        action="append",
+        default=[],
+        help="per shard; by default 1, 2, 4 and 8",
+    )
     flags.add_argument("--rows", type=int, help=f"by default, by link: {ROWS}")
     flags.add_argument("--inner", type=int, default=4096)
-    flags.add_argument("--links", choices=LINKS, action="append", default=[], help="by default both")
-    flags.add_argument("--kernels", choices=KERNELS, action="append", default=[], help="by default all")
+    flags.add_argument(
+        "--links", choices=LINKS, action="append", default=[], help="by default both"
+    )
+    flags.add_argument(
+        "--kernels", choices=KERNELS, action="append", default=[], help="by default all"
+    )
     flags.add_argument("--blocks", type=int, default=NUM_BLOCKS, help="that copy within the device")
-    flags.add_argument("--rate", type=float, action="append", default=[], help=f"their GB/s at most; 0: no limit; by default {GB_PER_S:g}")
+    flags.add_argument(
+        "--rate",
+        type=float,
+        action="append",
+        default=[],
+        help=f"their GB/s at most; 0: no limit; by default {GB_PER_S:g}",
+    )
     options = flags.parse_args(arguments)
-    shared = {"ratios": RATIOS, "chunks": options.chunks or CHUNKS, "rows": options.rows, "inner": options.inner}
+    shared = {
+        "ratios": RATIOS,
+        "chunks": options.chunks or CHUNKS,
+        "rows": options.rows,
+        "inner": options.inner,
+    }
     cases: list[dict[str, Any]] = [
-        {"spec": {"name": kernel}, "mesh": mesh, "link": link, "num_blocks": options.blocks, "gb_per_s": rate, **shared}
+        {
+            "spec": {"name": kernel},
+            "mesh": mesh,
+            "link": link,
+            "num_blocks": options.blocks,
+            "gb_per_s": rate,
+            **shared,
+        }
         for kernel in options.kernels or KERNELS
         for mesh in options.mesh or ["gpu=4"]
         for link in options.links or LINKS

@@ -1,9 +1,12 @@
-"""Predicted against measured peak of live tensor bytes, from the start of forward to the end of backward.
+"""Predicted against measured peak of live tensor bytes, from the start of forward to the end of
+backward.
 
-With an ample budget, and with one squeezed to a share of that plan's peak, so that values are recomputed and parameters rest
-sharded. The peak includes the optimizer's state; kernels' own scratch memory is in neither number.
+With an ample budget, and with one squeezed to a share of that plan's peak, so that values are
+recomputed and parameters rest sharded. The peak includes the optimizer's state; kernels' own
+scratch memory is in neither number.
 
-With --rivals: one process, against what a user would pick instead (`benchmarks.rivals`), and what that comparison is to show.
+With --rivals: one process, against what a user would pick instead (`benchmarks.rivals`), and what
+that comparison is to show.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.capture import capture
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
-from autopar.run.module import ParallelModule
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 from benchmarks import tables
 from benchmarks.common import Row, console_of, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
@@ -33,14 +36,30 @@ from benchmarks.rivals import report
 
 MESHES = ("1", "a=2,b=2")
 TOLERANCE = 0.01
-COLUMNS = ("plan", "budget_share", "predicted_peak_bytes", "measured_peak_bytes", "rel_err", "num_recomputed", "num_collectives")
+COLUMNS = (
+    "plan",
+    "budget_share",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "rel_err",
+    "num_recomputed",
+    "num_collectives",
+)
 SHARES = (0.7, 0.9)
 LIMIT_S = 15.0  # of a solve: a feasible plan is enough here
-RIVALS_COLUMNS = ("method", "counts", "budget_bytes", "activation_peak_bytes", "peak_above_parameters_bytes", "extra_flops", "cpu_ratio")
+RIVALS_COLUMNS = (
+    "method",
+    "counts",
+    "budget_bytes",
+    "activation_peak_bytes",
+    "peak_above_parameters_bytes",
+    "extra_flops",
+    "cpu_ratio",
+)
 RIVALS_LIMIT_S = 5400.0
 LLAMA = """llama:{"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}"""
-GPT2 = """gpt2:{"n_layer": 12, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}"""
+    "num_key_value_heads": 4, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}"""  # noqa: E501
+GPT2 = """gpt2:{"n_layer": 12, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}"""  # noqa: E501
 RIVALS_MODELS = (ModelSpec("llama-12x512", LLAMA), ModelSpec("gpt2-12x512", GPT2))
 
 
@@ -62,13 +81,15 @@ def row(spec: dict[str, Any], mesh: str, plan: str, batch: int, seq: int, hardwa
         "rel_err": error,
         "memory_bytes": dict(made.prediction.memory_bytes),
         "num_recomputed": sum(len(e.instances) for e in made.entries if e.recompute),
-        "num_collectives": sum(len(c.instances) for c in made.communications if c.collective.kind != "slice"),
+        "num_collectives": sum(
+            len(c.instances) for c in made.communications if c.collective.kind != "slice"
+        ),
     }
 
 
 def _plan(ready: Prepared, name: str) -> tuple[Plan, float | None]:
-    """``ample``; ``tight``, under the first of some shares of the ample plan's peak that is feasible; or ``recompute``, a
-    random legal plan that recomputes what it can.
+    """``ample``; ``tight``, under the first of some shares of the ample plan's peak that is
+    feasible; or ``recompute``, a random legal plan that recomputes what it can.
 
     Raises:
         InfeasibleError: where no share is feasible.
@@ -77,7 +98,12 @@ def _plan(ready: Prepared, name: str) -> tuple[Plan, float | None]:
         return random_plan(ready, 0, recompute_share=1.0)[0], None
 
     def planned(budget: int | None) -> Plan:
-        return make_plan(ready.trace, ready.mesh, ready.profile, PlanOptions(memory_bytes=budget, time_limit_s=LIMIT_S)).plan
+        return make_plan(
+            ready.trace,
+            ready.mesh,
+            ready.profile,
+            PlanOptions(memory_bytes=budget, time_limit_s=LIMIT_S),
+        ).plan
 
     ample = planned(None)
     if name == "ample":
@@ -94,7 +120,9 @@ def run(rank: int, tell: Any, spec: ModelSpec, text: str, batch: int, seq: int) 
     """The measured peak on this rank."""
     model, data = spec.build(batch=batch, seq=seq)
     plan = Plan.loads(text)
-    module = ParallelModule(emit(capture(model, (), data), plan), device_mesh(plan.mesh), model, outputs="dtensor")
+    module = ParallelModule(
+        emit(capture(model, (), data), plan), device_mesh(plan.mesh), model, outputs="dtensor"
+    )
     made = step_of(module)
     step(made, data)
     return peak_of(made, data)
@@ -105,18 +133,39 @@ def main(arguments: list[str]) -> int:
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.set_defaults(batch=None, seq=None)  # 8 and 32; with --rivals 1 and 512
     flags.add_argument("--hardware", default="cpu-gloo")
-    flags.add_argument("--plan", action="append", choices=("ample", "tight", "recompute"), help="by default all")
-    flags.add_argument("--rivals", action="store_true", help="compare with other methods on one process")
-    flags.add_argument("--rounds", type=int, default=3, help="with --rivals: timed steps of each variant; 0 for none")
-    flags.add_argument("--no-inductor", action="store_false", dest="inductor", help="with --rivals: leave Inductor out")
-    flags.add_argument("--figure", metavar="FILE.png", help="with --rivals: draw peak against flops")
+    flags.add_argument(
+        "--plan", action="append", choices=("ample", "tight", "recompute"), help="by default all"
+    )
+    flags.add_argument(
+        "--rivals", action="store_true", help="compare with other methods on one process"
+    )
+    flags.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="with --rivals: timed steps of each variant; 0 for none",
+    )
+    flags.add_argument(
+        "--no-inductor",
+        action="store_false",
+        dest="inductor",
+        help="with --rivals: leave Inductor out",
+    )
+    flags.add_argument(
+        "--figure", metavar="FILE.png", help="with --rivals: draw peak against flops"
+    )
     options = flags.parse_args(arguments)
     if options.rivals:
         return _rivals(options)
     shared = {"batch": options.batch or 8, "seq": options.seq or 32, "hardware": options.hardware}
     meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or MESHES]
     plans = options.plan or ("ample", "tight", "recompute")
-    cases = [{"spec": s.to_json(), "mesh": m, "plan": p, **shared} for s in specs_of(options) for m in meshes for p in plans]
+    cases = [
+        {"spec": s.to_json(), "mesh": m, "plan": p, **shared}
+        for s in specs_of(options)
+        for m in meshes
+        for p in plans
+    ]
     return run_rows("memory", cases, COLUMNS, options.json)
 
 

@@ -1,7 +1,8 @@
-"""The models that benchmarks run on, as plain data, so that every row builds its model in a process of its own.
+"""The models that benchmarks run on, as plain data, so that every row builds its model in a process
+of its own.
 
-`autopar.hf` knows published sizes, `benchmarks.zoo` many architectures; here are four tiny ones of the zoo whose 8 heads and batch of 8
-suit every mesh.
+`autopar.hf` knows published sizes, `benchmarks.zoo` many architectures; here are four tiny ones of
+the zoo whose 8 heads and batch of 8 suit every mesh.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class ModelSpec:
     """How to build a model and a batch.
 
     Attributes:
-        name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which returns (model, batch).
+        name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which
+            returns (model, batch).
         listed: the list of `LISTS` that has the name, instead.
     """
 
@@ -69,31 +71,51 @@ class ModelSpec:
             AutoparError: where it has none of that name.
         """
         if name not in LISTS[listed].NAMES:
-            raise AutoparError(f"--{listed} has no {name!r}", remedy=f"name one of {', '.join(LISTS[listed].NAMES)}")
+            raise AutoparError(
+                f"--{listed} has no {name!r}",
+                remedy=f"name one of {', '.join(LISTS[listed].NAMES)}",
+            )
         return ModelSpec(name, listed=listed)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def build(
-        self, *, batch: int = 8, seq: int = 16, dtype: torch.dtype = torch.float32, meta: bool = False, seed: int = 0, device: str = "cpu"
+        self,
+        *,
+        batch: int = 8,
+        seq: int = 16,
+        dtype: torch.dtype = torch.float32,
+        meta: bool = False,
+        seed: int = 0,
+        device: str = "cpu",
     ) -> tuple[nn.Module, Batch]:
-        """The model in training mode without dropout, and a batch of `batch` samples of length `seq`; on meta without values.
+        """The model in training mode without dropout, and a batch of `batch` samples of length
+        `seq`; on meta without values.
 
-        A model of the zoo has its own length, and a module's function decides for itself about all of this but the dtype.
+        A model of the zoo has its own length, and a module's function decides for itself about all
+        of this but the dtype.
         """
-        how: dict[str, Any] = {"dtype": dtype, "device": "meta" if meta else device, "batch": batch, "seed": seed}
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "device": "meta" if meta else device,
+            "batch": batch,
+            "seed": seed,
+        }
         if self.listed:
             built: tuple[nn.Module, Batch] = LISTS[self.listed].build(self.name, **how)
             return built
         if not self.module:
             return hf.build(self.text, seq=seq, **how)
         model, made = hf.load_function(self.module)
-        return model.to(dtype), {name: zoo.cast(x, dtype) for name, x in by_name(model, made).items()}
+        return model.to(dtype), {
+            name: zoo.cast(x, dtype) for name, x in by_name(model, made).items()
+        }
 
 
 def by_name(model: nn.Module, batch: Any) -> Batch:
-    """A batch as keyword arguments: a mapping stays, a tuple or list has the arguments in order, a tensor is the only one.
+    """A batch as keyword arguments: a mapping stays, a tuple or list has the arguments in order, a
+    tensor is the only one.
 
     Raises:
         AutoparError: forward does not take the arguments, or not by name.
@@ -106,7 +128,10 @@ def by_name(model: nn.Module, batch: Any) -> Batch:
     except TypeError as error:
         raise AutoparError(
             f"forward{signature} does not take the module's batch: {error}",
-            remedy="let the function return (model, batch), with a dict of forward's arguments as the batch",
+            remedy=(
+                "let the function return (model, batch), with a dict of forward's arguments as the"
+                " batch"
+            ),
         ) from error
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     unnamed = [name for name in given if signature.parameters[name].kind in kinds]

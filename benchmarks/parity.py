@@ -1,17 +1,21 @@
 """Does a plan compute what the model computes?
 
-Mode ``lockstep``: all ranks in one process; largest relative error of loss, outputs and every gradient against the plain model.
-Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the same steps on one process.
+Mode ``lockstep``: all ranks in one process; largest relative error of loss, outputs and every
+gradient against the plain model. Mode ``gloo``: one process per device; the loss over 20 AdamW
+steps against the same steps on one process.
 
-``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes its table of results.
-``--unseen`` checks a list of architectures of transformers outside the zoo, on one mesh, under the planner's plan and a random one;
-``--libraries`` does so with models of torchvision, timm and diffusers, where these are installed.
+``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven)
+and writes its table of results. ``--unseen`` checks a list of architectures of transformers outside
+the zoo, on one mesh, under the planner's plan and a random one; ``--libraries`` does so with models
+of torchvision, timm and diffusers, where these are installed.
 
-``--use outputs`` calls models without labels, and backward goes through all that they return; models that need labels are left out.
-``--use inference`` plans forward alone, in eval mode. Both in lockstep.
+``--use outputs`` calls models without labels, and backward goes through all that they return;
+models that need labels are left out. ``--use inference`` plans forward alone, in eval mode. Both in
+lockstep.
 
-``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Every second is one of `cpu-gloo`,
-with buckets. Profiles named ``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.
+``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most
+layouts. Every second is one of `cpu-gloo`, with buckets. Profiles named ``...-frictionless`` make
+communication cheap, so that even a tiny model's own plan is sharded.
 """
 
 from __future__ import annotations
@@ -25,14 +29,23 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.core.mesh import Mesh
 from autopar.hf.batches import LABELS, unlabelled
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
-from autopar.run.program import Program
+from autopar.program.program import Program
 from autopar.verification import verify_program
 from benchmarks import tables
-from benchmarks.common import LIMIT_S, Row, console_of, failed, load_profile, parser, run_rows, specs_of
+from benchmarks.common import (
+    LIMIT_S,
+    Row,
+    console_of,
+    failed,
+    load_profile,
+    parser,
+    run_rows,
+    specs_of,
+)
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import Prepared, prepare, prepared_trace, random_plan
 from benchmarks.ranks import run_ranks
@@ -42,7 +55,16 @@ ZOO_MESHES = ("2", "4", "a=2,b=2", "3")
 ZOO_RANDOM = 5
 UNSEEN_MESHES, UNSEEN_RANDOM = ("a=2,b=2",), 1
 UNSEEN_LIMIT_S = 300.0  # per model; what takes longer has failed
-COLUMNS = ("plan", "mode", "dtype", "tolerance", "max_rel_err", "traced_rel_err", "num_collectives", "note")
+COLUMNS = (
+    "plan",
+    "mode",
+    "dtype",
+    "tolerance",
+    "max_rel_err",
+    "traced_rel_err",
+    "num_collectives",
+    "note",
+)
 FLOAT32_PARTS = "model has float32 parts"
 STEPS, LEARNING_RATE = 20, 1e-3
 LOSS_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -53,14 +75,28 @@ def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
     if plan.startswith("random-"):
         seed = int(plan.removeprefix("random-"))
         if seed % 2:  # where collectives have latencies, so that there are buckets
-            return random_plan(prepared_trace(prepared.trace, prepared.mesh, load_profile("cpu-gloo")), seed, in_order=True)
+            return random_plan(
+                prepared_trace(prepared.trace, prepared.mesh, load_profile("cpu-gloo")),
+                seed,
+                in_order=True,
+            )
         return random_plan(prepared, seed)
-    planned = make_plan(prepared.trace, prepared.mesh, prepared.profile, PlanOptions(), model_name=name)
+    planned = make_plan(
+        prepared.trace, prepared.mesh, prepared.profile, PlanOptions(), model_name=name
+    )
     return planned.plan, planned.stage_program()
 
 
 def row(
-    spec: dict[str, Any], mesh: str, plans: list[str], mode: str, dtypes: list[str], batch: int, seq: int, hardware: str, use: str = "step"
+    spec: dict[str, Any],
+    mesh: str,
+    plans: list[str],
+    mode: str,
+    dtypes: list[str],
+    batch: int,
+    seq: int,
+    hardware: str,
+    use: str = "step",
 ) -> list[Row]:
     """The rows of one model on one mesh: every plan in every dtype."""
     built, grid, profile = ModelSpec(**spec), Mesh.parse(mesh), load_profile(hardware)
@@ -74,10 +110,22 @@ def row(
         prepared = prepare(model, data, grid, profile, inference=use == "inference")
         for plan in plans:
             try:
-                found = measure(built, prepared, *make(prepared, plan, built.name), dtype, batch, seq, use)
+                found = measure(
+                    built, prepared, *make(prepared, plan, built.name), dtype, batch, seq, use
+                )
             except Exception as error:  # whatever it is, it is this plan's result
                 found = failed(error)
-            rows.append({"plan": plan, "dtype": dtype, "backend": "eager", "mode": mode, "hardware": hardware, "use": use, **found})
+            rows.append(
+                {
+                    "plan": plan,
+                    "dtype": dtype,
+                    "backend": "eager",
+                    "mode": mode,
+                    "hardware": hardware,
+                    "use": use,
+                    **found,
+                }
+            )
     return rows
 
 
@@ -94,7 +142,16 @@ def may_lack_labels(model: nn.Module) -> bool:
     return entry is not None and entry.default is None
 
 
-def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int, use: str) -> Row:
+def _lockstep(
+    spec: ModelSpec,
+    prepared: Prepared,
+    plan: Plan,
+    program: Program,
+    dtype: str,
+    batch: int,
+    seq: int,
+    use: str,
+) -> Row:
     model, data = spec.build(batch=batch, seq=seq)
     data = used(model, data, use)
     found = verify_program(prepared.trace, program, model, (), data, dtype=getattr(torch, dtype))
@@ -106,14 +163,33 @@ def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program,
         "traced_rel_err": found.traced,
         "worst": found.worst,
         "num_collectives": found.num_collectives,
-        "note": f"not in {dtype}: {found.instead_of}" if found.instead_of else FLOAT32_PARTS if found.lower_parts else "",
+        "note": (
+            f"not in {dtype}: {found.instead_of}"
+            if found.instead_of
+            else FLOAT32_PARTS
+            if found.lower_parts
+            else ""
+        ),
     }
 
 
-def _gloo(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int, use: str) -> Row:
+def _gloo(
+    spec: ModelSpec,
+    prepared: Prepared,
+    plan: Plan,
+    program: Program,
+    dtype: str,
+    batch: int,
+    seq: int,
+    use: str,
+) -> Row:
     kind: torch.dtype = getattr(torch, dtype)
     model, data = spec.build(batch=batch, seq=seq, dtype=kind)
-    lower = verify_program(prepared.trace, program, model, (), data).lower_parts if dtype == "float64" else ()
+    lower = (
+        verify_program(prepared.trace, program, model, (), data).lower_parts
+        if dtype == "float64"
+        else ()
+    )
     alone = train(model, data)
     losses = run_ranks(prepared.mesh.num_devices, _rank, spec, plan.dumps(), dtype, batch, seq)
     errors = [max(abs(a - b) / abs(b) for a, b in zip(rank, alone, strict=True)) for rank in losses]
@@ -136,14 +212,20 @@ def train(model: Any, data: dict[str, torch.Tensor]) -> list[float]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         result = model(**data)
-        loss = result if isinstance(result, torch.Tensor) else result[0 if isinstance(result, tuple) else "loss"]
+        loss = (
+            result
+            if isinstance(result, torch.Tensor)
+            else result[0 if isinstance(result, tuple) else "loss"]
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def _rank(rank: int, tell: Any, spec: ModelSpec, plan: str, dtype: str, batch: int, seq: int) -> list[float]:
+def _rank(
+    rank: int, tell: Any, spec: ModelSpec, plan: str, dtype: str, batch: int, seq: int
+) -> list[float]:
     model, data = spec.build(batch=batch, seq=seq, dtype=getattr(torch, dtype))
     loaded = Plan.loads(plan)
     return train(autopar.compile(model, loaded.mesh, example_inputs=data, plan=loaded), data)
@@ -153,41 +235,100 @@ def main(arguments: list[str]) -> int:
     flags = parser("parity", __doc__ or "", meshes=MESHES)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument(
-        "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo, {UNSEEN_RANDOM} for these lists)"
+        "--random",
+        type=int,
+        metavar="N",
+        help=(
+            f"random legal plans (default 2; {ZOO_RANDOM} for the zoo, {UNSEEN_RANDOM} for these"
+            " lists)"
+        ),
     )
-    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for --zoo, --unseen and --libraries")
-    flags.add_argument("--dtype", choices=("float64", "float32"), action="append", help="by default float64 in lockstep, both in gloo")
+    flags.add_argument(
+        "--mode",
+        choices=("lockstep", "gloo", "both"),
+        help="default both; lockstep for --zoo, --unseen and --libraries",
+    )
+    flags.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        action="append",
+        help="by default float64 in lockstep, both in gloo",
+    )
     flags.add_argument("--hardware", default="cpu-gloo-frictionless")
     flags.add_argument("--use", choices=("step", "outputs", "inference"), default="step")
     options = flags.parse_args(arguments)
-    zoo, unseen = options.zoo is not None, options.unseen is not None or options.libraries is not None
+    zoo, unseen = (
+        options.zoo is not None,
+        options.unseen is not None or options.libraries is not None,
+    )
     mode = options.mode or ("lockstep" if zoo or unseen or options.use != "step" else "both")
     if options.use != "step" and mode != "lockstep":
         flags.error(f"--use {options.use} is compared in lockstep alone")
-    default_meshes, default_random = (ZOO_MESHES, ZOO_RANDOM) if zoo else (UNSEEN_MESHES, UNSEEN_RANDOM) if unseen else (MESHES, 2)
+    default_meshes, default_random = (
+        (ZOO_MESHES, ZOO_RANDOM)
+        if zoo
+        else (UNSEEN_MESHES, UNSEEN_RANDOM)
+        if unseen
+        else (MESHES, 2)
+    )
     meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or default_meshes]
     num_random = default_random if options.random is None else options.random
     plans = ["planner", *(f"random-{seed}" for seed in range(num_random))]
-    shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware, "use": options.use}
+    shared = {
+        "batch": options.batch,
+        "seq": options.seq,
+        "hardware": options.hardware,
+        "use": options.use,
+    }
     cases = []
     for spec in specs_of(options):
-        if options.use == "outputs" and not may_lack_labels(spec.build(batch=options.batch, seq=options.seq, meta=True)[0]):
+        if options.use == "outputs" and not may_lack_labels(
+            spec.build(batch=options.batch, seq=options.seq, meta=True)[0]
+        ):
             console_of().print(f"{spec.name} is not called without {LABELS!r}", markup=False)
             continue
         for mesh in meshes:
             base = {"spec": spec.to_json(), "mesh": mesh, **shared}
             if mode != "gloo":
-                cases.append({**base, "plans": plans, "mode": "lockstep", "dtypes": options.dtype or ["float64"]})
+                cases.append(
+                    {
+                        **base,
+                        "plans": plans,
+                        "mode": "lockstep",
+                        "dtypes": options.dtype or ["float64"],
+                    }
+                )
             if mode != "lockstep" and Mesh.parse(mesh).num_devices == 4:
                 # a random plan too, once: it has layouts that the planner avoids
-                cases.append({**base, "plans": ["planner"], "mode": "gloo", "dtypes": options.dtype or ["float64", "float32"]})
-                cases += [{**base, "plans": [p], "mode": "gloo", "dtypes": ["float64"]} for p in plans[1:2]]
+                cases.append(
+                    {
+                        **base,
+                        "plans": ["planner"],
+                        "mode": "gloo",
+                        "dtypes": options.dtype or ["float64", "float32"],
+                    }
+                )
+                cases += [
+                    {**base, "plans": [p], "mode": "gloo", "dtypes": ["float64"]}
+                    for p in plans[1:2]
+                ]
     trained = options.use == "step"
     whole_zoo = options.zoo == [] and not options.mesh and trained
     lists = {"unseen": tables.UNSEEN_RESULTS, "libraries": tables.LIBRARIES_RESULTS}
-    whole_list = next((path for name, path in lists.items() if getattr(options, name) == [] and not zoo and trained), None)
-    results = options.json or (str(tables.ZOO_RESULTS) if whole_zoo else str(whole_list) if whole_list else None)
-    status = run_rows("parity", cases, COLUMNS, results, limit_s=UNSEEN_LIMIT_S if unseen else LIMIT_S)
+    whole_list = next(
+        (
+            path
+            for name, path in lists.items()
+            if getattr(options, name) == [] and not zoo and trained
+        ),
+        None,
+    )
+    results = options.json or (
+        str(tables.ZOO_RESULTS) if whole_zoo else str(whole_list) if whole_list else None
+    )
+    status = run_rows(
+        "parity", cases, COLUMNS, results, limit_s=UNSEEN_LIMIT_S if unseen else LIMIT_S
+    )
     if whole_zoo and not options.json:
         tables.put_zoo()
     return status

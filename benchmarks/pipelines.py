@@ -1,10 +1,13 @@
-"""Pipelines over the zoo: each model cut into stages, every rank in lockstep against the plain model in float64.
+"""Pipelines over the zoo: each model cut into stages, every rank in lockstep against the plain
+model in float64.
 
-Where samples depend on each other (batch statistics, contrastive losses, tokens sorted by expert) there is one microbatch, and the row says
-which op refused more. Stages are cut where the planner likes; data parallelism is forced on the other axis where the model admits it.
+Where samples depend on each other (batch statistics, contrastive losses, tokens sorted by expert)
+there is one microbatch, and the row says which op refused more. Stages are cut where the planner
+likes; data parallelism is forced on the other axis where the model admits it.
 
-``--use outputs`` calls models without labels: all forwards run first, and backward goes through all that they return; models that need
-labels are left out. ``--use inference`` runs forward alone, in eval mode.
+``--use outputs`` calls models without labels: all forwards run first, and backward goes through all
+that they return; models that need labels are left out. ``--use inference`` runs forward alone, in
+eval mode.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import ddp, pipeline
 from autopar.errors import ConstraintError
-from autopar.planning import Planned
-from autopar.run.program import StagedProgram
+from autopar.planner import Planned
+from autopar.program.program import StagedProgram
 from benchmarks import zoo
 from benchmarks.common import Row, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
@@ -27,10 +30,21 @@ from benchmarks.parity import may_lack_labels, used
 
 MESHES = ("stage=2,data=2",)
 MICROBATCHES = 2
-COLUMNS = ("microbatches", "stages", "cuts", "crossing", "num_collectives", "gap", "max_rel_err", "note")
+COLUMNS = (
+    "microbatches",
+    "stages",
+    "cuts",
+    "crossing",
+    "num_collectives",
+    "gap",
+    "max_rel_err",
+    "note",
+)
 
 
-def row(spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int, use: str = "step") -> Row:
+def row(
+    spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int, use: str = "step"
+) -> Row:
     """One model on one mesh; its first axis has the stages."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     example = used(model, example, use)
@@ -55,7 +69,9 @@ def row(spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int, us
     }
 
 
-def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str, inference: bool) -> tuple[Planned, str]:
+def _planned(
+    model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str, inference: bool
+) -> tuple[Planned, str]:
     """The plan with the most that the model admits, and what it does not admit."""
     stage, data = mesh.names
     refused: list[str] = []
@@ -63,10 +79,21 @@ def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str, in
         for others in ((ddp(data),), ()):
             force = (pipeline(stage, microbatches=num), *others)
             try:
-                options: dict[str, Any] = {"hardware": hardware, "constraints": force, "inference": inference, "outputs": "full"}
-                return plan_model(model, mesh, example_inputs=batch, **options)[1], "; ".join(refused)
+                options: dict[str, Any] = {
+                    "hardware": hardware,
+                    "constraints": force,
+                    "inference": inference,
+                    "outputs": "full",
+                }
+                return plan_model(model, mesh, example_inputs=batch, **options)[1], "; ".join(
+                    refused
+                )
             except ConstraintError as error:
-                refused.append(error.what.split(": at ")[-1] if "microbatches" in error.what else f"ddp: {error.what}")
+                refused.append(
+                    error.what.split(": at ")[-1]
+                    if "microbatches" in error.what
+                    else f"ddp: {error.what}"
+                )
                 if "microbatches" in error.what:
                     break
     raise ConstraintError("; ".join(refused))
@@ -79,9 +106,22 @@ def main(arguments: list[str]) -> int:
     options = flags.parse_args(arguments)
     specs = specs_of(options, ()) or [ModelSpec.of("zoo", name) for name in zoo.NAMES]
     if options.use == "outputs":
-        specs = [spec for spec in specs if may_lack_labels(spec.build(batch=options.batch, seq=options.seq, meta=True)[0])]
-    shared = {"hardware": options.hardware, "batch": options.batch, "seq": options.seq, "use": options.use}
-    cases = [{"spec": spec.to_json(), "mesh": mesh, **shared} for spec in specs for mesh in options.mesh or MESHES]
+        specs = [
+            spec
+            for spec in specs
+            if may_lack_labels(spec.build(batch=options.batch, seq=options.seq, meta=True)[0])
+        ]
+    shared = {
+        "hardware": options.hardware,
+        "batch": options.batch,
+        "seq": options.seq,
+        "use": options.use,
+    }
+    cases = [
+        {"spec": spec.to_json(), "mesh": mesh, **shared}
+        for spec in specs
+        for mesh in options.mesh or MESHES
+    ]
     return run_rows("pipelines", cases, COLUMNS, options.json)
 
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from autopar.api.arguments import as_mesh
-from autopar.api.choosing import Chooser
-from autopar.api.shaping import best_shape, shapes
+from autopar.api.mesh_search import best_shape, shapes
+from autopar.api.pipeline_search import Chooser
 from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
-from autopar.devices import is_unshaped, read_mesh
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions
+from autopar.core.mesh import Mesh, is_unshaped, read_mesh
+from autopar.planner import Planned, PlanOptions
 from autopar.plans import Plan
 from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
@@ -41,7 +40,16 @@ DEFAULTS: tuple[tuple[ModelSpec, str, int, int, str, int | None, float], ...] = 
     (ModelSpec.known("llama3-405b"), "node=2048,gpu=8", 2048, 8192, FREE, None, 0.01),
 )
 PHASES = ("trace_s", "enumerate_s", "price_s", "solve_s", "emit_s", "total_s", "cpu_s")
-SIZES = ("peak_rss_bytes", "num_variables", "num_constraints", "objective_s", "simulated_s", "bound_s", "gap", "peak_bytes")
+SIZES = (
+    "peak_rss_bytes",
+    "num_variables",
+    "num_constraints",
+    "objective_s",
+    "simulated_s",
+    "bound_s",
+    "gap",
+    "peak_bytes",
+)
 
 
 def row(
@@ -57,14 +65,19 @@ def row(
     axis: str = "",
     microbatches: int | None = None,
 ) -> Row:
-    """Plan once. `total_s` runs from the trace to the plan without the plan's emission; the memory check of the program counts as
-    emission. `cpu_s` is the processor time of everything, emission included: on a shared machine it says more than the clock.
-    Where pipelines or shapes of the mesh are tried (which a count or 4x8 leaves to the planner), the phases are those of the plan that was
-    chosen, and `total_s` and `cpu_s` of all that were tried."""
-    model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)
+    """Plan once. `total_s` runs from the trace to the plan without the plan's emission; the memory
+    check of the program counts as emission. `cpu_s` is the processor time of everything, emission
+    included: on a shared machine it says more than the clock. Where pipelines or shapes of the mesh
+    are tried (which a count or 4x8 leaves to the planner), the phases are those of the plan that
+    was chosen, and `total_s` and `cpu_s` of all that were tried."""
+    model, data = ModelSpec(**spec).build(
+        batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
+    )
     memory = None if memory_gib is None else int(memory_gib * 2**30)
     asked = (pipeline(None if axis == FREE else axis, microbatches=microbatches),) if axis else ()
-    options = PlanOptions(memory_bytes=memory, gap=gap, time_limit_s=time_limit_s or math.inf, constraints=asked).begun()
+    options = PlanOptions(
+        memory_bytes=memory, gap=gap, time_limit_s=time_limit_s or math.inf, constraints=asked
+    ).begun()
     start, cpu = time.perf_counter(), time.process_time()
     trace = capture(model, (), data)
     trace_s = time.perf_counter() - start
@@ -72,9 +85,13 @@ def row(
     given, profile = read_mesh(mesh), load_profile(hardware)
 
     def fastest(shape: Mesh, limit_s: float) -> Planned:
-        return Chooser(model, trace, (), data, shape, profile, options, captured=captured).plan(limit_s)
+        return Chooser(model, trace, (), data, shape, profile, options, captured=captured).plan(
+            limit_s
+        )
 
-    planned = best_shape(shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest).closer_proven(in_time=not options.is_late)
+    planned = best_shape(
+        shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest
+    ).closer_proven(in_time=not options.is_late)
     all_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     seconds = planned.seconds
     emit_s = seconds["emit"] + seconds["memory"]
@@ -126,18 +143,42 @@ def main(arguments: list[str]) -> int:
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--hardware", default="h100-sxm")
     flags.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    flags.add_argument("--memory-gib", type=float, help="budget per device; by default the profile's memory less 10 %%")
+    flags.add_argument(
+        "--memory-gib",
+        type=float,
+        help="budget per device; by default the profile's memory less 10 %%",
+    )
     flags.add_argument("--gap", type=float, default=0.01)
-    flags.add_argument("--time-limit", type=float, dest="time_limit_s", help="seconds of each row's planning; by default none")
-    flags.add_argument("--pipeline", default="", dest="axis", help="a mesh axis whose devices are stages, or free: any, or none")
-    flags.add_argument("--microbatches", type=int, help="of the pipeline; by default the planner's choice")
+    flags.add_argument(
+        "--time-limit",
+        type=float,
+        dest="time_limit_s",
+        help="seconds of each row's planning; by default none",
+    )
+    flags.add_argument(
+        "--pipeline",
+        default="",
+        dest="axis",
+        help="a mesh axis whose devices are stages, or free: any, or none",
+    )
+    flags.add_argument(
+        "--microbatches", type=int, help="of the pipeline; by default the planner's choice"
+    )
     options = flags.parse_args(arguments)
-    shared = {name: getattr(options, name) for name in ("dtype", "hardware", "memory_gib", "time_limit_s")}
-    meshes = [mesh if is_unshaped(read_mesh(mesh)) else str(Mesh.parse(mesh)) for mesh in options.mesh or ("node=32,gpu=8",)]
+    shared = {
+        name: getattr(options, name) for name in ("dtype", "hardware", "memory_gib", "time_limit_s")
+    }
+    meshes = [
+        mesh if is_unshaped(read_mesh(mesh)) else str(Mesh.parse(mesh))
+        for mesh in options.mesh or ("node=32,gpu=8",)
+    ]
     asked = options.batch, options.seq, options.axis, options.microbatches, options.gap
     named = [(spec, mesh, *asked) for spec in specs_of(options, ()) for mesh in meshes] or DEFAULTS
     keys = ("batch", "seq", "axis", "microbatches", "gap")
-    cases = [{"spec": spec.to_json(), "mesh": mesh, **dict(zip(keys, rest, strict=True)), **shared} for spec, mesh, *rest in named]
+    cases = [
+        {"spec": spec.to_json(), "mesh": mesh, **dict(zip(keys, rest, strict=True)), **shared}
+        for spec, mesh, *rest in named
+    ]
     return run_rows("planning", cases, ("num_stages", *PHASES, *SIZES), options.json)
 
 

@@ -1,10 +1,13 @@
-"""Are steps of runs that others published as long as predicted? Their plans, forced, on their clusters' profiles, without a GPU.
+"""Are steps of runs that others published as long as predicted? Their plans, forced, on their
+clusters' profiles, without a GPU.
 
-The data, and what is assumed where sources are silent, are in `benchmarks.runs`. Nothing is fitted to these runs, but that `h100-sxm` puts
-its matmul efficiency between the best shape and the best of DGX Cloud's steps; `benchmarks.calibrate` says what a fit would do.
-`predicted_s` is of the emitted program, as plans tell it, `matmul_s` what of it matmuls take. With ``--free`` also the time of the plan
-that the planner would choose for the same model, batch and cluster. With ``--kernels`` H100s have the collective-overlap kernels that
-one of them was measured with (`h100-sxm-measured`), whose profile has none.
+The data, and what is assumed where sources are silent, are in `benchmarks.runs`. Nothing is fitted
+to these runs, but that `h100-sxm` puts its matmul efficiency between the best shape and the best of
+DGX Cloud's steps; `benchmarks.calibrate` says what a fit would do. `predicted_s` is of the emitted
+program, as plans tell it, `matmul_s` what of it matmuls take. With ``--free`` also the time of the
+plan that the planner would choose for the same model, batch and cluster. With ``--kernels`` H100s
+have the collective-overlap kernels that one of them was measured with (`h100-sxm-measured`), whose
+profile has none.
 """
 
 from __future__ import annotations
@@ -21,28 +24,45 @@ from pathlib import Path
 import torch
 
 from autopar import hf
+from autopar.api.options import PlanRequest
 from autopar.api.planning import plan_call
-from autopar.api.request import PlanRequest
 from autopar.api.tracing import as_planned, planned_part
 from autopar.constraints import Constraint, pipeline
+from autopar.core.hardware import HardwareProfile
 from autopar.errors import InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions
-from autopar.planning.repricing import repriced
+from autopar.planner import PlanOptions
+from autopar.planner.reprice import repriced
 from autopar.plans import Plan
 from benchmarks import tables
 from benchmarks.common import ROOT, Row, console_of, run_rows
 from benchmarks.runs import RUNS, Run, Setup, setup_of, why_skipped
 from benchmarks.runs.comparison import draw, published_table, summarize
 
-SAMPLE: Mapping[str, int] = {"MosaicML": 3, "InternEvo": 2, "DGX Cloud": 9, "tr11": 7, "nanotron": 3}
-"""Of a source every so many-th run is planned by default: its runs are much alike, and those in many stages take minutes."""
+SAMPLE: Mapping[str, int] = {
+    "MosaicML": 3,
+    "InternEvo": 2,
+    "DGX Cloud": 9,
+    "tr11": 7,
+    "nanotron": 3,
+}
+"""Of a source every so many-th run is planned by default: its runs are much alike, and those in
+many stages take minutes."""
 FIGURE = ROOT / "benchmarks" / "results" / "published.png"
 SLOWER = 0.8  # of the matmuls' efficiency: what `matmul_s` is told from
 COLUMNS = (
-    "row_id", "framework", "gpu", "batch", "seq", "predicted_s", "measured_s", "ratio", "predicted_peak_bytes", "measured_peak_bytes",
-    "free_plan_s", "skipped",
-)  # fmt: skip
+    "row_id",
+    "framework",
+    "gpu",
+    "batch",
+    "seq",
+    "predicted_s",
+    "measured_s",
+    "ratio",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "free_plan_s",
+    "skipped",
+)
 
 
 def row(spec: dict[str, str], mesh: str, free: bool, kernels: bool = False) -> Row:
@@ -52,21 +72,33 @@ def row(spec: dict[str, str], mesh: str, free: bool, kernels: bool = False) -> R
     if kernels and setup.profile.name == "h100-sxm":
         setup = replace(setup, profile=with_kernels(setup.profile))
     shared: Row = {
-        "row_id": run.row_id, "source": run.source, "framework": run.framework, "gpu": run.gpu, "batch": run.batch, "seq": run.seq,
+        "row_id": run.row_id,
+        "source": run.source,
+        "framework": run.framework,
+        "gpu": run.gpu,
+        "batch": run.batch,
+        "seq": run.seq,
         "num_devices": run.num_devices,
-        "measured_s": run.step_s, "measured_peak_bytes": run.peak_bytes, "constraints": [str(c) for c in setup.constraints],
-        "ok": True, "error": None, "skipped": None,
-    }  # fmt: skip
+        "measured_s": run.step_s,
+        "measured_peak_bytes": run.peak_bytes,
+        "constraints": [str(c) for c in setup.constraints],
+        "ok": True,
+        "error": None,
+        "skipped": None,
+    }
     try:
         plan, matmul_s = _planned(setup, setup.constraints, setup.memory_bytes)
     except InfeasibleError as error:
         return {**shared, "skipped": f"no plan of this kind fits: {str(error).splitlines()[0]}"}
     predicted_s = plan.prediction.simulated_s or plan.prediction.step_s
     found = {
-        "predicted_s": predicted_s, "predicted_peak_bytes": plan.prediction.peak_bytes, "gap": plan.proof.gap,
-        "matmul_s": matmul_s, "matmul_efficiency": setup.profile.efficiency["matmul"]["bfloat16"],
+        "predicted_s": predicted_s,
+        "predicted_peak_bytes": plan.prediction.peak_bytes,
+        "gap": plan.proof.gap,
+        "matmul_s": matmul_s,
+        "matmul_efficiency": setup.profile.efficiency["matmul"]["bfloat16"],
         "compute_share": plan.prediction.compute_s / predicted_s,
-    }  # fmt: skip
+    }
     if run.step_s:
         found["ratio"] = predicted_s / run.step_s
     if free:
@@ -75,13 +107,27 @@ def row(spec: dict[str, str], mesh: str, free: bool, kernels: bool = False) -> R
     return {**shared, **found}
 
 
-def _planned(setup: Setup, constraints: Sequence[Constraint], memory_bytes: int | None) -> tuple[Plan, float]:
+def _planned(
+    setup: Setup, constraints: Sequence[Constraint], memory_bytes: int | None
+) -> tuple[Plan, float]:
     """The plan, and how many seconds of its step are those of matmuls."""
-    model, batch = hf.build(setup.spec, batch=setup.batch, seq=setup.seq, dtype=torch.float32, device="meta")
-    options = PlanOptions(memory_bytes=memory_bytes, constraints=tuple(constraints), precision="bf16", outputs="loss", gap=0.02)
+    model, batch = hf.build(
+        setup.spec, batch=setup.batch, seq=setup.seq, dtype=torch.float32, device="meta"
+    )
+    options = PlanOptions(
+        memory_bytes=memory_bytes,
+        constraints=tuple(constraints),
+        precision="bf16",
+        outputs="loss",
+        gap=0.02,
+    )
     trace, planned = plan_call(PlanRequest(model, setup.mesh, setup.profile, options), (), batch)
     plan = planned.plan
-    part = as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, (), batch)[0]
+    part = (
+        as_planned(trace, plan)
+        if plan.pipeline is None
+        else planned_part(plan, model, trace, (), batch)[0]
+    )
     slower_s = repriced(plan, part, plan.mesh, with_matmuls(setup.profile, SLOWER), options)
     return plan, (slower_s - plan.prediction.step_s) / (1 / SLOWER - 1)
 
@@ -89,23 +135,46 @@ def _planned(setup: Setup, constraints: Sequence[Constraint], memory_bytes: int 
 def with_matmuls(profile: HardwareProfile, factor: float) -> HardwareProfile:
     """The profile with so much of its efficiency of matmuls."""
     slower = {dtype: share * factor for dtype, share in profile.efficiency["matmul"].items()}
-    return replace(profile, efficiency={**profile.efficiency, "matmul": slower}, hash=f"{profile.hash}-matmul-{factor:g}")
+    return replace(
+        profile,
+        efficiency={**profile.efficiency, "matmul": slower},
+        hash=f"{profile.hash}-matmul-{factor:g}",
+    )
 
 
 def with_kernels(profile: HardwareProfile) -> HardwareProfile:
     """The profile with what kernels were measured to reach on one H100."""
-    return replace(profile, kernels=HardwareProfile.load("h100-sxm-measured").kernels, hash=f"{profile.hash}-kernels")
+    return replace(
+        profile,
+        kernels=HardwareProfile.load("h100-sxm-measured").kernels,
+        hash=f"{profile.hash}-kernels",
+    )
 
 
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
     flags.add_argument("--rows", nargs="*", metavar="ID", help="those alone, by the data's row_id")
-    flags.add_argument("--source", default="", help="those alone whose source or framework has this in it")
-    flags.add_argument("--every", type=int, metavar="N", help="every N-th of a source's; by default a sample of each source")
-    flags.add_argument("--free", action="store_true", help="also what the planner would choose by itself")
-    flags.add_argument("--kernels", action="store_true", help="collective-overlap kernels on H100s, as far as measured on one")
-    flags.add_argument("--summary", metavar="FILE", help="only the summary of the rows in this file")
+    flags.add_argument(
+        "--source", default="", help="those alone whose source or framework has this in it"
+    )
+    flags.add_argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help="every N-th of a source's; by default a sample of each source",
+    )
+    flags.add_argument(
+        "--free", action="store_true", help="also what the planner would choose by itself"
+    )
+    flags.add_argument(
+        "--kernels",
+        action="store_true",
+        help="collective-overlap kernels on H100s, as far as measured on one",
+    )
+    flags.add_argument(
+        "--summary", metavar="FILE", help="only the summary of the rows in this file"
+    )
     flags.add_argument("--figure", metavar="FILE.png", help="predicted over measured, as a picture")
     options = flags.parse_args(arguments)
     if options.summary:
@@ -113,19 +182,45 @@ def main(arguments: list[str]) -> int:
         return 0
     asked = [run for run in RUNS if options.rows is None or run.row_id in options.rows]
     if unknown := set(options.rows or ()) - {run.row_id for run in RUNS}:
-        flags.error(f"the data has no {', '.join(sorted(unknown))}: rows are {RUNS[0].row_id} to {RUNS[-1].row_id}")
-    asked = [run for run in asked if options.source.lower() in f"{run.source} {run.framework}".lower()]
-    planned = list(_sample([run for run in asked if why_skipped(run) is None], 1 if options.rows else options.every))
+        flags.error(
+            f"the data has no {', '.join(sorted(unknown))}: rows are {RUNS[0].row_id} to"
+            f" {RUNS[-1].row_id}"
+        )
+    asked = [
+        run for run in asked if options.source.lower() in f"{run.source} {run.framework}".lower()
+    ]
+    planned = list(
+        _sample(
+            [run for run in asked if why_skipped(run) is None], 1 if options.rows else options.every
+        )
+    )
     ready = [_skipped(run, reason) for run in asked if (reason := why_skipped(run)) is not None]
     wanted = {"free": options.free, "kernels": options.kernels}
-    cases = [{"spec": {"name": run.model, "row_id": run.row_id}, "mesh": str(setup_of(run).mesh), **wanted} for run in planned]
+    cases = [
+        {
+            "spec": {"name": run.model, "row_id": run.row_id},
+            "mesh": str(setup_of(run).mesh),
+            **wanted,
+        }
+        for run in planned
+    ]
     for reason, count in Counter(row["skipped"] for row in ready).most_common():
         console_of().print(f"left out: {count:4d}  {reason}", markup=False)
     if not cases:
         flags.error("none of the runs that were asked for can be planned")
-    everything = options.rows is None and not options.source and options.every is None and options.json is None and not options.kernels
+    everything = (
+        options.rows is None
+        and not options.source
+        and options.every is None
+        and options.json is None
+        and not options.kernels
+    )
     with tempfile.TemporaryDirectory() as folder:
-        path = str(tables.PUBLISHED_RESULTS) if everything else options.json or str(Path(folder) / "rows.json")
+        path = (
+            str(tables.PUBLISHED_RESULTS)
+            if everything
+            else options.json or str(Path(folder) / "rows.json")
+        )
         status = run_rows("published", cases, COLUMNS, path, ready=ready)
         _show(path, str(FIGURE) if everything else options.figure)
     if everything and not status:
@@ -157,8 +252,21 @@ def _show(path: str, figure: str | None) -> None:
 
 
 def _skipped(run: Run, reason: str) -> Row:
-    what = {"model": run.model, "mesh": "", "ok": True, "error": None, "row_id": run.row_id, "source": run.source, "gpu": run.gpu}
-    return {**what, "measured_s": run.step_s, "measured_peak_bytes": run.peak_bytes, "skipped": reason}
+    what = {
+        "model": run.model,
+        "mesh": "",
+        "ok": True,
+        "error": None,
+        "row_id": run.row_id,
+        "source": run.source,
+        "gpu": run.gpu,
+    }
+    return {
+        **what,
+        "measured_s": run.step_s,
+        "measured_peak_bytes": run.peak_bytes,
+        "skipped": reason,
+    }
 
 
 if __name__ == "__main__":

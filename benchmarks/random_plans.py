@@ -1,9 +1,10 @@
 """Random legal plans: the planner's own solution under random prices, priced as it really is.
 
-Every op's strategies get a random price beside their true one; what is then cheapest is a legal plan, coherent as real
-plans are, but not a good one. Part of the forward ops may also be run again in backward. The plan's prediction comes from the
-true prices, and its peak from the emitted program. Asked to, its communications are put in order and into buckets as the planner's are;
-prices of small ones count on that.
+Every op's strategies get a random price beside their true one; what is then cheapest is a legal
+plan, coherent as real plans are, but not a good one. Part of the forward ops may also be run again
+in backward. The plan's prediction comes from the true prices, and its peak from the emitted
+program. Asked to, its communications are put in order and into buckets as the planner's are; prices
+of small ones count on that.
 """
 
 from __future__ import annotations
@@ -17,26 +18,24 @@ from typing import Any
 from torch import nn
 
 from autopar.capture import Trace, capture
-from autopar.choices import Choices
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Op, Problem
+from autopar.core.solution import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import LayoutError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
-from autopar.planning.assembly import assemble, fingerprint
-from autopar.planning.clock import Clock
-from autopar.planning.draft import PlanDraft
-from autopar.planning.ordering import Ordering
-from autopar.planning.peaks import Peaks
-from autopar.planning.timeline import beside
-from autopar.planning.tried import Candidate
+from autopar.planner import PlanOptions
+from autopar.planner.candidates import Candidate, PlanDraft
+from autopar.planner.clock import Clock
+from autopar.planner.comm_schedule import Ordering, Peaks
+from autopar.planner.plan_assembly import assemble, fingerprint
+from autopar.planner.timeline import beside
 from autopar.plans import RESTING, Plan
-from autopar.problem import Op, Problem
-from autopar.run.program import Program
+from autopar.program.program import Program
+from autopar.sharding import classes_of
 from autopar.solve import Evaluation, evaluate, solve
-from autopar.strategies import classes_of
 from autopar.version import VERSION
 
 AMPLE_BYTES = 2**50
@@ -52,14 +51,26 @@ class Prepared:
     priced: Priced
 
 
-def prepare(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, profile: HardwareProfile, *, inference: bool = False) -> Prepared:
+def prepare(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    profile: HardwareProfile,
+    *,
+    inference: bool = False,
+) -> Prepared:
     """Capture, enumerate and price, once for many plans."""
     return prepared_trace(capture(model, (), batch, inference=inference), mesh, profile)
 
 
 def prepared_trace(trace: Trace, mesh: Mesh, profile: HardwareProfile) -> Prepared:
     """The same of what was captured."""
-    return Prepared(trace, mesh, profile, price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=AMPLE_BYTES))
+    return Prepared(
+        trace,
+        mesh,
+        profile,
+        price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=AMPLE_BYTES),
+    )
 
 
 def random_plan(
@@ -74,12 +85,17 @@ def random_plan(
     """The plan and program of one seed.
 
     Args:
-        loudness: range of the noise: powers of ten, times the time of a typical collective. Below 0 plans are close to the best.
-        recompute_share: probability with which a forward op is run again in backward; by default random, often 0.
-        recompute_otherwise: run it again with a strategy of its own, by chance, not that of forward.
+        loudness: range of the noise: powers of ten, times the time of a typical collective. Below 0
+            plans are close to the best.
+        recompute_share: probability with which a forward op is run again in backward; by default
+            random, often 0.
+        recompute_otherwise: run it again with a strategy of its own, by chance, not that of
+            forward.
         in_order: whether buckets and early communication are chosen, too; else there are none.
     """
-    choices, evaluation = random_choices(prepared, seed, loudness, recompute_share, recompute_otherwise)
+    choices, evaluation = random_choices(
+        prepared, seed, loudness, recompute_share, recompute_otherwise
+    )
     return finish(prepared, choices, evaluation, f"random-{seed}", in_order=in_order)
 
 
@@ -98,13 +114,18 @@ def random_choices(
     recomputed, kept = _recomputation(problem, choices, rng, share)
     as_forward = recomputed
     if recompute_otherwise:
-        recomputed = {op: rng.choice(_without_partial(problem.ops[op]) or [strategy]) for op, strategy in recomputed.items()}
+        recomputed = {
+            op: rng.choice(_without_partial(problem.ops[op]) or [strategy])
+            for op, strategy in recomputed.items()
+        }
     try:
         evaluation = evaluate(problem, choices.strategies, recomputed, kept)
     except LayoutError:  # backward reads partial sums that only forward's strategy makes
         recomputed = as_forward
         evaluation = evaluate(problem, choices.strategies, recomputed, kept)
-    return replace(choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s), evaluation
+    return replace(
+        choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s
+    ), evaluation
 
 
 def _scale_s(problem: Problem, power: float) -> float:
@@ -114,7 +135,12 @@ def _scale_s(problem: Problem, power: float) -> float:
 
 def _noisy(problem: Problem, rng: random.Random, scale_s: float) -> Problem:
     def noisy(op: Op) -> Op:
-        return replace(op, strategies=tuple(replace(s, time_s=s.time_s + rng.uniform(0, scale_s)) for s in op.strategies))
+        return replace(
+            op,
+            strategies=tuple(
+                replace(s, time_s=s.time_s + rng.uniform(0, scale_s)) for s in op.strategies
+            ),
+        )
 
     return replace(problem, ops=tuple(map(noisy, problem.ops)))
 
@@ -122,50 +148,82 @@ def _noisy(problem: Problem, rng: random.Random, scale_s: float) -> Problem:
 def _recomputation(
     problem: Problem, choices: Choices, rng: random.Random, share: float
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]] | None]:
-    """Ops that backward runs again, each with its own strategy, and which versions may be kept: none of their results."""
-    wanted = {index for index, op in enumerate(problem.ops) if op.recomputable and rng.random() < share}
+    """Ops that backward runs again, each with its own strategy, and which versions may be kept:
+    none of their results."""
+    wanted = {
+        index for index, op in enumerate(problem.ops) if op.recomputable and rng.random() < share
+    }
     readers: dict[int, set[tuple[int, str]]] = {}
     for variant in problem.variants:
         read = {(use.op, use.phase) for use in variant.uses if use.again or use.phase == "backward"}
         readers.setdefault(problem.values[variant.value].op, set()).update(read)
     while True:  # what neither backward nor another recomputed op reads is not run again
-        useful = {op for op in wanted if any(phase == "backward" or reader in wanted for reader, phase in readers.get(op, ()))}
+        useful = {
+            op
+            for op in wanted
+            if any(phase == "backward" or reader in wanted for reader, phase in readers.get(op, ()))
+        }
         if useful == wanted:
             break
         wanted = useful
     if not wanted:
         return {}, None
-    layouts = {v: tuple(range(len(problem.values[variant.value].graph.layouts))) for v, variant in enumerate(problem.variants)}
-    kept = {v: () if problem.values[problem.variants[v].value].op in wanted else all_of for v, all_of in layouts.items()}
+    layouts = {
+        v: tuple(range(len(problem.values[variant.value].graph.layouts)))
+        for v, variant in enumerate(problem.variants)
+    }
+    kept = {
+        v: () if problem.values[problem.variants[v].value].op in wanted else all_of
+        for v, all_of in layouts.items()
+    }
     return {op: choices.strategies[op] for op in wanted}, kept
 
 
 def _without_partial(op: Op) -> list[int]:
-    """The strategies that can be had whatever the others are: nothing redistributes to partial sums."""
+    """The strategies that can be had whatever the others are: nothing redistributes to partial
+    sums."""
     layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
     return [i for i, each in enumerate(layouts) if not any(layout.has_partial for layout in each)]
 
 
 def finish(
-    prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str, *, in_order: bool = False
+    prepared: Prepared,
+    choices: Choices,
+    evaluation: Evaluation,
+    name: str,
+    *,
+    in_order: bool = False,
 ) -> tuple[Plan, Program]:
     """The plan and program of choices; `in_order` as in `random_plan`."""
     trace, profile = prepared.trace, prepared.profile
     mark = fingerprint(trace, name, profile, VERSION)
-    options = PlanOptions(memory_bytes=AMPLE_BYTES, optimizer=prepared.priced.optimizer, outputs="dtensor")
-    recorded = {"memory_bytes": AMPLE_BYTES, "optimizer": options.optimizer, "batch": options.batch, "outputs": options.outputs}
+    options = PlanOptions(
+        memory_bytes=AMPLE_BYTES, optimizer=prepared.priced.optimizer, outputs="dtensor"
+    )
+    recorded = {
+        "memory_bytes": AMPLE_BYTES,
+        "optimizer": options.optimizer,
+        "batch": options.batch,
+        "outputs": options.outputs,
+    }
     draft = PlanDraft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
     plan = assemble(draft, mark, recorded, 0.0)
     peak_bytes = plan.prediction.peak_bytes
     tried = Candidate(draft, plan, emit(trace, plan), peak_bytes, 0.0, prepared.priced.problem)
     peaks = Peaks(options)
     if in_order:
-        tried = Ordering(prepared.priced, AMPLE_BYTES, peaks.peak_bytes, peaks.by_node, Clock(lambda _: None)).fastest(tried)
+        tried = Ordering(
+            prepared.priced, AMPLE_BYTES, peaks.peak_bytes, peaks.by_node, Clock(lambda _: None)
+        ).fastest(tried)
     plan, program = tried.plan, tried.program
     peak = peaks.peak_bytes(program) + plan.prediction.beside_bytes
     kinds = plan.prediction.memory_bytes
-    rests = sum(kinds.get(kind, 0) for kind in RESTING) + max(kinds["activations"], kinds["gradients"])
-    prediction = replace(plan.prediction, peak_bytes=peak, memory_bytes={**kinds, "transient": max(peak - rests, 0)})
+    rests = sum(kinds.get(kind, 0) for kind in RESTING) + max(
+        kinds["activations"], kinds["gradients"]
+    )
+    prediction = replace(
+        plan.prediction, peak_bytes=peak, memory_bytes={**kinds, "transient": max(peak - rests, 0)}
+    )
     plan = replace(plan, prediction=beside(prediction, program, plan) if in_order else prediction)
     assert math.isfinite(plan.prediction.step_s)
     return plan, replace(program, plan_hash=plan.hash)

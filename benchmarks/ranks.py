@@ -17,11 +17,12 @@ from autopar.errors import AutoparError
 
 # Ranks are forked from a process that has these, which takes seconds to import, and nothing else.
 _PRELOADED = [
-    "autopar.api.compiling",  # the modules themselves: autopar imports them with the first name that needs them
+    # the modules themselves: autopar imports them with the first name that needs them
+    "autopar.api.compiling",
     "autopar.api.planning",
     "autopar.constraints",
-    "autopar.run.saved",
-    "autopar.run.weights",
+    "autopar.checkpoint.manager",
+    "autopar.checkpoint.weights",
     "torch.distributed.tensor.experimental",  # Dynamo imports it at a model's first attention
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
@@ -29,22 +30,32 @@ _PRELOADED = [
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: float = 1500.0, told: Callable[[Any], None] = lambda _: None
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit_s: float = 1500.0,
+    told: Callable[[Any], None] = lambda _: None,
 ) -> list[Any]:
-    """``function(rank, tell, *args)`` in `num_ranks` new processes, one thread each, joined in a gloo group.
+    """``function(rank, tell, *args)`` in `num_ranks` new processes, one thread each, joined in a
+    gloo group.
 
     Args:
-        function: importable, as are its arguments and results. What it gives to `tell` comes to `told` here.
+        function: importable, as are its arguments and results. What it gives to `tell` comes to
+            `told` here.
 
     Raises:
-        AutoparError: with the traceback of the first rank that failed, or on the time limit. No process is left behind.
+        AutoparError: with the traceback of the first rank that failed, or on the time limit. No
+            process is left behind.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         work = (num_ranks, f"{folder}/store", answers, dict(os.environ), function, args)
-        processes = [context.Process(target=_main, args=(rank, *work), daemon=True) for rank in range(num_ranks)]
+        processes = [
+            context.Process(target=_main, args=(rank, *work), daemon=True)
+            for rank in range(num_ranks)
+        ]
         for process in processes:
             process.start()
         try:
@@ -57,15 +68,23 @@ def run_ranks(
                     process.join()
 
 
-def _collect(processes: list[Any], answers: Any, deadline: float, told: Callable[[Any], None]) -> list[Any]:
+def _collect(
+    processes: list[Any], answers: Any, deadline: float, told: Callable[[Any], None]
+) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         if time.monotonic() > deadline:
-            raise AutoparError(f"ranks {sorted(set(range(len(processes))) - set(results))} did not end in time")
+            raise AutoparError(
+                f"ranks {sorted(set(range(len(processes))) - set(results))} did not end in time"
+            )
         try:
             kind, rank, value = answers.get(timeout=0.5)
         except queue.Empty:
-            dead = [rank for rank, process in enumerate(processes) if rank not in results and process.exitcode not in (None, 0)]
+            dead = [
+                rank
+                for rank, process in enumerate(processes)
+                if rank not in results and process.exitcode not in (None, 0)
+            ]
             if dead:
                 raise AutoparError(f"ranks {dead} died without a word") from None
             continue
@@ -81,17 +100,28 @@ def _collect(processes: list[Any], answers: Any, deadline: float, told: Callable
 
 
 def _main(
-    rank: int, num_ranks: int, store: str, answers: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    store: str,
+    answers: Any,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # else each collection walks all that the process before had imported, and copies its pages
+    # else each collection walks all that the process before had imported, and copies its pages
+    gc.freeze()
     try:
-        os.environ.update(environment)  # as it is now; the process that it is forked from may be older
+        os.environ.update(
+            environment
+        )  # as it is now; the process that it is forked from may be older
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
         joined = dist.FileStore(store, num_ranks)
-        dist.init_process_group("gloo", store=joined, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=300))
+        dist.init_process_group(
+            "gloo", store=joined, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=300)
+        )
         result = function(rank, lambda value: answers.put(("told", rank, value)), *args)
         dist.barrier()
         dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """Is the chosen plan good, and is the predicted order the measured one?
 
-The planner's plan and many random legal plans of one model run on gloo processes of this machine; all plans in one set of
-processes, step by step in turn, so that whatever else the machine does hits them alike. A step is forward, backward and AdamW,
-from barrier to barrier; its time is the median over the rounds. Random plans are emitted as the planner's are, in buckets: `predicted` is
-what is optimised, which counts on them, `simulated` the step of the emitted program.
+The planner's plan and many random legal plans of one model run on gloo processes of this machine;
+all plans in one set of processes, step by step in turn, so that whatever else the machine does hits
+them alike. A step is forward, backward and AdamW, from barrier to barrier; its time is the median
+over the rounds. Random plans are emitted as the planner's are, in buckets: `predicted` is what is
+optimised, which counts on them, `simulated` the step of the emitted program.
 """
 
 from __future__ import annotations
@@ -22,40 +23,74 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
-from autopar.run.live import LiveBytes
-from autopar.run.measure import measure
-from autopar.run.module import ParallelModule
+from autopar.profiler.measure import measure
+from autopar.program.abstract_executor import LiveBytes
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import prepare, random_plan
 from benchmarks.ranks import run_ranks
 
-# A shape whose step takes some hundredths of a second: long against barriers, short enough for some thousand steps.
-SHAPE = """gpt2:{"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}"""
+# A shape whose step takes some hundredths of a second: long against barriers, short enough for some
+# thousand steps.
+SHAPE = """gpt2:{"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}"""  # noqa: E501
 LOUDNESS = (-1.0, 1.0)  # from plans close to the best to wild ones
 LEAST_RANK, MOST_OVER_BEST, MOST_PEAK_ERROR = 0.9, 1.05, 0.01  # what is promised of 30 random plans
-COLUMNS = ("num_plans", "spearman", "spearman_simulated", "place", "chosen_over_best", "worst_over_best", "peak_rel_err", "rounds")
+COLUMNS = (
+    "num_plans",
+    "spearman",
+    "spearman_simulated",
+    "place",
+    "chosen_over_best",
+    "worst_over_best",
+    "peak_rel_err",
+    "rounds",
+)
 Step = tuple[ParallelModule, torch.optim.Optimizer]
 
 
-def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, num_random: int, rounds: int) -> Row:
+def row(
+    spec: dict[str, Any],
+    mesh: str,
+    batch: int,
+    seq: int,
+    hardware: str,
+    num_random: int,
+    rounds: int,
+) -> Row:
     """The whole comparison; `plans` in it holds one entry per plan, the planner's first."""
-    built, grid, profile = ModelSpec(**spec), Mesh.parse(mesh), _profile(hardware, Mesh.parse(mesh).num_devices)
+    built, grid, profile = (
+        ModelSpec(**spec),
+        Mesh.parse(mesh),
+        _profile(hardware, Mesh.parse(mesh).num_devices),
+    )
     model, data = built.build(batch=batch, seq=seq)
     prepared = prepare(model, data, grid, profile)
-    plans = [("planner", make_plan(prepared.trace, grid, profile, PlanOptions(memory_bytes=2**40)).plan)]
-    plans += [(f"random-{seed}", random_plan(prepared, seed, loudness=LOUDNESS, in_order=True)[0]) for seed in range(num_random)]
-    ranks = run_ranks(grid.num_devices, run, built, [plan.dumps() for _, plan in plans], batch, seq, rounds)
-    found = [_entry(name, plan, [rank[i] for rank in ranks]) for i, (name, plan) in enumerate(plans)]
+    plans = [
+        ("planner", make_plan(prepared.trace, grid, profile, PlanOptions(memory_bytes=2**40)).plan)
+    ]
+    plans += [
+        (f"random-{seed}", random_plan(prepared, seed, loudness=LOUDNESS, in_order=True)[0])
+        for seed in range(num_random)
+    ]
+    ranks = run_ranks(
+        grid.num_devices, run, built, [plan.dumps() for _, plan in plans], batch, seq, rounds
+    )
+    found = [
+        _entry(name, plan, [rank[i] for rank in ranks]) for i, (name, plan) in enumerate(plans)
+    ]
     predicted, measured = [e["predicted_s"] for e in found], [e["measured_s"] for e in found]
     order = sorted(range(len(found)), key=lambda i: measured[i])
-    peaks = [abs(e["predicted_peak_bytes"] - e["measured_peak_bytes"]) / e["measured_peak_bytes"] for e in found]
+    peaks = [
+        abs(e["predicted_peak_bytes"] - e["measured_peak_bytes"]) / e["measured_peak_bytes"]
+        for e in found
+    ]
     rank, over_best = spearman(predicted, measured), measured[0] / measured[order[0]]
     return {
         "ok": rank >= LEAST_RANK and over_best <= MOST_OVER_BEST and max(peaks) <= MOST_PEAK_ERROR,
@@ -95,18 +130,25 @@ def _entry(name: str, plan: Plan, by_rank: Sequence[Mapping[str, Any]]) -> dict[
         "fastest_s": min(times),
         "predicted_peak_bytes": plan.prediction.peak_bytes,
         "measured_peak_bytes": max(rank["peak_bytes"] for rank in by_rank),
-        "num_collectives": sum(len(c.instances) for c in plan.communications if c.collective.kind != "slice"),
+        "num_collectives": sum(
+            len(c.instances) for c in plan.communications if c.collective.kind != "slice"
+        ),
         "num_buckets": len(plan.buckets),
         "num_recomputed": sum(len(e.instances) for e in plan.entries if e.recompute),
     }
 
 
-def run(rank: int, tell: Any, spec: ModelSpec, plans: list[str], batch: int, seq: int, rounds: int) -> list[dict[str, Any]]:
+def run(
+    rank: int, tell: Any, spec: ModelSpec, plans: list[str], batch: int, seq: int, rounds: int
+) -> list[dict[str, Any]]:
     """On every rank: times and peak of every plan."""
     model, data = spec.build(batch=batch, seq=seq)
     trace, loaded = capture(model, (), data), [Plan.loads(text) for text in plans]
     devices = device_mesh(loaded[0].mesh)
-    steps = [step_of(ParallelModule(emit(trace, plan), devices, model, outputs="dtensor")) for plan in loaded]
+    steps = [
+        step_of(ParallelModule(emit(trace, plan), devices, model, outputs="dtensor"))
+        for plan in loaded
+    ]
     for made in steps:
         step(made, data)  # the optimizer's state is there from now on
     peaks = [peak_of(made, data) for made in steps]
@@ -134,10 +176,11 @@ def step(made: Step, data: Mapping[str, torch.Tensor]) -> None:
 
 
 def peak_of(made: Step, data: Mapping[str, torch.Tensor]) -> int:
-    """Peak of live tensor bytes from the start of forward to the end of backward, the optimizer's state included.
+    """Peak of live tensor bytes from the start of forward to the end of backward, the optimizer's
+    state included.
 
-    gloo's thread may hold an operand for a moment after the wait, so the least of some steps counts; their number is fixed, since the ranks
-    run together.
+    gloo's thread may hold an operand for a moment after the wait, so the least of some steps
+    counts; their number is fixed, since the ranks run together.
     """
     return min(_peak_of_step(made, data) for _ in range(5))
 
@@ -145,7 +188,12 @@ def peak_of(made: Step, data: Mapping[str, torch.Tensor]) -> int:
 def _peak_of_step(made: Step, data: Mapping[str, torch.Tensor]) -> int:
     module, optimizer = made
     # Each parameter also has a scalar step count, which is no part of the model's memory.
-    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor) and x.dim() > 0]
+    state = [
+        x
+        for values in optimizer.state.values()
+        for x in values.values()
+        if isinstance(x, torch.Tensor) and x.dim() > 0
+    ]
     with LiveBytes() as memory:
         memory.register([*module.parameters(), *module.buffers(), *data.values(), *state])
         memory.reset_peak()
@@ -169,11 +217,20 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def main(arguments: list[str]) -> int:
     flags = parser("regret", __doc__ or "", seq=128, meshes=("a=2,b=2",))
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    flags.add_argument("--random", type=int, default=30, dest="num_random", help="random legal plans (default 30)")
+    flags.add_argument(
+        "--random", type=int, default=30, dest="num_random", help="random legal plans (default 30)"
+    )
     flags.add_argument("--rounds", type=int, default=15, help="steps of each plan (default 15)")
-    flags.add_argument("--hardware", default="measure", help="a profile, or measure: this machine, now (the default)")
+    flags.add_argument(
+        "--hardware",
+        default="measure",
+        help="a profile, or measure: this machine, now (the default)",
+    )
     options = flags.parse_args(arguments)
-    shared = {name: getattr(options, name) for name in ("batch", "seq", "hardware", "num_random", "rounds")}
+    shared = {
+        name: getattr(options, name)
+        for name in ("batch", "seq", "hardware", "num_random", "rounds")
+    }
     specs = specs_of(options, ()) or [ModelSpec("gpt2-small", SHAPE)]
     meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or ("a=2,b=2",)]
     cases = [{"spec": spec.to_json(), "mesh": mesh, **shared} for spec in specs for mesh in meshes]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.capture import Trace
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.cost.priced import Priced
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
-from autopar.planning.assembly import fingerprint
-from autopar.planning.clock import Clock
-from autopar.planning.emitter import Emitter
-from autopar.planning.job import PlannerLoop
-from autopar.planning.peaks import Peaks
-from autopar.planning.tried import Candidate
-from autopar.strategies import Starts
+from autopar.planner import PlanOptions
+from autopar.planner.candidates import Candidate
+from autopar.planner.clock import Clock
+from autopar.planner.comm_schedule import Peaks
+from autopar.planner.emitter import Emitter
+from autopar.planner.plan_assembly import fingerprint
+from autopar.planner.rounds import PlannerLoop
+from autopar.sharding import Starts
 from autopar.version import VERSION
 
 
@@ -29,10 +29,12 @@ def searched(
     peaks: Peaks | None = None,
     whole: bool = False,
 ) -> Candidate:
-    """The best plan, emitted, with its peak re-derived, as `make_plan` would find it for this problem; runner-ups are not sought.
+    """The best plan, emitted, with its peak re-derived, as `make_plan` would find it for this
+    problem; runner-ups are not sought.
 
     Args:
-        pricing: gives the problem under the budget of the options, where layers decide in these groups. whole: equal layers decide alike.
+        pricing: gives the problem under the budget of the options, where layers decide in these
+            groups. whole: equal layers decide alike.
         peaks: measures the programs, by default as the planner does.
 
     Raises:

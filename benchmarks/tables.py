@@ -1,4 +1,5 @@
-"""Tables of results in the benchmarks' README, written by the benchmark that measured them, between two comments that name the table."""
+"""Tables of results in the benchmarks' README, written by the benchmark that measured them,
+between two comments that name the table."""
 
 from __future__ import annotations
 
@@ -12,23 +13,39 @@ from benchmarks.common import ROOT, Row
 
 README = ROOT / "benchmarks" / "README.md"
 _RESULTS = ROOT / "benchmarks" / "results"
-ZOO_RESULTS, UNSEEN_RESULTS, LIBRARIES_RESULTS, RIVALS_RESULTS, JOINT_RESULTS, BLOCKS_RESULTS, PUBLISHED_RESULTS = (
-    _RESULTS / f"{name}.json" for name in ("zoo", "unseen", "libraries", "memory_rivals", "joint", "blocks", "published")
+(
+    ZOO_RESULTS,
+    UNSEEN_RESULTS,
+    LIBRARIES_RESULTS,
+    RIVALS_RESULTS,
+    JOINT_RESULTS,
+    BLOCKS_RESULTS,
+    PUBLISHED_RESULTS,
+) = (
+    _RESULTS / f"{name}.json"
+    for name in ("zoo", "unseen", "libraries", "memory_rivals", "joint", "blocks", "published")
 )
 
 
 def parity_table(rows: Sequence[Row]) -> str:
-    """One line per model, one column per mesh: plans that equal the model of those tried, and their largest relative error.
+    """One line per model, one column per mesh: plans that equal the model of those tried, and their
+    largest relative error.
 
-    The error is that against the model itself; where the model computes parts in float32 (marked ``*``), that against its
-    traced graph in float64 throughout.
+    The error is that against the model itself; where the model computes parts in float32 (marked
+    ``*``), that against its traced graph in float64 throughout.
     """
     meshes = list(dict.fromkeys(row["mesh"] for row in rows))
-    lines = [f"| model | {' | '.join(f'mesh {mesh}' for mesh in meshes)} |", f"|---|{'---|' * len(meshes)}"]
+    lines = [
+        f"| model | {' | '.join(f'mesh {mesh}' for mesh in meshes)} |",
+        f"|---|{'---|' * len(meshes)}",
+    ]
     for model in dict.fromkeys(row["model"] for row in rows):
         here = [row for row in rows if row["model"] == model]
         mark = "*" if any(row.get("note") for row in here) else ""
-        lines.append(f"| {model}{mark} | {' | '.join(_cell([r for r in here if r['mesh'] == mesh]) for mesh in meshes)} |")
+        lines.append(
+            f"| {model}{mark} |"
+            f" {' | '.join(_cell([r for r in here if r['mesh'] == mesh]) for mesh in meshes)} |"
+        )
     return "\n".join(lines)
 
 
@@ -39,12 +56,19 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _error(row: Row) -> Any:
-    return row["max_rel_err"] if row["traced_rel_err"] is None or not row["note"] else row["traced_rel_err"]
+    return (
+        row["max_rel_err"]
+        if row["traced_rel_err"] is None or not row["note"]
+        else row["traced_rel_err"]
+    )
 
 
 def put_zoo() -> None:
     """Write the table of the zoo from its results."""
-    put("benchmarks.parity --zoo", parity_table(json.loads(ZOO_RESULTS.read_text(encoding="utf-8"))["rows"]))
+    put(
+        "benchmarks.parity --zoo",
+        parity_table(json.loads(ZOO_RESULTS.read_text(encoding="utf-8"))["rows"]),
+    )
 
 
 def put(name: str, table: str, readme: Path = README) -> None:
@@ -56,6 +80,9 @@ def put(name: str, table: str, readme: Path = README) -> None:
     text = readme.read_text(encoding="utf-8")
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
-        raise AutoparError(f"{readme.name} has no table {name!r}", remedy=f"write {begin.strip()} and {end} where it belongs")
+        raise AutoparError(
+            f"{readme.name} has no table {name!r}",
+            remedy=f"write {begin.strip()} and {end} where it belongs",
+        )
     head, rest = text.split(begin, 1)
     readme.write_text(f"{head}{begin}{table}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")

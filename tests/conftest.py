@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-gc.set_threshold(100_000, 20, 20)  # modules, plans and graphs are many small objects, of which few are garbage
+gc.set_threshold(
+    100_000, 20, 20
+)  # modules, plans and graphs are many small objects, of which few are garbage
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -20,11 +22,18 @@ from hypothesis import settings  # noqa: E402
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 NIGHTLY = TESTS / "nightly.txt"
-LONG = ("tests/unit/test_notebooks.py", "tests/unit/test_readme.py")  # each has one test that takes longest of all, and comes last
+LONG = (
+    "tests/unit/test_notebooks.py",
+    "tests/unit/test_readme.py",
+)  # each has one test that takes longest of all, and comes last
 SETTLED = 50_000  # objects: fewer are walked in no time
-sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
+sys.path[:0] = [
+    str(TESTS),
+    str(TESTS / "support"),
+]  # what tests share: small models, plans written by hand
 
-# Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
+# Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or
+# fails everywhere.
 settings.register_profile("nightly", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("autopar", settings.get_profile("nightly"), max_examples=25)
 settings.load_profile("autopar")
@@ -37,8 +46,16 @@ import stored_captures  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing with them")
-    parser.addoption("--fresh-captures", action="store_true", help="trace a model anew each time a test captures it")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden texts instead of comparing with them",
+    )
+    parser.addoption(
+        "--fresh-captures",
+        action="store_true",
+        help="trace a model anew each time a test captures it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,27 +74,42 @@ def _forget(captures: tempfile.TemporaryDirectory[str]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what ``nightly.txt`` lists as slow; files that take long begin first, so that no worker ends alone.
+    """Marks what ``nightly.txt`` lists as slow; files that take long begin first, so that no worker
+    ends alone.
 
     Raises:
         UsageError: where it lists what is not there, or all cases of a test.
     """
     items.sort(key=lambda item: item.nodeid.split("::")[0] not in LONG)
-    listed = {line for line in NIGHTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
+    listed = {
+        line
+        for line in NIGHTLY.read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+    }
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
     if any("::" in argument for argument in config.args):
         return  # not all cases of a file are here
-    collected, files = {item.nodeid for item in items}, {item.nodeid.split("::")[0] for item in items}
+    collected, files = (
+        {item.nodeid for item in items},
+        {item.nodeid.split("::")[0] for item in items},
+    )
     always = {_function(item.nodeid) for item in items if item.get_closest_marker("slow") is None}
-    wrong = [case for case in sorted(listed) if case.split("::")[0] in files and (case not in collected or _function(case) not in always)]
+    wrong = [
+        case
+        for case in sorted(listed)
+        if case.split("::")[0] in files and (case not in collected or _function(case) not in always)
+    ]
     if wrong:
-        raise pytest.UsageError(f"{NIGHTLY.name} lists cases that are not there, or all of a test: " + ", ".join(wrong))
+        raise pytest.UsageError(
+            f"{NIGHTLY.name} lists cases that are not there, or all of a test: " + ", ".join(wrong)
+        )
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays until the end: the garbage collector need not walk it again and again."""
+    """What has been imported and collected stays until the end: the garbage collector need not
+    walk it again and again."""
     _settle()
 
 
@@ -100,7 +132,8 @@ def no_process_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> Iterator[None]:
-    """A model that a test of this process captured is not traced again; tests of capturing have a `captures` of their own."""
+    """A model that a test of this process captured is not traced again; tests of capturing have
+    a `captures` of their own."""
     shared_captures.share()
     yield
     shared_captures.unshare()

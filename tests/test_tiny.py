@@ -37,7 +37,9 @@ def planned() -> autopar.Plan:
 
 
 def test_a_plan_is_proven_within_its_gap_of_the_best(planned: autopar.Plan) -> None:
-    assert planned.proof.bound_s <= planned.proof.objective_s <= planned.proof.bound_s * 1.01 + 1e-12
+    assert (
+        planned.proof.bound_s <= planned.proof.objective_s <= planned.proof.bound_s * 1.01 + 1e-12
+    )
 
 
 def test_a_plan_fits_into_the_memory_it_is_given(planned: autopar.Plan) -> None:
@@ -65,7 +67,11 @@ def test_all_ranks_together_compute_what_the_plain_model_computes(planned: autop
 
 def test_a_forced_layout_is_in_the_plan() -> None:
     forced = plan(constraints=[autopar.constraints.layout("up", weight="R S(0)")])
-    up = next(choice for name, choice in forced.node_choices().items() if name.startswith("up/dot/forward"))
+    up = next(
+        choice
+        for name, choice in forced.node_choices().items()
+        if name.startswith("up/dot/forward")
+    )
     assert str(up.inputs[1]) == "R S(0)"
 
 
@@ -89,4 +95,9 @@ def test_the_sample_in_the_package_docstring_runs() -> None:
 
 def test_importing_autopar_imports_neither_transformers_nor_matplotlib() -> None:
     code = "import sys, autopar; print({'transformers', 'matplotlib'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )

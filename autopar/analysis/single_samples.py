@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.analysis.time_sites import Edge
+from autopar.analysis.microbatch_sites import Edge
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
 from autopar.rules import operands_of
@@ -23,13 +23,25 @@ from autopar.rules import operands_of
 aten = torch.ops.aten
 _MISSING = frozenset(
     (
-        aten.clone.default, aten.alias.default, aten.detach.default, aten.view.default,
-        aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
-        aten.squeeze.dims, aten.unsqueeze.default, aten.mul.Tensor, aten.mul.Scalar,
-        aten.div.Tensor, aten.div.Scalar, aten.sum.dim_IntList, aten.expand.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.div.Tensor,
+        aten.div.Scalar,
+        aten.sum.dim_IntList,
+        aten.expand.default,
         aten.slice.Tensor,
     )
-)  # fmt: skip
+)
 _MOST_MISSING = 8  # in a row
 Path = tuple[Edge, ...]
 """Edges of the graph of two samples, from a node that reads to what the graph of one has."""

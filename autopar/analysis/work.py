@@ -1,9 +1,10 @@
 """How much an op computes and moves, from its local shapes.
 
-`flops` counts a multiply-add as two and is exact for matmul, attention and convolution; for all other ops it is 0, since
-memory bounds them. `bytes` is what the op must read and write at least once. Kinds: ``matmul`` (convolution included),
-``attention``, ``attention_backward``, ``view`` (no work), and those that memory bounds: ``transcendental`` (exp, tanh,
-softmax …), ``reduction`` (sums, norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else, copies included).
+`flops` counts a multiply-add as two and is exact for matmul, attention and convolution; for all
+other ops it is 0, since memory bounds them. `bytes` is what the op must read and write at least
+once. Kinds: ``matmul`` (convolution included), ``attention``, ``attention_backward``, ``view`` (no
+work), and those that memory bounds: ``transcendental`` (exp, tanh, softmax …), ``reduction`` (sums,
+norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else, copies included).
 """
 
 from __future__ import annotations
@@ -18,13 +19,80 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from autopar.analysis.norms import PIECES, passes
-from autopar.analysis.seen import share_seen
+from autopar.analysis.fusable import PIECES, passes
 from autopar.ops import experts, experts_backward, linear_cross_entropy
 from autopar.ops.formats import torchs_own
-from autopar.random_ops import NUM_PASSES
+from autopar.ops.random import NUM_PASSES
+from autopar.ops.score_functions import captures, module_of, over_all, reading
 
-WorkKind = Literal["matmul", "attention", "attention_backward", "elementwise", "transcendental", "reduction", "indexing", "view"]
+# --------------------------------------------------------------------------------------------------
+# How many pairs of query and key an attention with a mask function computes.
+#
+# A mask that reads neither a captured tensor nor the sample or head is *known*: it is evaluated
+# on all pairs, and a pair counts where its block of 128 by 128 has one that is seen, as kernels
+# skip whole blocks. Of any other mask every pair counts.
+
+_BLOCK = 128
+_MOST = 1 << 26  # pairs that are looked at: of more, the rows of evenly spaced blocks
+
+
+def is_known(mask: str) -> bool:
+    """Whether what a mask function hides follows from places alone."""
+    return not captures(mask) and not reading((mask,), ()).free & {"b", "h"}
+
+
+@lru_cache(maxsize=1024)
+def share_seen(mask: str, num_queries: int, num_keys: int) -> float:
+    """The part of all pairs that counts.
+
+    Where queries are a part, of as many as there are keys, it is that of the part which sees most,
+    for which the others wait.
+    """
+    if not is_known(mask) or not num_queries or not num_keys:
+        return 1.0
+    parts = num_keys // num_queries if num_keys % num_queries == 0 else 1
+    return max(_share(mask, part * num_queries, num_queries, num_keys) for part in range(parts))
+
+
+def _share(mask: str, start: int, num_queries: int, num_keys: int) -> float:
+    """Of the queries from `start`."""
+    starts = range(start, start + num_queries, _BLOCK)
+    step = -(-num_queries * num_keys // _MOST)
+    seen = looked_at = 0
+    step = min(step, len(starts))
+    for first in starts[step // 2 :: step]:
+        rows = min(_BLOCK, start + num_queries - first)
+        seen += _pairs(mask, first, rows, num_keys)
+        looked_at += rows * num_keys
+    return seen / looked_at
+
+
+def _pairs(mask: str, first: int, rows: int, num_keys: int) -> int:
+    names = ("q", "k", "b", "h")
+    function = over_all(module_of(mask, names, 0), (2, 3, None, None), 0, dims=(2, 3))
+    zero = torch.zeros((), dtype=torch.int32)
+    queries, keys = (
+        torch.arange(at, at + size, dtype=torch.int32)
+        for at, size in ((first, rows), (0, num_keys))
+    )
+    columns = function(queries, keys, zero, zero).any(0)
+    widths = torch.tensor(
+        [_BLOCK] * (num_keys // _BLOCK) + [num_keys % _BLOCK] * (num_keys % _BLOCK > 0)
+    )
+    blocks = torch.stack([part.any() for part in columns.split(_BLOCK)])
+    return rows * int((widths * blocks).sum())
+
+
+WorkKind = Literal[
+    "matmul",
+    "attention",
+    "attention_backward",
+    "elementwise",
+    "transcendental",
+    "reduction",
+    "indexing",
+    "view",
+]
 
 
 class Info(Protocol):
@@ -67,7 +135,7 @@ def work(
         args, kwargs: as in the graph; only literals are looked at.
         input_infos: local tensors that go in, in order of appearance in args and kwargs.
         output_infos: local results; a result that is None has shape ``(0,)``.
-        mirrored: whether queries of causal attention lie mirrored (`autopar.mirrored`).
+        mirrored: whether queries of causal attention lie mirrored (`autopar.core.placements`).
     """
     name, is_view = _describe(target)
     if is_view:
@@ -115,7 +183,12 @@ def works(
         x, weight, index = input_infos
         return _by_rows(_numel(index), args[4], weight.shape, x.dtype)
     if target in PIECES:
-        return tuple((Work(0, moved, kind), 1) for moved, kind in passes(target, args, input_infos, output_infos, by_kernels=by_kernels))
+        return tuple(
+            (Work(0, moved, kind), 1)
+            for moved, kind in passes(
+                target, args, input_infos, output_infos, by_kernels=by_kernels
+            )
+        )
     if target is experts:
         return _experts(input_infos, args[6], num_senders)
     if target is experts_backward:
@@ -124,9 +197,14 @@ def works(
 
 
 def computes_in(inputs: Infos) -> torch.dtype:
-    """The dtype in which a matmul or an attention computes: the wider one of its first two operands, its factors. What else it reads
-    and makes (a log of sums in float32 beside queries in bfloat16) is no factor. Of an op without operands float32."""
-    return max((i.dtype for i in inputs[:2]), key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
+    """The dtype in which a matmul or an attention computes: the wider one of its first two
+    operands, its factors. What else it reads and makes (a log of sums in float32 beside queries in
+    bfloat16) is no factor. Of an op without operands float32."""
+    return max(
+        (i.dtype for i in inputs[:2]),
+        key=lambda d: (d.is_floating_point, d.itemsize),
+        default=torch.float32,
+    )
 
 
 def is_view(target: Callable[..., Any]) -> bool:
@@ -134,15 +212,20 @@ def is_view(target: Callable[..., Any]) -> bool:
     return _describe(target)[1]
 
 
-def _by_rows(num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[Work, int], ...]:
-    """Of `linear_cross_entropy`, as its code stands: per part three products, and passes over its logits and the weight's gradient."""
+def _by_rows(
+    num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[Work, int], ...]:
+    """Of `linear_cross_entropy`, as its code stands: per part three products, and passes over
+    its logits and the weight's gradient."""
     num_classes, num_features = weight
     item, wide = dtype.itemsize, max(dtype.itemsize, 4)
     found: list[tuple[Work, int]] = []
     for part, times in ((rows, num_rows // rows), (num_rows % rows, 1)):
         logits, summed = part * num_classes, num_classes * num_features
         product = Work(2 * part * summed, (part * num_features + summed + logits) * item, "matmul")
-        passes = 4 * logits * wide + ((logits + summed) * (item + wide) + summed * wide if item < wide else summed * item)
+        passes = 4 * logits * wide + (
+            (logits + summed) * (item + wide) + summed * wide if item < wide else summed * item
+        )
         once = (
             Work(0, logits * (item + wide), "reduction"),
             Work(0, logits * (item + wide), "transcendental"),
@@ -153,9 +236,11 @@ def _by_rows(num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dty
 
 
 def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
-    """Of `experts`, as its code stands, where all of `size` experts are picked as often as each other: per expert that is here its
-    products, what lies between them, rows that are brought together and added up; and once a sort of picks and the result. Rows that
-    are dispatched are brought together once more where they are sent, and what experts make of them is put in its place."""
+    """Of `experts`, as its code stands, where all of `size` experts are picked as often as each
+    other: per expert that is here its products, what lies between them, rows that are brought
+    together and added up; and once a sort of picks and the result. Rows that are dispatched are
+    brought together once more where they are sent, and what experts make of them is put in its
+    place."""
     x, ids, _, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
@@ -175,8 +260,9 @@ def _sent(ids: Info, row_bytes: int, num_senders: int) -> tuple[tuple[Work, int]
 
 
 def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
-    """As `_experts`: per expert its up product again and two for each gradient's, with passes over what lies between, the rows of two
-    tensors that are brought together and one's that are added up; gradients of weights are written once more where they are put."""
+    """As `_experts`: per expert its up product again and two for each gradient's, with passes over
+    what lies between, the rows of two tensors that are brought together and one's that are added
+    up; gradients of weights are written once more where they are put."""
     x, ids, gates, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
@@ -188,7 +274,12 @@ def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[
         (_product(rows, features, parts * inner, item), 3 * num),
         (_product(rows, inner, made, item), 2 * num),
         (Work(0, 3 * rows * (parts + 1) * inner * item, "transcendental"), num),
-        (Work(0, rows * (2 * (features + made) * item + features * (item + 2 * wide)), "indexing"), num),
+        (
+            Work(
+                0, rows * (2 * (features + made) * item + features * (item + 2 * wide)), "indexing"
+            ),
+            num,
+        ),
         (Work(0, (rows * (5 * inner + 2 * made) + 3 * weights) * item, "elementwise"), num),
     )
 
@@ -215,7 +306,9 @@ def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
     if isinstance(target, torch._ops.OpOverload):
         name = str(target.overloadpacket)
         return name, target.is_view or name in ("aten._unsafe_view", "aten.reshape")
-    unit = ".".join(target.__module__.split(".")[:2])  # as users know it: `autopar.ops`, not the file
+    unit = ".".join(
+        target.__module__.split(".")[:2]
+    )  # as users know it: `autopar.ops`, not the file
     return f"{unit}.{target.__name__}", False
 
 
@@ -230,20 +323,27 @@ def _is_causal(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _dot_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
-    """``dot(equation, a, b, bias)``: one multiply-add per point of the space that all letters span; a bias begins the sum."""
+    """``dot(equation, a, b, bias)``: one multiply-add per point of the space that all letters
+    span; a bias begins the sum."""
     terms = args[0].split("->")[0].replace(" ", "").split(",")
-    sizes = {letter: size for term, info in zip(terms, inputs[:2], strict=True) for letter, size in zip(term, info.shape, strict=True)}
+    sizes = {
+        letter: size
+        for term, info in zip(terms, inputs[:2], strict=True)
+        for letter, size in zip(term, info.shape, strict=True)
+    }
     return 2 * math.prod(sizes.values())
 
 
 def _attention_flops(query: Info, key: Info, value: Info) -> int:
-    """Scores and their product with the values: [.., s, e] × [.., t, e], then [.., s, t] × [.., t, v]."""
+    """Scores and their product with the values: [.., s, e] × [.., t, e], then [.., s, t] × [..,
+    t, v]."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _unseen(flops: int, query: Info, key: Info, mirrored: bool) -> int:
-    """What is not seen of `flops`: half of the square. The last part of split queries, which the others wait for, sees all keys but the
-    half of its own square; each mirrored part sees the n-th part of what all see, a half of these queries' pairs with all keys."""
+    """What is not seen of `flops`: half of the square. The last part of split queries, which the
+    others wait for, sees all keys but the half of its own square; each mirrored part sees the n-th
+    part of what all see, a half of these queries' pairs with all keys."""
     return flops // 2 if mirrored else flops * query.shape[-2] // (2 * key.shape[-2])
 
 
@@ -254,8 +354,8 @@ def _convolution_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> in
 
 
 def _convolution_backward_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
-    """``convolution_backward(grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, …)``: as much as
-    forward for the input's gradient, and as much for the weight's."""
+    """``convolution_backward(grad_output, input, weight, bias_sizes, stride, padding, dilation,
+    transposed, …)``: as much as forward for the input's gradient, and as much for the weight's."""
     points = inputs[1] if len(args) > 7 and args[7] else inputs[0]
     made = sum(1 for info in outputs[:2] if _numel(info) > 0)
     return 2 * made * _numel(points) * math.prod(inputs[2].shape[1:])
@@ -273,34 +373,69 @@ _FLOPS: Mapping[str, Flops] = {
     "aten.convolution": _convolution_flops,
     "aten.convolution_backward": _convolution_backward_flops,
 }
-# Backward makes five matmuls of the forward's two: the scores again, and a gradient of each factor of both.
+# Backward makes five matmuls of the forward's two: the scores again, and a gradient of each factor
+# of both.
 _ATTENTION: Mapping[str, tuple[WorkKind, Flops]] = {
     "autopar.ops.attention": ("attention", lambda args, i, o: _attention_flops(*i[:3])),
-    "autopar.ops.attention_backward": ("attention_backward", lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2),
+    "autopar.ops.attention_backward": (
+        "attention_backward",
+        lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2,
+    ),
 }
-# Which argument the mask is, and how often forward's flops: in backward torch's kernels run forward again before these five matmuls.
+# Which argument the mask is, and how often forward's flops: in backward torch's kernels run forward
+# again before these five matmuls.
 _FLEX: Mapping[str, tuple[WorkKind, int, float]] = {
     "autopar.flex_attention": ("attention", 5, 1.0),
     "autopar.flex_attention_backward": ("attention_backward", 10, 3.5),
 }
 _NAMES: Mapping[WorkKind, str] = {
-    "transcendental": "exp exp2 expm1 log log2 log1p tanh tanh_backward sigmoid sigmoid_backward silu silu_backward gelu gelu_backward "
-    "erf sin cos softplus softplus_backward mish elu _softmax _log_softmax _safe_softmax _softmax_backward_data "
-    "_log_softmax_backward_data logsumexp",
-    "reduction": "sum mean amax amin max min argmax argmin var var_mean std linalg_vector_norm any all prod cumsum sort topk "
-    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
-    "native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional _fused_rms_norm "
-    "_fused_rms_norm_backward nll_loss_forward nll_loss_backward",
-    "indexing": "embedding embedding_dense_backward index index_put _unsafe_index _unsafe_index_put "
-    "index_select index_add gather scatter scatter_add scatter_reduce "
-    "masked_scatter select_scatter slice_scatter",
+    "transcendental": (
+        "exp exp2 expm1 log log2 log1p tanh tanh_backward sigmoid sigmoid_backward silu"
+        " silu_backward gelu gelu_backward erf sin cos softplus softplus_backward mish elu _softmax"
+        " _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data logsumexp"
+    ),
+    "reduction": (
+        "sum mean amax amin max min argmax argmin var var_mean std linalg_vector_norm any all prod"
+        " cumsum sort topk native_layer_norm native_layer_norm_backward native_group_norm"
+        " native_group_norm_backward native_batch_norm native_batch_norm_backward"
+        " _native_batch_norm_legit _native_batch_norm_legit_functional _fused_rms_norm"
+        " _fused_rms_norm_backward nll_loss_forward nll_loss_backward"
+    ),
+    "indexing": (
+        "embedding embedding_dense_backward index index_put _unsafe_index _unsafe_index_put "
+        "index_select index_add gather scatter scatter_add scatter_reduce "
+        "masked_scatter select_scatter slice_scatter"
+    ),
 }
-_KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
-_KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
-_KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in ("channel_sum", "squared_deviation", "scaled_product")}
-_EXTREMES = ("is_extreme", "is_scattered_extreme", "cdist_backward", "pdist_backward", "segment_reduce_backward")
-_KINDS |= {f"autopar.extreme_ops.{name}": "reduction" for name in _EXTREMES}
-_KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
+_KINDS: dict[str, WorkKind] = {
+    f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()
+}
+_KINDS |= {
+    "autopar.ops.sum_exp": "transcendental",
+    "autopar.ops.cross_entropy_backward": "transcendental",
+}
+_KINDS |= {
+    f"autopar.ops.{name}": "reduction"
+    for name in ("channel_sum", "squared_deviation", "scaled_product")
+}
+_EXTREMES = (
+    "is_extreme",
+    "is_scattered_extreme",
+    "cdist_backward",
+    "pdist_backward",
+    "segment_reduce_backward",
+)
+_KINDS |= {f"autopar.ops.{name}": "reduction" for name in _EXTREMES}
+_KINDS |= {
+    f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")
+}
 _KINDS["autopar.ctc"] = "transcendental"
-_DRAWS = {f"autopar.random_ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}
-_READS_FEW = {"autopar.ops.embedding", "autopar.ops.pick", "aten.embedding", "aten.gather", "aten.index", "aten.index_select"}
+_DRAWS = {f"autopar.ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}
+_READS_FEW = {
+    "autopar.ops.embedding",
+    "autopar.ops.pick",
+    "aten.embedding",
+    "aten.gather",
+    "aten.index",
+    "aten.index_select",
+}

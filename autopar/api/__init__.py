@@ -1,10 +1,9 @@
 """The public surface: one line turns a model into a distributed one."""
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.compiling import Deferred, compile
-from autopar.api.fitting import check_fits
+from autopar.api.plan_options import check_fits
 from autopar.api.planning import check, plan, plan_model, verify
-from autopar.api.this_machine import default_hardware
 from autopar.api.what_if import WhatIf, flips, what_if
 
 __all__ = [

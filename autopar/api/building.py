@@ -1,4 +1,5 @@
-"""Building a `ParallelModule`: the plan that all ranks agree on, its program, and the parameters, sharded."""
+"""Building a `ParallelModule`: the plan that all ranks agree on, its program, and the
+parameters, sharded."""
 
 from __future__ import annotations
 
@@ -15,31 +16,43 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of
-from autopar.api.fitting import check_fits
-from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of, told_trained
-from autopar.api.hardware import planned_for
+from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of, planned_for
+from autopar.api.options import PlanRequest
+from autopar.api.plan_options import check_fits
 from autopar.api.planning import plan_told
-from autopar.api.request import PlanRequest
-from autopar.api.tracing import as_planned, program_of, refuse_parts, settled, traced_for
-from autopar.api.validating import validate_before_run
+from autopar.api.specialize import (
+    Structure,
+    asked_of,
+    beside_the_optimizer,
+    shapes_of,
+    storage_of,
+    told_trained,
+)
+from autopar.api.tracing import (
+    as_planned,
+    program_of,
+    refuse_parts,
+    settled,
+    traced_for,
+    validate_before_run,
+)
 from autopar.capture import Trace
+from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.cost.priced import OPTIMIZERS
-from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
-from autopar.explanation.lines import idle
-from autopar.planning import Planned
+from autopar.explanation.summary import idle
+from autopar.planner import Planned
 from autopar.plans import Plan
+from autopar.program.program import Program, StagedProgram
 from autopar.request import Backend, Outputs, PlanOptions
-from autopar.run.agreement import announced
-from autopar.run.compiled import Compiled
-from autopar.run.device_mesh import agree, device_mesh
-from autopar.run.module import ParallelModule
-from autopar.run.optimizer_state import PlannedState, note_planned
-from autopar.run.program import Program, StagedProgram
-from autopar.run.ranks import rank
-from autopar.run.staged_module import StagedModule
-from autopar.run.variants import Variants
+from autopar.runtime.device_mesh import agree, device_mesh
+from autopar.runtime.guarded_module import Compiled
+from autopar.runtime.guards import Variants
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.optimizers import PlannedState, note_planned
+from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_comm import rank
+from autopar.runtime.staged_module import StagedModule
 
 log = logging.getLogger("autopar")
 
@@ -61,7 +74,11 @@ class Order:
     @property
     def build(self) -> dict[str, Any]:
         """How the `ParallelModule` is built."""
-        return {"backend": self.backend, "batch": self.request.options.batch, "outputs": self.request.options.outputs}
+        return {
+            "backend": self.backend,
+            "batch": self.request.options.batch,
+            "outputs": self.request.options.outputs,
+        }
 
 
 @torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
@@ -84,20 +101,31 @@ def parallel_module(
     plan, program = _plan_together(order, args, kwargs)
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
-    build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
+    build: Callable[..., ParallelModule | StagedModule] = (
+        StagedModule if isinstance(program, StagedProgram) else ParallelModule
+    )
     as_planned = options.outputs in ("auto", "loss")  # a call without labels has no loss alone
     wanted = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
     module = build(program, devices, model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
         _note_optimizer(module, plan)
-        module.is_for_inference = options.inference if order.plan is None else bool(plan.options.get("inference", False))
+        module.is_for_inference = (
+            options.inference if order.plan is None else bool(plan.options.get("inference", False))
+        )
         for line in idle(plan) if rank() == 0 else ():
             log.warning(line)
-        usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
+        usual = wanted == settled(
+            "auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False)
+        )
         further = options if usual else replace(options, outputs=wanted)
-        made_for = order.request.hardware, order.backend  # the order itself would keep the plain model alive
-        module.variants = Variants(partial(_variant, further, *made_for, Structure.of(model), devices))
+        made_for = (
+            order.request.hardware,
+            order.backend,
+        )  # the order itself would keep the plain model alive
+        module.variants = Variants(
+            partial(_variant, further, *made_for, Structure.of(model), devices)
+        )
     return module
 
 
@@ -108,56 +136,101 @@ def _note_optimizer(module: nn.Module, plan: Plan) -> None:
 
 
 def _variant(
-    first: PlanOptions, asked: HardwareLike | None, backend: Backend, structure: Structure, devices: DeviceMesh,
-    module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
-) -> ParallelModule | StagedModule:  # fmt: skip
+    first: PlanOptions,
+    asked: HardwareLike | None,
+    backend: Backend,
+    structure: Structure,
+    devices: DeviceMesh,
+    module: ParallelModule | StagedModule,
+    training: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ParallelModule | StagedModule:
     """A program for another mode or a batch of other shapes, over the module's parameters.
 
     Args:
-        first: the options of the module, with outputs as further calls have them. asked: the hardware that it was compiled for.
+        first: the options of the module, with outputs as further calls have them. asked: the
+            hardware that it was compiled for.
     """
-    alike = torch.is_grad_enabled() and isinstance(module, ParallelModule)  # stages hold other parameters on other ranks
+    alike = torch.is_grad_enabled() and isinstance(
+        module, ParallelModule
+    )  # stages hold other parameters on other ranks
     trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
-    agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}", "batch or mode", devices)
+    agree(
+        f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}",
+        "batch or mode",
+        devices,
+    )
     plan: Plan = module.plan
-    hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
+    hardware = (
+        planned_for(plan) if asked is None else asked
+    )  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled()
-    asks = any(trained.values()) or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+    asks = any(trained.values()) or any(
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
+    )
     again, otherwise = (
-        replace(options, batch=first.batch, outputs=first.outputs, inference=options.inference and not asks)  # of a frozen model by itself
+        replace(
+            options,
+            batch=first.batch,
+            outputs=first.outputs,
+            inference=options.inference and not asks,
+        )  # of a frozen model by itself
         for options in asked_of(plan, storage_of(module))
     )
     if only_forward:
         again, otherwise = beside_the_optimizer(plan, again), beside_the_optimizer(plan, otherwise)
     with torch.enable_grad():
         model = structure.as_called(training, trained)
-        order = Order(PlanRequest(model, devices, hardware, again, is_further=True), None, backend, otherwise)
+        order = Order(
+            PlanRequest(model, devices, hardware, again, is_further=True), None, backend, otherwise
+        )
         made = parallel_module(order, args, kwargs, module)
     made.train(training)
-    made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
+    made.only_forward = (
+        only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
+    )
     return made
 
 
 def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
-    """Of those that this machine has and that have nothing to do, though nobody may have meant that."""
+    """Of those that this machine has and that have nothing to do, though nobody may have meant
+    that."""
     if kind == "cpu" and torch.cuda.is_available():
-        log.warning('model and batch are on the CPU, and so is what was compiled; with example_inputs on "cuda" it would run on GPUs')
-    elif kind == "cuda" and is_unshaped(mesh) and as_mesh(mesh).num_devices == 1 < torch.cuda.device_count():
+        log.warning(
+            "model and batch are on the CPU, and so is what was compiled; with example_inputs on"
+            ' "cuda" it would run on GPUs'
+        )
+    elif (
+        kind == "cuda"
+        and is_unshaped(mesh)
+        and as_mesh(mesh).num_devices == 1 < torch.cuda.device_count()
+    ):
         num = torch.cuda.device_count()
-        log.warning("one process was started, so that one of %d GPUs works: `autopar run SCRIPT` starts one for each", num)
+        log.warning(
+            "one process was started, so that one of %d GPUs works: `autopar run SCRIPT` starts one"
+            " for each",
+            num,
+        )
 
 
 def _device_type(model: nn.Module, batch: object) -> str:
-    """Where the model runs, where no torch mesh says it: where its batch is, or, of a batch on the CPU, where its parameters are."""
+    """Where the model runs, where no torch mesh says it: where its batch is, or, of a batch on
+    the CPU, where its parameters are."""
     if (kind := kind_of(model, batch)) is not None:
         return kind
     types = {p.device.type for p in model.parameters()} - {"meta"}
     if len(types) > 1:
-        raise RuntimeStateError(f"the model's parameters are on {sorted(types)}", remedy="move the model to one kind of device")
+        raise RuntimeStateError(
+            f"the model's parameters are on {sorted(types)}",
+            remedy="move the model to one kind of device",
+        )
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program | StagedProgram]:
+def _plan_together(
+    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Plan, Program | StagedProgram]:
     """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
     request = order.request
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
@@ -173,7 +246,12 @@ def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any
     trace = traced_for(plan, request.model, args, kwargs)
     refuse_parts(trace, request.options.batch)
     is_shaped_so = is_unshaped(request.mesh) and is_shape_of(plan.mesh, request.mesh)
-    check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(request.mesh), type(request.model).__name__)
+    check_fits(
+        plan,
+        trace,
+        plan.mesh if is_shaped_so else as_mesh(request.mesh),
+        type(request.model).__name__,
+    )
     return plan, program_of(plan, request.model, trace, args, kwargs)
 
 
@@ -184,7 +262,9 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
         raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
-def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
+def _plan_here(
+    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Trace, Planned]:
     log.info("planning for mesh %s", as_mesh(order.request.mesh))
     try:
         return plan_told(order.request, args, kwargs)
@@ -192,7 +272,10 @@ def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         if order.otherwise is None:
             raise
         found = plan_told(replace(order.request, options=order.otherwise), args, kwargs)
-        log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
+        log.warning(
+            "for this call constraints on layouts are left out, since they cannot hold: %s",
+            error.what,
+        )
         return found
 
 
@@ -201,7 +284,8 @@ def _from_rank_zero(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, An
     if dist.get_rank() == 0:
         try:
             box = [("plan", _plan_here(order, args, kwargs)[1].plan.dumps())]
-        except Exception as error:  # the others wait in the broadcast: they must learn of it, then every rank raises
+        # the others wait in the broadcast: they must learn of it, then every rank raises
+        except Exception as error:
             dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
             raise
     dist.broadcast_object_list(box, src=0)

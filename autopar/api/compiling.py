@@ -10,18 +10,17 @@ from torch import Tensor, nn
 
 from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, launched
 from autopar.api.building import Order, parallel_module
-from autopar.api.options import takes_options
-from autopar.api.request import PlanRequest
+from autopar.api.options import PlanRequest, takes_options
 from autopar.api.tracing import refuse_wrapped
-from autopar.devices import HardwareLike, is_unshaped
+from autopar.core.keywords import named
+from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.errors import PlanError, RuntimeStateError
-from autopar.keywords import named
 from autopar.plans import Plan
 from autopar.request import Backend, CompileKeywords, PlanOptions, check_choice
-from autopar.run.derivatives import refuse_tracing, refuse_transforms
-from autopar.run.module import ParallelModule
-from autopar.run.part import is_plain
-from autopar.run.staged_module import StagedModule
+from autopar.runtime.gradients import refuse_tracing, refuse_transforms
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.module_shell import is_plain
+from autopar.runtime.staged_module import StagedModule
 
 
 @named("autopar.compile", "docs/planning.md")
@@ -38,20 +37,25 @@ def compile(
 ) -> ParallelModule | StagedModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
-    Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed. The model runs where a torch mesh
-    says, else where its batch is: its weights may lie on the CPU, and each GPU gets its part of them alone. With weights on meta it runs on
-    GPUs where there is one.
+    Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is
+    needed. The model runs where a torch mesh says, else where its batch is: its weights may lie on
+    the CPU, and each GPU gets its part of them alone. With weights on meta it runs on GPUs where
+    there is one.
 
     Args:
-        mesh: by default all processes of the job, nodes × processes of each, which the planner shapes.
-        example_inputs: the global batch. Without it, planning happens at the first call, and the parameters exist from then on.
-        plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is what further calls are planned for.
+        mesh: by default all processes of the job, nodes × processes of each, which the planner
+            shapes.
+        example_inputs: the global batch. Without it, planning happens at the first call, and the
+            parameters exist from then on.
+        plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is
+            what further calls are planned for.
         backend: ``"eager"`` or ``"inductor"``, which may need more memory than the plan says.
         hardware: as in `plan`.
         options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
 
     Raises:
-        as `plan`; PlanError where the plan is for another model or mesh and says what differs, or options are passed beside it.
+        as `plan`; PlanError where the plan is for another model or mesh and says what differs, or
+        options are passed beside it.
     """
     check_model(model)
     refuse_wrapped(model)
@@ -59,25 +63,45 @@ def compile(
     chosen = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
     _check_beside(plan, options)
     if example_inputs is None and chosen.batch == "local":
-        raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
+        raise RuntimeStateError(
+            'batch="local" needs example_inputs',
+            remedy="pass the global batch; its values are not read",
+        )
     if mesh is not None and not is_unshaped(mesh):
         as_mesh(mesh)  # what is none is refused at once
-    order = Order(PlanRequest(model, launched() if mesh is None else mesh, hardware, chosen), plan, backend)
-    return Deferred(order) if example_inputs is None else parallel_module(order, *as_call(example_inputs))
+    order = Order(
+        PlanRequest(model, launched() if mesh is None else mesh, hardware, chosen), plan, backend
+    )
+    return (
+        Deferred(order)
+        if example_inputs is None
+        else parallel_module(order, *as_call(example_inputs))
+    )
 
 
 def _check_beside(plan: object, options: Mapping[str, Any]) -> None:
     """That no option is passed that a plan has already. Raises PlanError."""
-    passed = [name for name in options if name not in ("batch", "outputs")]  # which bear on how the plan is run, too
+    passed = [
+        name for name in options if name not in ("batch", "outputs")
+    ]  # which bear on how the plan is run, too
     if plan is not None and passed:
         what = f"{' and '.join(passed)} beside plan=: the plan was made with options of its own"
         raise PlanError(what, remedy="leave them out, or leave out the plan")
 
 
 _OF_THE_MODULE = (
-    "clip_grad_norm_", "full_state_dict", "loss_scale", "variants", "input_layouts", "sampler", "program", "plan", "device_mesh",
-    "manual_seed", "random_state",
-)  # fmt: skip
+    "clip_grad_norm_",
+    "full_state_dict",
+    "loss_scale",
+    "variants",
+    "input_layouts",
+    "sampler",
+    "program",
+    "plan",
+    "device_mesh",
+    "manual_seed",
+    "random_state",
+)
 
 
 class NotPlannedYet(RuntimeStateError, AttributeError):
@@ -89,7 +113,9 @@ class Deferred(nn.Module):
 
     def __init__(self, order: Order) -> None:
         super().__init__()
-        object.__setattr__(self, "_waiting", order)  # not through nn.Module: the plain model is no child
+        object.__setattr__(
+            self, "_waiting", order
+        )  # not through nn.Module: the plain model is no child
         self.training, self._mode_is_set = order.request.model.training, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +187,9 @@ class Deferred(nn.Module):
                 return getattr(self.module, name)
             if order is self or name.startswith("_") or not hasattr(order.request.model, name):
                 raise
-            if is_plain(value := getattr(order.request.model, name)):  # `config`, `device`: the plain model's, which it is made of
+            if is_plain(
+                value := getattr(order.request.model, name)
+            ):  # `config`, `device`: the plain model's, which it is made of
                 return value
             return self._ready(name)
 
@@ -180,7 +208,10 @@ class Deferred(nn.Module):
         if self._waiting is not None:
             raise NotPlannedYet(
                 f"{wish} asked for before the first call: the model is not planned yet",
-                remedy="call the model once first, or pass example_inputs=batch to autopar.compile and it is planned at once",
+                remedy=(
+                    "call the model once first, or pass example_inputs=batch to autopar.compile and"
+                    " it is planned at once"
+                ),
             )
         module = self.module
         assert isinstance(module, ParallelModule | StagedModule)

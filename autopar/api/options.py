@@ -1,13 +1,19 @@
-"""The options of `plan` and `compile` as `help` and notebooks see them: each with its type, default and text."""
+"""The options of `plan` and `compile` as `help` and notebooks see them: each with its type,
+default and text."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from autopar.request import DEFAULTS, Call, CompileKeywords, PlanKeywords, options_of
+from torch import nn
+
+from autopar.api.arguments import MeshLike
+from autopar.core.mesh import HardwareLike
+from autopar.request import DEFAULTS, Call, CompileKeywords, PlanKeywords, PlanOptions, options_of
 
 F = TypeVar("F", bound=Callable[..., object])
 _KEYWORDS: Mapping[Call, Any] = {"plan": PlanKeywords, "compile": CompileKeywords}
@@ -15,14 +21,20 @@ _WIDTH = 140  # columns of a docstring
 
 
 def takes_options(call: Call) -> Callable[[F], F]:
-    """A function that takes ``**options`` shows each in its signature, and in its docstring in place of ``options:``."""
+    """A function that takes ``**options`` shows each in its signature, and in its docstring in
+    place of ``options:``."""
 
     def decorate(function: F) -> F:
         here = inspect.signature(function)
         named = [p for p in here.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         kinds = _KEYWORDS[call].__annotations__
         options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=kinds[name].__forward_arg__)
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=DEFAULTS[name],
+                annotation=kinds[name].__forward_arg__,
+            )
             for name in options_of(call)
         ]
         function.__signature__ = here.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
@@ -33,15 +45,50 @@ def takes_options(call: Call) -> Callable[[F], F]:
 
 
 def _with_texts(docstring: str | None, call: Call) -> str | None:
-    """A docstring, with the texts of the options in place of its paragraph on ``options:``; None where Python left docstrings out."""
+    """A docstring, with the texts of the options in place of its paragraph on ``options:``; None
+    where Python left docstrings out."""
     lines = (docstring or "").splitlines(keepends=True)
-    at = next((number for number, line in enumerate(lines) if line.lstrip().startswith("options: ")), None)
+    at = next(
+        (number for number, line in enumerate(lines) if line.lstrip().startswith("options: ")), None
+    )
     if at is None:
         return docstring
     indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-    behind = next(n for n in range(at + 1, len(lines) + 1) if n == len(lines) or not lines[n].startswith(f"{indent} "))
+    behind = next(
+        n
+        for n in range(at + 1, len(lines) + 1)
+        if n == len(lines) or not lines[n].startswith(f"{indent} ")
+    )
     texts = [
-        textwrap.fill(f"{name}: {option.help}", _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False)
+        textwrap.fill(
+            f"{name}: {option.help}",
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_on_hyphens=False,
+        )
         for name, option in options_of(call).items()
     ]
     return "".join([*lines[:at], *(f"{text}\n" for text in texts), *lines[behind:]])
+
+
+# --------------------------------------------------------------------------------------------------
+# What is planned: a model, for which devices, and with which options. The public functions turn
+# their arguments into a `PlanRequest`.
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the planner is called with, beside the call of the model that is captured.
+
+    Attributes:
+        mesh: or what the planner is to shape. hardware: None for that of this machine.
+        is_further: whether it is another call of what was compiled; one without a loss has outputs
+            all the same.
+    """
+
+    model: nn.Module
+    mesh: MeshLike
+    hardware: HardwareLike | None
+    options: PlanOptions
+    is_further: bool = False

@@ -12,16 +12,22 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, runs_on
-from autopar.api.choosing import Chooser
-from autopar.api.fitting import check_fits
-from autopar.api.gaps import told_of_gap
-from autopar.api.hardware import as_hardware, of_plan
-from autopar.api.options import takes_options
-from autopar.api.request import PlanRequest
-from autopar.api.shaping import best_shape, shapes, shapes_in_three
+from autopar.api.arguments import (
+    Example,
+    MeshLike,
+    as_call,
+    as_hardware,
+    as_mesh,
+    default_hardware,
+    of_plan,
+    runs_on,
+    within_this_gpu,
+)
+from autopar.api.mesh_search import best_shape, shapes, shapes_in_three
+from autopar.api.options import PlanRequest, takes_options
+from autopar.api.pipeline_search import Chooser
+from autopar.api.plan_options import check_fits, recorded
 from autopar.api.shortage import instead
-from autopar.api.this_machine import default_hardware, within_this_gpu
 from autopar.api.tracing import (
     as_planned,
     as_wanted,
@@ -33,45 +39,139 @@ from autopar.api.tracing import (
     staged_trace,
     traced,
     traced_for,
+    with_validation,
 )
-from autopar.api.validating import with_validation
-from autopar.api.waiting import with_waits
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged, named_so
 from autopar.constraints import speak_of
-from autopar.devices import HardwareLike, is_unshaped
+from autopar.core.hardware import Hardware, Mixed, slowest
+from autopar.core.keywords import named
+from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
+from autopar.core.terminal import PHASES, progress_of_long
+from autopar.core.units import share
 from autopar.emit import emit, emit_staged
 from autopar.errors import InfeasibleError, VerificationError
-from autopar.hardware import Mixed
-from autopar.keywords import named
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.planner import Planned
+from autopar.planner.reprice import repriced
 from autopar.plans import Plan
 from autopar.report import card as card  # with it, notebooks show plans
 from autopar.request import PlanKeywords, PlanOptions
 from autopar.solve import check_solver
-from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
+
+# --------------------------------------------------------------------------------------------------
+# A warning where a plan is proven less closely than was asked for.
+
+_SAME = 1e-6  # a gap that is this much wider is not
+
+
+def told_of_gap(found: Planned, *, is_late: bool) -> Planned:
+    """The plan as it is, and a warning where the gap to its bound is wider than the one asked for.
+
+    Args:
+        is_late: whether planning ended because its time was over.
+    """
+    plan, asked = found.plan, found.plan.options["gap"]
+    if plan.proof.gap <= asked + _SAME:
+        return found
+    if is_late:
+        why, remedy = "the time was over", "pass a larger time_limit_s"
+    else:
+        stages = plan.pipeline is not None and bool(plan.pipeline.axis)
+        why = f"the bound over all {'cuts and stages' if stages else 'layouts'} proves no more"
+        remedy = (
+            f"autopar.explain(plan) says what it covers, and gap={plan.proof.gap:.2g} accepts it"
+        )
+    log.warning(
+        "a plan that is %s faster is not excluded, where gap=%s is asked for: %s; %s",
+        share(plan.proof.gap),
+        asked,
+        why,
+        remedy,
+    )
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# How long unequal devices that run one program in lockstep wait for the slowest.
+
+
+def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]) -> Planned:
+    """The plan with its step on each kind of device alone, where not each stage has devices of its
+    own; else as it is.
+
+    Args:
+        part: what a plan is for, the batch or one microbatch.
+    """
+    plan = found.plan
+    stages = plan.pipeline.axis if plan.pipeline else ""
+    if (
+        not isinstance(hardware, Mixed)
+        or slowest(hardware) in hardware.profiles
+        or stages == hardware.axis
+    ):
+        return found
+    options, trace = recorded(plan), part(plan)
+    times = {
+        profile: repriced(plan, trace, plan.mesh, profile, options)
+        for profile in dict.fromkeys(hardware.profiles)
+    }
+    steps = trace.loss is not None and bool(trace.differentiable)
+    way = (
+        f"; constraints=[autopar.constraints.pipeline({hardware.axis!r})] gives each a stage of"
+        " its own"
+        if steps and not stages
+        else ""
+    )
+    log.warning(
+        "devices along %s are not alike and run in lockstep, at the pace of the slowest%s",
+        hardware.axis,
+        way,
+    )
+    plan = replace(plan, alone_s=tuple(times[profile] for profile in hardware.profiles))
+    return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
+
 
 log = logging.getLogger("autopar")
 
 
 def plan_call(
-    request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, progress: Callable[[str], None] = lambda _: None
+    request: PlanRequest,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
-    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
+    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program
+    and phase times."""
     model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
     check_solver(chosen.solver)
-    devices = as_hardware(default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware, mesh)
-    chosen = (within_this_gpu(chosen, devices) if hardware is None and not isinstance(devices, Mixed) else chosen).begun()
+    devices = as_hardware(
+        default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware,
+        mesh,
+    )
+    chosen = (
+        within_this_gpu(chosen, devices)
+        if hardware is None and not isinstance(devices, Mixed)
+        else chosen
+    ).begun()
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
-        log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
-        trace = traced(model, args, kwargs, chosen.precision, inference=True)  # as the plan will be read
+        log.warning(
+            "nothing that the model returns has a gradient: planned for inference, without"
+            " gradients and optimizer state"
+        )
+        trace = traced(
+            model, args, kwargs, chosen.precision, inference=True
+        )  # as the plan will be read
     refuse_parts(trace, chosen.batch)
-    wanted = "auto" if request.is_further and chosen.outputs == "loss" and trace.loss is None else chosen.outputs
+    wanted = (
+        "auto"
+        if request.is_further and chosen.outputs == "loss" and trace.loss is None
+        else chosen.outputs
+    )
     inference, has_loss = not trace.differentiable, trace.loss is not None
     chosen = replace(chosen, inference=inference, outputs=settled(wanted, has_loss, inference))
     trace = as_wanted(trace, chosen.outputs)
@@ -86,15 +186,26 @@ def plan_call(
     def part_of(plan: Plan) -> Trace:
         if plan.pipeline is None:
             return by_rows(trace, plan.loss_rows)
-        return by_rows(chooser(plan.mesh).part(plan.pipeline.num_microbatches, independent=plan.pipeline.independent)[0], plan.loss_rows)
+        return by_rows(
+            chooser(plan.mesh).part(
+                plan.pipeline.num_microbatches, independent=plan.pipeline.independent
+            )[0],
+            plan.loss_rows,
+        )
 
-    meshes, further = (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
+    meshes, further = (
+        (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
+    )
     try:
         holds, late = partial(speak_of, chosen.constraints), partial(getattr, chosen, "is_late")
         found = best_shape(meshes, fastest, further=further, holds=holds, late=late)
     except InfeasibleError as error:
         if wanted == "auto" and chosen.outputs == "full" and has_loss:
-            log.warning("whole outputs beside the loss do not fit into memory, so that each rank keeps its part of them: %s", error.what)
+            log.warning(
+                "whole outputs beside the loss do not fit into memory, so that each rank keeps its"
+                " part of them: %s",
+                error.what,
+            )
             parts = replace(chosen, outputs="dtensor")
             return plan_call(replace(request, options=parts), args, kwargs, progress=progress)
         if len(meshes) > 1:
@@ -104,10 +215,14 @@ def plan_call(
     return trace, with_waits(told_of_gap(found, is_late=chosen.is_late), devices, part_of)
 
 
-def plan_told(request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
+def plan_told(
+    request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Trace, Planned]:
     """As `plan_call`; on a terminal, what takes long is said."""
     with progress_of_long("capturing the model") as tell:
-        return plan_call(request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase)))
+        return plan_call(
+            request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase))
+        )
 
 
 def plan_model(
@@ -141,23 +256,30 @@ def plan(
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
 
     Args:
-        mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name; or nodes and devices per node, ``(4, 8)``, or a device count
-            (eight to a node), whose shape is then the planner's choice: at most three axes, of one node two, unless constraints hold on
-            none of those; `Plan.proof.covers` says which were tried.
-        example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
-        hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
-            where this machine was measured for the kind of device that the weights are on, else the GPU that is there (unless they
-            are on a CPU), else ``cpu-gloo``. Of unequal devices a mapping from an axis to one profile per index along it,
-            ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it (`autopar.constraints.pipeline`) are each planned for their own,
-            k on those k mod n. All else is in lockstep, at the pace of the slowest, in the memory of the smallest; `explain` says how long
-            the others wait: none is given more samples than another.
-        write_lp: where to write the integer program that the plan answers, in LP format. Not of plans with stages.
+        mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name; or nodes and devices per
+            node, ``(4, 8)``, or a device count (eight to a node), whose shape is then the planner's
+            choice: at most three axes, of one node two, unless constraints hold on none of those;
+            `Plan.proof.covers` says which were tried.
+        example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one
+            tensor. Values are not read.
+        hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a
+            profile; by default ``local`` where this machine was measured for the kind of device
+            that the weights are on, else the GPU that is there (unless they are on a CPU), else
+            ``cpu-gloo``. Of unequal devices a mapping from an axis to one profile per index along
+            it, ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it
+            (`autopar.constraints.pipeline`) are each planned for their own, k on those k mod n. All
+            else is in lockstep, at the pace of the slowest, in the memory of the smallest;
+            `explain` says how long the others wait: none is given more samples than another.
+        write_lp: where to write the integer program that the plan answers, in LP format. Not of
+            plans with stages.
         options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
 
     Raises:
         CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each.
     """
-    return plan_model(model, mesh, example_inputs=example_inputs, hardware=hardware, write_lp=write_lp, **options)[1].plan
+    return plan_model(
+        model, mesh, example_inputs=example_inputs, hardware=hardware, write_lp=write_lp, **options
+    )[1].plan
 
 
 def verify(
@@ -168,40 +290,64 @@ def verify(
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
 ) -> Verification:
-    """Run all ranks of a plan in one process, in lockstep, and compare outputs and every gradient with the plain model.
+    """Run all ranks of a plan in one process, in lockstep, and compare outputs and every gradient
+    with the plain model.
 
     Args:
         plan: or its file.
-        dtype: all floating tensors are promoted to it, float64 or float32, on both sides; None computes in the model's own.
-        tolerance: largest relative error allowed; by default 1e-9 in fp64 (2e-6 where the model itself computes a part in
-            fp32), 1e-4 in fp32, 5e-2 below.
+        dtype: all floating tensors are promoted to it, float64 or float32, on both sides; None
+            computes in the model's own.
+        tolerance: largest relative error allowed; by default 1e-9 in fp64 (2e-6 where the model
+            itself computes a part in fp32), 1e-4 in fp32, 5e-2 below.
 
     Raises:
-        VerificationError: naming the first node that diverges, with its module path; or where the dtype is no such one.
+        VerificationError: naming the first node that diverges, with its module path; or where the
+            dtype is no such one.
         PlanError: where the plan is for another model.
     """
     if dtype not in (None, torch.float32, torch.float64):
         remedy = "pass torch.float64, torch.float32, or None, which is the model's own"
-        raise VerificationError(f"nothing can be verified in {dtype}: sums that ops keep in float32 would be in it, too", remedy=remedy)
+        raise VerificationError(
+            f"nothing can be verified in {dtype}: sums that ops keep in float32 would be in"
+            " it, too",
+            remedy=remedy,
+        )
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
     reference = as_planned(trace, plan)
-    return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
+    return verify_program(
+        reference,
+        program_of(plan, model, trace, args, kwargs),
+        model,
+        args,
+        kwargs,
+        dtype=dtype,
+        tolerance=tolerance,
+    )
 
 
-def check(plan: Plan | str | Path, model: nn.Module, batch: Example, *, hardware: HardwareLike | None = None) -> Certificate:
-    """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as close to the best as it says.
+def check(
+    plan: Plan | str | Path,
+    model: nn.Module,
+    batch: Example,
+    *,
+    hardware: HardwareLike | None = None,
+) -> Certificate:
+    """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as
+    close to the best as it says.
 
-    Everything is derived anew from the model, whose weights may be on meta, and the profile. The program that the plan is emitted
-    into is validated node by node against the captured model; `verify` is what runs it.
+    Everything is derived anew from the model, whose weights may be on meta, and the profile. The
+    program that the plan is emitted into is validated node by node against the captured model;
+    `verify` is what runs it.
 
     Args:
         plan: or its file. hardware: as in `plan`; by default the profile that the plan names.
 
     Raises:
         CaptureError: where the model cannot be captured.
-        HardwareError: where the profile is not here under the name that the plan has: pass its path.
+        HardwareError: where the profile is not here under the name that the plan has: pass its
+            path.
         ConstraintError, EmissionError: where the model cannot be cut as the plan says.
     """
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
@@ -214,4 +360,6 @@ def check(plan: Plan | str | Path, model: nn.Module, batch: Example, *, hardware
         return with_validation(certificate, reference, plan, partial(emit, reference, plan))
     part, how, made = staged_trace(plan, model, trace, args, kwargs)
     certificate = named_so(certify_staged(trace, part, made, how, plan, devices), plan, name)
-    return with_validation(certificate, reference, plan, partial(emit_staged, part, made, how, plan))
+    return with_validation(
+        certificate, reference, plan, partial(emit_staged, part, made, how, plan)
+    )

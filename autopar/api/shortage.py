@@ -1,26 +1,95 @@
-"""What is said where no plan fits: how much memory would do, and which constraints ask for more than there is."""
+"""What is said where no plan fits: how much memory would do, and which constraints ask for more
+than there is."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.api.captured import ONE_STAGE
-from autopar.api.choosing import Chooser
+from autopar.analysis.microbatches import Microbatching
+from autopar.api.microbatch_search import ONE_STAGE
+from autopar.api.pipeline_search import Chooser
 from autopar.api.tracing import by_rows
-from autopar.capture.loss_head import heads_of
+from autopar.capture.chunked_loss import heads_of
+from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, Pipelined, pipeline_in
 from autopar.constraints.words import in_words
+from autopar.core.hardware import Hardware, slowest
+from autopar.core.mesh import Mesh
+from autopar.core.schedules import AUTO
 from autopar.errors import ConstraintError, InfeasibleError, size_text
-from autopar.planning import Planned
-from autopar.planning.clock import Clock
-from autopar.planning.conflicts import conflicting
-from autopar.planning.search import need_of, needs
-from autopar.planning.shortage import Kind, in_one_piece, in_stages
-from autopar.planning.smallest import Need, preferred
-from autopar.schedules import AUTO
+from autopar.planner import Planned
+from autopar.planner.clock import Clock
+from autopar.planner.min_memory import Need, preferred, proven_bytes
+from autopar.planner.pipeline.search import staged_search
+from autopar.planner.report_infeasible import conflicting
+from autopar.planner.search import finished, need_of, needs, prepare_search
+from autopar.request import PlanOptions
+
+# --------------------------------------------------------------------------------------------------
+# What a plan of one kind needs at least: in one piece, in microbatches, or in stages.
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Plans of one kind under some constraints.
+
+    Attributes:
+        proven: none needs less. lightest: of some plans of little memory the fastest that fits,
+            else the one that needs least; None where none was found.
+    """
+
+    proven: Need
+    lightest: Callable[[], Planned | None]
+
+
+def in_one_piece(
+    trace: Trace,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    model_name: str,
+    clock: Clock,
+) -> Kind:
+    """Of the batch in one piece on the whole mesh.
+
+    Raises:
+        ConstraintError: where the constraints cannot hold.
+    """
+    search = prepare_search(trace, mesh, hardware, options, clock, model_name=model_name)
+
+    def lightest() -> Planned | None:
+        found = search.find_lightest()
+        return None if found is None else finished(found, clock, options)
+
+    proven = proven_bytes(trace, search.ungrouped.priced, options.solve_s)
+    return Kind(Need(proven, options.budget(slowest(hardware))), lightest)
+
+
+def in_stages(
+    whole: Trace,
+    part: Trace,
+    how: Microbatching,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    wish: Pipelined,
+    model_name: str,
+    clock: Clock,
+) -> Kind:
+    """Of a pipeline, or of one stage that works through microbatches; arguments as of
+    `make_staged_plan`.
+
+    Raises:
+        ConstraintError: where the constraints cannot hold.
+    """
+    search = staged_search(
+        whole, part, how, mesh, hardware, options, wish, clock, model_name=model_name
+    )
+    return Kind(search.proven(), search.lightest)
+
 
 log = logging.getLogger("autopar")
 _MOST = 2  # kinds of plans, those with the least bounds, of which small ones are looked for
@@ -29,27 +98,41 @@ _MOST = 2  # kinds of plans, those with the least bounds, of which small ones ar
 def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
     """A plan of little memory that fits after all; where none is found, the refusal.
 
-    Speaks of all plans that were tried: in one piece, in stages and microbatches, with a loss by rows.
+    Speaks of all plans that were tried: in one piece, in stages and microbatches, with a loss by
+    rows.
 
     Raises:
-        InfeasibleError: with how much memory a plan needs, and a smallest set of what is asked for that the budget cannot hold.
+        InfeasibleError: with how much memory a plan needs, and a smallest set of what is asked for
+            that the budget cannot hold.
     """
     shortage, clock = _Shortage(chooser), Clock(chooser.progress)
     with clock.phase("least"):
         proven, found = shortage.sizes()
     smallest = None if found is None else need_of(found.plan)
     if found is not None and smallest is not None and smallest.fits:
-        log.warning("%s; a plan of little memory does, which is not searched for speed: %s", error.what, found.plan)
+        log.warning(
+            "%s; a plan of little memory does, which is not searched for speed: %s",
+            error.what,
+            found.plan,
+        )
         return found
     with clock.phase("conflict"):
         between = _between(proven, smallest)
         stages = pipeline_in(chooser.options.constraints, chooser.mesh)
-        tried = f"; {error.what}" if stages is not None and stages.axis else ""  # says which stage needs most
+        tried = (
+            f"; {error.what}" if stages is not None and stages.axis else ""
+        )  # says which stage needs most
         what = between + shortage.asking(proven) + tried if between else error.what
     untried = "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
     trained = chooser.trace.loss is not None and bool(chooser.trace.differentiable)
-    untried = untried if trained else "; let forward return the loss: then microbatches and stages may help"
-    may_help = stages is None and chooser.mesh.num_devices > 1 and bool(chooser.trace.differentiable)
+    untried = (
+        untried
+        if trained
+        else "; let forward return the loss: then microbatches and stages may help"
+    )
+    may_help = (
+        stages is None and chooser.mesh.num_devices > 1 and bool(chooser.trace.differentiable)
+    )
     remedy = error.remedy + (untried if may_help else "")
     needed = error.needed_bytes if smallest is None else smallest.num_bytes
     raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=needed) from error
@@ -62,11 +145,18 @@ def _between(proven: Need | None, smallest: Need | None) -> str:
     fits = "was found that fits" if proven.fits else "fits"
     of = f" of {proven.where}" if proven.where else ""  # which of unequal devices are short
     what = f"no plan {fits} into {size_text(proven.budget_bytes)} per device{of}"
-    least = f"{size_text(proven.num_bytes)} ({proven.num_bytes} bytes, proven for all that is tried)"
+    least = (
+        f"{size_text(proven.num_bytes)} ({proven.num_bytes} bytes, proven for all that is tried)"
+    )
     if smallest is not None:
-        small = f"{size_text(smallest.num_bytes)} ({smallest.num_bytes} bytes, a plan that was found)"
+        small = (
+            f"{size_text(smallest.num_bytes)} ({smallest.num_bytes} bytes, a plan that was found)"
+        )
         if smallest.where:
-            return f"{what}: at least {least} is needed; what was found needs {small} on {smallest.where}"
+            return (
+                f"{what}: at least {least} is needed; what was found needs {small} on"
+                f" {smallest.where}"
+            )
         return f"{what}: the least that would do is between {least} and {small}"
     return "" if proven.fits else f"{what}: at least {least} is needed"
 
@@ -82,20 +172,30 @@ class _Shortage:
     def asked(self) -> tuple[Constraint, ...]:
         """The constraints, and a number of microbatches that is asked for beside them."""
         num, constraints = self.chooser.options.num_microbatches, self.chooser.options.constraints
-        return constraints if num == "auto" else (replace(ONE_STAGE, microbatches=num), *constraints)
+        return (
+            constraints if num == "auto" else (replace(ONE_STAGE, microbatches=num), *constraints)
+        )
 
     def sizes(self) -> tuple[Need | None, Planned | None]:
-        """What is proven of all plans under what is asked for, None where nothing is known, and one that needs little."""
-        kinds = sorted(self._kinds(self.asked), key=lambda kind: kind.proven.share)  # ties as they were tried
+        """What is proven of all plans under what is asked for, None where nothing is known, and
+        one that needs little."""
+        kinds = sorted(
+            self._kinds(self.asked), key=lambda kind: kind.proven.share
+        )  # ties as they were tried
         if not kinds:
             return None, None
         proven = kinds[0].proven
         self._proven[self.asked] = proven
-        found = [planned for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1]) if planned is not None]
+        found = [
+            planned
+            for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1])
+            if planned is not None
+        ]
         return proven, preferred(found, needs)
 
     def asking(self, proven: Need | None) -> str:
-        """What asks for more than there is; nothing where that is not proven, or where no plan at all needs less."""
+        """What asks for more than there is; nothing where that is not proven, or where no plan
+        at all needs less."""
         asked = self.asked
         if not asked or proven is None or proven.fits or not self._fits(()):
             return ""
@@ -110,13 +210,19 @@ class _Shortage:
         need = self._least(rest)
         least = size_text(need.num_bytes) if need else "nothing"
         ask = "asks" if len(found) == 1 else "together ask"
-        return f"; {names} {ask} for more than there is: without {without} at least {least} is needed"
+        return (
+            f"; {names} {ask} for more than there is: without {without} at least {least} is needed"
+        )
 
     def _least(self, constraints: Sequence[Constraint]) -> Need | None:
         """Any plan under these constraints needs so much; None where there is none."""
         key = tuple(constraints)
         if key not in self._proven:
-            self._proven[key] = min((kind.proven for kind in self._kinds(key)), key=lambda need: need.share, default=None)
+            self._proven[key] = min(
+                (kind.proven for kind in self._kinds(key)),
+                key=lambda need: need.share,
+                default=None,
+            )
         return self._proven[key]
 
     def _fits(self, constraints: Sequence[Constraint]) -> bool:
@@ -125,18 +231,28 @@ class _Shortage:
         return need is not None and need.fits
 
     def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[Kind]:
-        """What is tried under these constraints, as `Chooser.plan` does; without what they rule out."""
+        """What is tried under these constraints, as `Chooser.plan` does; without what they rule
+        out."""
         rest = tuple(c for c in constraints if not _is_number(c))
         num = "auto" if len(rest) == len(constraints) else self.chooser.options.num_microbatches
         options = replace(self.chooser.options, constraints=rest)
-        chooser = replace(self.chooser, options=options if num != "auto" else replace(options, num_microbatches="auto"))
+        chooser = replace(
+            self.chooser,
+            options=options if num != "auto" else replace(options, num_microbatches="auto"),
+        )
         asked = chooser.options.loss_rows
         heads = heads_of(chooser.trace)[0] if asked == "auto" else ()
-        rows = (0, *chooser.row_choices(max((h.num_rows for h in heads), default=0), None)) if asked == "auto" else (asked,)
+        rows = (
+            (0, *chooser.row_choices(max((h.num_rows for h in heads), default=0), None))
+            if asked == "auto"
+            else (asked,)
+        )
         for num_rows in rows:
             yield from _of_pipelines(replace(chooser, rows=num_rows))
         if num == "auto" and pipeline_in(rest, chooser.mesh) is None:
-            yield from _known(replace(chooser, rows=rows[-1]), (("", part) for part in chooser.parts()), ONE_STAGE)
+            yield from _known(
+                replace(chooser, rows=rows[-1]), (("", part) for part in chooser.parts()), ONE_STAGE
+            )
 
 
 def _is_number(constraint: Constraint) -> bool:
@@ -146,14 +262,23 @@ def _is_number(constraint: Constraint) -> bool:
 def _of_pipelines(chooser: Chooser) -> Iterator[Kind]:
     asked = pipeline_in(chooser.options.constraints, chooser.mesh)
     alone = asked is None and chooser.options.num_microbatches in (1, "auto")
-    yield from _known(chooser, [("", 0)] if alone else chooser.candidates(asked or ONE_STAGE), asked or ONE_STAGE)
+    yield from _known(
+        chooser, [("", 0)] if alone else chooser.candidates(asked or ONE_STAGE), asked or ONE_STAGE
+    )
 
 
-def _known(chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined) -> Iterator[Kind]:
-    """A kind per axis and number of microbatches, 0 for one piece; those that cannot be are left out."""
+def _known(
+    chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined
+) -> Iterator[Kind]:
+    """A kind per axis and number of microbatches, 0 for one piece; those that cannot be are left
+    out."""
     for axis, num in ways:
         try:
-            kind = _of_stages(chooser, replace(wish, axis=axis), num) if num else _of_one_piece(chooser)
+            kind = (
+                _of_stages(chooser, replace(wish, axis=axis), num)
+                if num
+                else _of_one_piece(chooser)
+            )
         except ConstraintError as error:
             log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
             continue
@@ -167,13 +292,27 @@ def _marked(chooser: Chooser, kind: Kind) -> Planned | None:
 
 def _of_one_piece(chooser: Chooser) -> Kind:
     trace, clock = by_rows(chooser.trace, chooser.rows), Clock(chooser.progress)
-    return in_one_piece(trace, chooser.mesh, chooser.hardware, chooser.unpiped(), type(chooser.model).__name__, clock)
+    return in_one_piece(
+        trace,
+        chooser.mesh,
+        chooser.hardware,
+        chooser.unpiped(),
+        type(chooser.model).__name__,
+        clock,
+    )
 
 
 def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> Kind:
     here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
     part, how = chooser.part(num, independent=here.independent)
     return in_stages(
-        chooser.trace, by_rows(part, chooser.rows), how, chooser.mesh, chooser.hardware, chooser.options, here,
-        type(chooser.model).__name__, Clock(chooser.progress),
-    )  # fmt: skip
+        chooser.trace,
+        by_rows(part, chooser.rows),
+        how,
+        chooser.mesh,
+        chooser.hardware,
+        chooser.options,
+        here,
+        type(chooser.model).__name__,
+        Clock(chooser.progress),
+    )

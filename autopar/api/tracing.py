@@ -1,9 +1,12 @@
-"""Tracing for plans with microbatches: the batch, one microbatch of it, and how the one makes the other."""
+"""Tracing for plans with microbatches: the batch, one microbatch of it, and how the one makes
+the other."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +16,79 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching, ready
-from autopar.api.validating import refuse_unproven, validate_before_run
 from autopar.capture import Trace, capture
-from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
+from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
+from autopar.certificate import Certificate, Finding
 from autopar.emit import emit, emit_staged
-from autopar.emit.staged import microbatches_of
-from autopar.errors import CaptureError, ChangedPlanError, ConstraintError, CoupledError, Where
+from autopar.emit.build import microbatches_of
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    ChangedPlanError,
+    ConstraintError,
+    CoupledError,
+    ValidationError,
+    Where,
+)
 from autopar.plans import Pipeline, Plan
+from autopar.program.program import Microbatches, Program, StagedProgram
 from autopar.request import Outputs
-from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 from autopar.stages.placing import CutError
+from autopar.validation import Validation, validate, validate_microbatches
+
+# --------------------------------------------------------------------------------------------------
+# Validation of what a plan is emitted into: before it runs, and as a part of its certificate.
+
+log = logging.getLogger("autopar")
+
+
+def validate_before_run(reference: Trace, plan: Plan, program: Program | StagedProgram) -> None:
+    """Show that a program computes the traced model, and warn of what only the user's promise says.
+
+    Args:
+        reference: the trace of the call, as the plan is for it.
+
+    Raises:
+        ValidationError: naming the first value that does not follow from the trace.
+    """
+    found = validate(reference, plan, program)
+    log.info("validated: %s", found)
+    for what in found.unproven:
+        log.warning("not validated: %s", what)
+
+
+def refuse_unproven(whole: Trace, part: Trace, how: Microbatches, *, promised: bool) -> None:
+    """Refuse microbatches that validation cannot show to make the batch, while there is a choice.
+
+    Args:
+        whole, part, how, promised: as of `validate_microbatches`.
+
+    Raises:
+        CoupledError: naming the first value of a microbatch that does not follow.
+    """
+    try:
+        validate_microbatches(whole, part, how, promised=promised)
+    except ValidationError as error:
+        remedy = "pass num_microbatches=1, or fewer microbatches of more samples each"
+        raise CoupledError(error.what, where=error.where, remedy=remedy) from error
+
+
+def with_validation(
+    certificate: Certificate,
+    reference: Trace,
+    plan: Plan,
+    emitting: Callable[[], Program | StagedProgram],
+) -> Certificate:
+    """The certificate with what validation of the emitted program found."""
+    try:
+        validation: Validation = validate(reference, plan, emitting())
+    except AutoparError as error:
+        finding = Finding("program", error.what, "" if error.where is None else str(error.where))
+        return replace(certificate, findings=(*certificate.findings, finding))
+    return replace(certificate, validation=validation)
+
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,34 +96,78 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, *, inference: bool = False
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    precision: str | None,
+    *,
+    inference: bool = False,
 ) -> Trace:
-    """The captured call, in the precision that a plan is asked for in (`PlanOptions`), and with a backward unless it is for inference.
+    """The captured call, in the precision that a plan is asked for in (`PlanOptions`), and with a
+    backward unless it is for inference.
 
     Raises:
         CaptureError: also where the model is parallel or compiled already.
     """
     refuse_wrapped(model)
-    return capture(model, args, kwargs, precision=None if precision is None else _PRECISIONS[precision], inference=inference)
+    return capture(
+        model,
+        args,
+        kwargs,
+        precision=None if precision is None else _PRECISIONS[precision],
+        inference=inference,
+    )
 
 
-def traced_for(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
-    """The captured call in the precision and for the use that a plan was asked for; else as it is. Raises as `traced`."""
-    return traced(model, args, kwargs, plan.options.get("precision"), inference=plan.options.get("inference", False))
+def traced_for(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Trace:
+    """The captured call in the precision and for the use that a plan was asked for; else as it
+    is. Raises as `traced`."""
+    return traced(
+        model,
+        args,
+        kwargs,
+        plan.options.get("precision"),
+        inference=plan.options.get("inference", False),
+    )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise CaptureError where something made the model parallel, or compiled it, before: it takes a plain module to start from."""
+    """Raise CaptureError where something made the model parallel, or compiled it, before: it
+    takes a plain module to start from."""
     if hasattr(model, "_orig_mod"):
-        raise _wrapped(model, "", "the result of torch.compile", "pass the plain module, which torch.compile was given (`model._orig_mod`)")
-    modules = [("", model)] if _is_compiled(model) else model.named_modules()  # which one that waits for its first call does not tell
+        raise _wrapped(
+            model,
+            "",
+            "the result of torch.compile",
+            "pass the plain module, which torch.compile was given (`model._orig_mod`)",
+        )
+    modules = (
+        [("", model)] if _is_compiled(model) else model.named_modules()
+    )  # which one that waits for its first call does not tell
     for name, module in modules:
         if _is_compiled(module):
-            raise _wrapped(module, name, "compiled by autopar already", "pass the plain module, which autopar.compile was given")
+            raise _wrapped(
+                module,
+                name,
+                "compiled by autopar already",
+                "pass the plain module, which autopar.compile was given",
+            )
         if isinstance(module, _WRAPPERS):
-            raise _wrapped(module, name, "made parallel by torch already", "pass the plain module, which was wrapped (`model.module`)")
+            raise _wrapped(
+                module,
+                name,
+                "made parallel by torch already",
+                "pass the plain module, which was wrapped (`model.module`)",
+            )
         if isinstance(module, FSDPModule):
-            raise _wrapped(module, name, "sharded by torch already", "pass the plain module, without fully_shard")
+            raise _wrapped(
+                module,
+                name,
+                "sharded by torch already",
+                "pass the plain module, without fully_shard",
+            )
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -67,39 +175,62 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureError:
-    return CaptureError(f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy)
+    return CaptureError(
+        f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy
+    )
 
 
 def settled(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
-    """How outputs come: by default as they lie beside a loss that is trained, and whole where they are what a call is for."""
+    """How outputs come: by default as they lie beside a loss that is trained, and whole where
+    they are what a call is for."""
     return ("dtensor" if has_loss and not inference else "full") if outputs == "auto" else outputs
 
 
 def refuse_parts(trace: Trace, batch: str) -> None:
-    """Raise ConstraintError where ranks pass parts of the batch, and each would compute a loss of its own part, or forward reads values
-    of the whole."""
+    """Raise ConstraintError where ranks pass parts of the batch, and each would compute a loss of
+    its own part, or forward reads values of the whole."""
     if batch == "local" and (known := _known_inputs(trace)):
-        what = f'batch="local", and forward reads the values of {" and ".join(map(repr, known))}, of which each rank would have a part'
+        what = (
+            f'batch="local", and forward reads the values of {" and ".join(map(repr, known))}, of'
+            " which each rank would have a part"
+        )
         raise ConstraintError(what, remedy='pass batch="global"')
     if batch == "local" and trace.loss is None and trace.differentiable:
-        what = 'batch="local", and the model returns no loss: of each rank\'s own loss nothing says what part of the whole it is'
-        raise ConstraintError(what, remedy='pass batch="global", or let forward compute and return the loss')
+        what = (
+            'batch="local", and the model returns no loss: of each rank\'s own loss nothing says'
+            " what part of the whole it is"
+        )
+        raise ConstraintError(
+            what, remedy='pass batch="global", or let forward compute and return the loss'
+        )
 
 
 def _known_inputs(trace: Trace) -> list[str]:
     """The paths of the inputs whose values forward reads."""
     args, kwargs = tree_unflatten(list(range(trace.in_spec.num_leaves)), trace.in_spec)
     paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
-    return [paths[position] for position, made_for in trace.settings.items() if isinstance(made_for, Tensor)]
+    return [
+        paths[position]
+        for position, made_for in trace.settings.items()
+        if isinstance(made_for, Tensor)
+    ]
 
 
 def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
-    """The captured call with what is wanted of its outputs: the loss alone, or all of them whole, or as they lie."""
-    return loss_alone(trace) if outputs == "loss" else outputs_whole(trace) if outputs == "full" else trace
+    """The captured call with what is wanted of its outputs: the loss alone, or all of them
+    whole, or as they lie."""
+    return (
+        loss_alone(trace)
+        if outputs == "loss"
+        else outputs_whole(trace)
+        if outputs == "full"
+        else trace
+    )
 
 
 def as_planned(trace: Trace, plan: Plan) -> Trace:
-    """The captured call as a plan is for it: with the outputs that are wanted, and with its loss by rows, where the plan says so."""
+    """The captured call as a plan is for it: with the outputs that are wanted, and with its loss
+    by rows, where the plan says so."""
     return by_rows(as_wanted(trace, plan.options.get("outputs", "dtensor")), plan.loss_rows)
 
 
@@ -109,14 +240,21 @@ def by_rows(trace: Trace, rows: int) -> Trace:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Samples in a call's batch: the first dim that most tensors have, of several such dims that of the first tensor.
+    """Samples in a call's batch: the first dim that most tensors have, of several such dims that of
+    the first tensor.
 
     Raises:
         ConstraintError: where no tensor has a dim.
     """
-    sizes = Counter(leaf.shape[0] for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim)
+    sizes = Counter(
+        leaf.shape[0]
+        for leaf in tree_leaves((args, dict(kwargs)))
+        if isinstance(leaf, Tensor) and leaf.ndim
+    )
     if not sizes:
-        raise ConstraintError("no input has a batch dim to cut into microbatches", remedy="pass num_microbatches=1")
+        raise ConstraintError(
+            "no input has a batch dim to cut into microbatches", remedy="pass num_microbatches=1"
+        )
     return max(sizes, key=lambda size: sizes[size])  # of equals the one that was counted first
 
 
@@ -134,7 +272,11 @@ def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) ->
         )
 
     def first(leaf: Any) -> Any:
-        return leaf[: size // num] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
+        return (
+            leaf[: size // num]
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size
+            else leaf
+        )
 
     return tree_map(first, args), tree_map(first, dict(kwargs))
 
@@ -159,13 +301,20 @@ def trace_part(
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
-        ConstraintError: where the batch does not divide, or an input has a gradient. CoupledError: where samples depend on each other.
+        ConstraintError: where the batch does not divide, or an input has a gradient. CoupledError:
+            where samples depend on each other.
     """
     for i in whole.given_back:
         what = f"input {i.path!r} has a gradient, which neither stages nor microbatches give"
-        raise ConstraintError(what, remedy="pass it without requires_grad, or ask for no pipeline and num_microbatches=1")
+        raise ConstraintError(
+            what,
+            remedy="pass it without requires_grad, or ask for no pipeline and num_microbatches=1",
+        )
     if num > 1 and (read := _known_inputs(whole)):
-        what = f"forward reads the values of {' and '.join(map(repr, read))}, which are of the whole batch"
+        what = (
+            f"forward reads the values of {' and '.join(map(repr, read))}, which are of the whole"
+            " batch"
+        )
         raise CoupledError(what, remedy="pass num_microbatches=1")
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
@@ -174,12 +323,17 @@ def trace_part(
         samples = batch_size(*call)
         if samples not in known:
             known[samples] = _of_parts(model, *call, precision, inference)
-        alone, everywhere = all(o.is_loss for o in whole.outputs), all(o.whole for o in whole.outputs)
+        alone, everywhere = (
+            all(o.is_loss for o in whole.outputs),
+            all(o.whole for o in whole.outputs),
+        )
         return as_wanted(known[samples], "full" if everywhere else "loss" if alone else "dtensor")
 
     if num > 1 and batch_size(args, kwargs) == num:
         four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
-        like = microbatching(four, two, 2, independent=independent)  # before one sample is captured: coupled ones may need others
+        like = microbatching(
+            four, two, 2, independent=independent
+        )  # before one sample is captured: coupled ones may need others
         part = captured(microbatch_of(args, kwargs, num))
         part, how = ready(part, for_single_samples(like, two, part, num))
     else:
@@ -189,13 +343,26 @@ def trace_part(
     return part, how
 
 
-def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, inference: bool) -> Trace:
+def _of_parts(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    precision: str | None,
+    inference: bool,
+) -> Trace:
     """The trace of a part of a batch that was captured as a whole."""
     try:
         return traced(model, args, kwargs, precision, inference=inference)
     except CaptureError as error:
-        what = f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples: {error.what}"
-        raise CoupledError(what, where=error.where, remedy="let forward take any number of samples, or pass num_microbatches=1") from error
+        what = (
+            f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples:"
+            f" {error.what}"
+        )
+        raise CoupledError(
+            what,
+            where=error.where,
+            remedy="let forward take any number of samples, or pass num_microbatches=1",
+        ) from error
 
 
 def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:
@@ -203,12 +370,18 @@ def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> C
     size = batch_size(args, kwargs)
 
     def copies(leaf: Any) -> Any:
-        return torch.cat([leaf[:1]] * num) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
+        return (
+            torch.cat([leaf[:1]] * num)
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size
+            else leaf
+        )
 
     return tree_map(copies, args), tree_map(copies, dict(kwargs))
 
 
-def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program | StagedProgram:
+def program_of(
+    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Program | StagedProgram:
     """Emit a plan and validate the program.
 
     Args:
@@ -231,7 +404,8 @@ def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...]
 def staged_trace(
     plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Microbatching, Cut]:
-    """The trace of one microbatch, how microbatches make the batch, and the stages that a pipeline cuts it into.
+    """The trace of one microbatch, how microbatches make the batch, and the stages that a pipeline
+    cuts it into.
 
     Raises:
         ConstraintError, EmissionError: where the model cannot be cut so.
@@ -241,19 +415,28 @@ def staged_trace(
     try:
         return part, how, cut(part, positions) if positions else Cut((part,), (), {})
     except CutError as error:
-        raise ChangedPlanError(f"the model cannot be cut as the plan says: {error.what}", where=error.where) from error
+        raise ChangedPlanError(
+            f"the model cannot be cut as the plan says: {error.what}", where=error.where
+        ) from error
 
 
 def planned_part(
     plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Microbatching]:
-    """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make the batch."""
+    """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make
+    the batch."""
     pipeline = _pipeline(plan)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
     part, how = trace_part(
-        model, alone, args, kwargs, pipeline.num_microbatches, precision=plan.options.get("precision"),
-        inference=plan.options.get("inference", False), independent=pipeline.independent,
-    )  # fmt: skip
+        model,
+        alone,
+        args,
+        kwargs,
+        pipeline.num_microbatches,
+        precision=plan.options.get("precision"),
+        inference=plan.options.get("inference", False),
+        independent=pipeline.independent,
+    )
     return by_rows(part, plan.loss_rows), how
 
 

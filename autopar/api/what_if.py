@@ -6,37 +6,129 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
-from autopar.api.changing import changed, obeyed_by
-from autopar.api.fitting import check_fits
-from autopar.api.hardware import as_hardware, of_plan, planned_for
+from autopar.api.arguments import (
+    Example,
+    MeshLike,
+    as_call,
+    as_hardware,
+    as_mesh,
+    of_plan,
+    planned_for,
+)
+from autopar.api.options import PlanRequest
+from autopar.api.plan_options import check_fits, options_of, recorded
 from autopar.api.planning import plan_told
-from autopar.api.recorded import options_of, recorded
-from autopar.api.request import PlanRequest
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints import Constraint
-from autopar.constraints.elsewhere import elsewhere
-from autopar.devices import HardwareLike
+from autopar.constraints.text import parse_constraint
+from autopar.constraints.together import elsewhere
+from autopar.constraints.words import in_words
+from autopar.core.garbage import collected_seldom
+from autopar.core.hardware import Hardware, profile_of
+from autopar.core.mesh import HardwareLike, Mesh
+from autopar.core.units import seconds, share, size
 from autopar.emit import returned_of
-from autopar.errors import PlanError
-from autopar.garbage import collected_seldom
-from autopar.hardware import Hardware, profile_of
-from autopar.mesh import Mesh
-from autopar.planning.axes import notes, without_stages
-from autopar.planning.carrying import Carried, carried
-from autopar.planning.flips import all_flips
-from autopar.planning.repricing import repriced
+from autopar.errors import ConstraintError, PlanError
+from autopar.planner.reprice import repriced
+from autopar.planner.sensitivity import all_flips
+from autopar.planner.transfer_plan import Carried, carried, notes, without_stages
 from autopar.plans import Flips, Plan
+from autopar.program.executor import Returned
 from autopar.request import PlanOptions, as_constraints
-from autopar.run.returned import Returned
-from autopar.units import seconds, share, size
+
+# --------------------------------------------------------------------------------------------------
+# What a plan was forced to, with some of it left out and more of it asked for.
+
+_NUMBER = "num_microbatches"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The options without what is left out, and what is asked for beside the rest; as their user
+    writes both."""
+
+    options: PlanOptions
+    more: tuple[Constraint, ...]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """``without fsdp(), with ddp(axes=['gpu'])``; nothing where nothing changes."""
+        parts = (("without", self.left_out), ("with", tuple(map(in_words, self.more))))
+        return ", ".join(f"{word} {' and '.join(said)}" for word, said in parts if said)
+
+
+def changed(
+    options: PlanOptions, without: Iterable[str | Constraint], more: Iterable[Constraint]
+) -> Change:
+    """Leave out and add.
+
+    Args:
+        options: a plan's. without: constraints that it obeys, or texts: the name of all of one kind
+            (``fsdp``, ``num_microbatches``), or one as a call (``layout("*.up", weight="R
+            S(0)")``).
+
+    Raises:
+        ConstraintError: where the plan obeys none such, or obeys already what is to be added, or a
+            text cannot be read.
+    """
+    left_out: list[str] = []
+    for what in without:
+        options, gone = _without(options, what)
+        left_out += gone
+    obeyed, more = obeyed_by(options), tuple(more)
+    for constraint in more:
+        if in_words(constraint) in obeyed:
+            raise ConstraintError(
+                f"the plan obeys {in_words(constraint)} already",
+                remedy="ask for another constraint, or for none",
+            )
+    return Change(options, more, tuple(left_out))
+
+
+def obeyed_by(options: PlanOptions) -> tuple[str, ...]:
+    """All that is forced, as its user writes it."""
+    number = (
+        () if options.num_microbatches == "auto" else (f"{_NUMBER}={options.num_microbatches}",)
+    )
+    return (*map(in_words, options.constraints), *number)
+
+
+def _without(options: PlanOptions, what: str | Constraint) -> tuple[PlanOptions, Sequence[str]]:
+    """The options without it, and what is left out as its user writes it."""
+    is_name = isinstance(what, str) and "(" not in what
+    said = (
+        in_words(what if isinstance(what, Constraint) else parse_constraint(what))
+        if not is_name
+        else str(what).strip()
+    )
+    gone = [each for each in obeyed_by(options) if said == (_name(each) if is_name else each)]
+    if not gone:
+        there = obeyed_by(options)
+        remedy = (
+            f"name one of those that it obeys: {', '.join(there)}"
+            if there
+            else "the plan obeys none: leave out nothing"
+        )
+        raise ConstraintError(f"the plan obeys no constraint {said}", remedy=remedy)
+    kept = tuple(c for c in options.constraints if in_words(c) not in gone)
+    free = any(_name(each) == _NUMBER for each in gone)
+    return (
+        replace(
+            options, constraints=kept, num_microbatches="auto" if free else options.num_microbatches
+        ),
+        gone,
+    )
+
+
+def _name(said: str) -> str:
+    return said.partition("(")[0].partition("=")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +136,16 @@ class WhatIf:
     """A plan on other hardware.
 
     Attributes:
-        plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
-        best: the plan made there, with the same options and constraints. budget_bytes: per device there; where stages' devices have other
-            budgets, peak and budget are those of the device that has least left.
-        flips: the choices of `best` that the least change of the hardware would turn, where they were asked for, or why there are none.
+        plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's
+            decisions there.
+        best: the plan made there, with the same options and constraints. budget_bytes: per device
+            there; where stages' devices have other budgets, peak and budget are those of the device
+            that has least left.
+        flips: the choices of `best` that the least change of the hardware would turn, where they
+            were asked for, or why there are none.
         notes: what is to be known of axes that only one of the meshes has.
-        change: which of the plan's constraints `best` need not obey, and which it obeys beside the others.
+        change: which of the plan's constraints `best` need not obey, and which it obeys beside the
+            others.
     """
 
     plan: Plan
@@ -69,7 +165,8 @@ class WhatIf:
 
     @property
     def regret(self) -> float:
-        """By which share the plan is slower than the one made there. Below 0 by the gap at most, unless the plan does not fit."""
+        """By which share the plan is slower than the one made there. Below 0 by the gap at most,
+        unless the plan does not fit."""
         return self.step_s / self.best.prediction.step_s - 1
 
     @property
@@ -79,18 +176,40 @@ class WhatIf:
 
     def __str__(self) -> str:
         peak, budget = size(self.peak_bytes), size(self.budget_bytes)
-        where = self.hardware if self.best.mesh.axes == self.plan.mesh.axes else f"{self.hardware} and mesh {self.best.mesh}"
+        where = (
+            self.hardware
+            if self.best.mesh.axes == self.plan.mesh.axes
+            else f"{self.hardware} and mesh {self.best.mesh}"
+        )
         before, made = self.plan.prediction.step_s, self.best.prediction
         forced = ", ".join(obeyed_by(recorded(self.best)))
-        under = f", {forced} forced{'' if self.change else ' as well'}," if forced else ", nothing forced," if self.change else ""
+        under = (
+            f", {forced} forced{'' if self.change else ' as well'},"
+            if forced
+            else ", nothing forced,"
+            if self.change
+            else ""
+        )
         return "\n".join(
             (
-                f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: planned for {self.plan.fingerprint.profile},"
-                f" asked about {' '.join(filter(None, (where, self.change)))}",
-                f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on {self.plan.fingerprint.profile})"
-                f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
-                f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
-                f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
+                (
+                    f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}:"
+                    f" planned for {self.plan.fingerprint.profile}, asked about"
+                    f" {' '.join(filter(None, (where, self.change)))}"
+                ),
+                (
+                    f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on"
+                    f" {self.plan.fingerprint.profile}) and"
+                    f" {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device"
+                ),
+                (
+                    f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of"
+                    f" {size(made.peak_bytes)}"
+                ),
+                (
+                    f"regret {share(self.regret, signed=True)}; against the proven bound at most"
+                    f" {share(self.most_regret, signed=True)}"
+                ),
                 *self.notes,
                 *filter(None, (str(self.flips),)),
             )
@@ -110,29 +229,35 @@ def what_if(
     without: Sequence[str | Constraint] = (),
     num_flips: int = 0,
 ) -> WhatIf:
-    """What a plan would take on other hardware, and how much a plan made there, or under other constraints, would gain.
+    """What a plan would take on other hardware, and how much a plan made there, or under other
+    constraints, would gain.
 
-    The plan's decisions are priced again there, its layouts, recomputation and collectives as they are. Then the model is planned
-    there anew with the options that the plan records, but for the constraints that are left out or added.
+    The plan's decisions are priced again there, its layouts, recomputation and collectives as they
+    are. Then the model is planned there anew with the options that the plan records, but for the
+    constraints that are left out or added.
 
     Args:
         batch: the example inputs that the plan was made with.
         hardware: as in `plan`; by default the plan's.
-        mesh: where links, axes or their sizes are others; by default the plan's. An axis is the plan's of the same name. One that is new
-            repeats the same work; one that is not there has size 1, and so what the plan splits over it is whole. Stages stay as they
-            are, so their axis keeps its size. What moves between the plan's layouts is the cheapest there.
-        memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
-            memory less 10 %.
-        constraints: what the plan made there obeys beside the plan's, as in `plan`; over the axes of the mesh there.
-        without: which of the plan's it need not obey: constraints, or texts: ``fsdp`` for all of that name, ``num_microbatches``, or one
-            as it was written, ``pipeline("node")``.
-        num_flips: for so many choices of the plan made there, or of each of its stages, those with the closest runner-ups, also say at
-            which change of the hardware they turn.
+        mesh: where links, axes or their sizes are others; by default the plan's. An axis is the
+            plan's of the same name. One that is new repeats the same work; one that is not there
+            has size 1, and so what the plan splits over it is whole. Stages stay as they are, so
+            their axis keeps its size. What moves between the plan's layouts is the cheapest there.
+        memory_bytes: budget per device; by default the plan's, where its user set one or the
+            hardware is the same, else the device's memory less 10 %.
+        constraints: what the plan made there obeys beside the plan's, as in `plan`; over the axes
+            of the mesh there.
+        without: which of the plan's it need not obey: constraints, or texts: ``fsdp`` for all of
+            that name, ``num_microbatches``, or one as it was written, ``pipeline("node")``.
+        num_flips: for so many choices of the plan made there, or of each of its stages, those with
+            the closest runner-ups, also say at which change of the hardware they turn.
 
     Raises:
-        PlanError: where the plan is for another model, or its decisions cannot be taken on that mesh: no axis has a name of the plan's, the
-            stages' has another size, or a microbatch cannot be split as the plan splits it.
-        ConstraintError: where a constraint cannot hold there, or the plan obeys none of those that are to be left out.
+        PlanError: where the plan is for another model, or its decisions cannot be taken on that
+            mesh: no axis has a name of the plan's, the stages' has another size, or a microbatch
+            cannot be split as the plan splits it.
+        ConstraintError: where a constraint cannot hold there, or the plan obeys none of those that
+            are to be left out.
         InfeasibleError: where no plan fits the other hardware.
     """
     args, kwargs = as_call(batch)
@@ -141,35 +266,69 @@ def what_if(
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
     options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
-    change = changed(options, (without,) if isinstance(without, str | Constraint) else without, as_constraints(constraints))
+    change = changed(
+        options,
+        (without,) if isinstance(without, str | Constraint) else without,
+        as_constraints(constraints),
+    )
     if there.axes == plan.mesh.axes:
         peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
         found = Carried(repriced(plan, part, there, devices, options), peaks)
     else:
-        found = carried(plan, part, there, devices, options, _bytes_of(trace), _returned(plan, model, trace, args, kwargs))
+        found = carried(
+            plan,
+            part,
+            there,
+            devices,
+            options,
+            _bytes_of(trace),
+            _returned(plan, model, trace, args, kwargs),
+        )
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
-    options = change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
+    options = (
+        change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
+    )
     options = replace(options, constraints=(*options.constraints, *change.more))
     best = plan_told(PlanRequest(model, there, devices, options), args, kwargs)[1].plan
     turning = Flips()
     if num_flips:
-        turning = all_flips(best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips)
-    return WhatIf(plan, devices.name, found.step_s, peak_bytes, best, budget_bytes, turning, notes(plan, there), str(change))
+        turning = all_flips(
+            best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips
+        )
+    return WhatIf(
+        plan,
+        devices.name,
+        found.step_s,
+        peak_bytes,
+        best,
+        budget_bytes,
+        turning,
+        notes(plan, there),
+        str(change),
+    )
 
 
 @collected_seldom()
 def flips(
-    plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: HardwareLike | None = None
+    plan: Plan,
+    model: nn.Module,
+    batch: Example,
+    *,
+    most: int = 5,
+    hardware: HardwareLike | None = None,
 ) -> Flips:
-    """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them. A tuple, which
-    where it is empty says why, as `why` and when it is printed.
+    """At which change of the hardware close choices of a plan turn, the least change first;
+    `autopar.explain` shows them. A tuple, which where it is empty says why, as `why` and when it is
+    printed.
 
-    The chosen strategy of an op and its runner-up are priced again where a link, or compute, is faster or slower, all else as in the
-    plan. A plan made for that hardware may change other choices sooner.
+    The chosen strategy of an op and its runner-up are priced again where a link, or compute, is
+    faster or slower, all else as in the plan. A plan made for that hardware may change other
+    choices sooner.
 
     Args:
         batch: the example inputs that the plan was made with.
-        most: so many choices, those with the closest runner-ups, are looked at; in a plan with stages, of each stage.
+        most: so many choices, those with the closest runner-ups, are looked at; in a plan with
+            stages, of each stage.
         hardware: the profile that the plan was made for, where it is not found under its name.
 
     Raises:
@@ -179,29 +338,50 @@ def flips(
     devices = of_plan(plan, hardware)
     if devices.hash != plan.fingerprint.profile_hash:
         what = f"the plan was made for another profile than this {devices.name}"
-        raise PlanError(what, remedy="pass the one that it was made for as hardware=, or ask autopar.what_if about this one")
+        raise PlanError(
+            what,
+            remedy=(
+                "pass the one that it was made for as hardware=, or ask autopar.what_if about"
+                " this one"
+            ),
+        )
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
     part = _part(plan, model, trace, args, kwargs)
     return all_flips(plan, part, plan.mesh, devices, options_of(plan, devices, None), most=most)
 
 
-def _part(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+def _part(
+    plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Trace:
     """What a plan is for: the captured call, or one microbatch of it."""
-    return as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
+    return (
+        as_planned(trace, plan)
+        if plan.pipeline is None
+        else planned_part(plan, model, trace, args, kwargs)[0]
+    )
 
 
-def _returned(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Returned | None:
+def _returned(
+    plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Returned | None:
     """What calls of a pipeline return, None without one."""
     if plan.pipeline is None:
         return None
-    return returned_of(*planned_part(plan, model, trace, args, kwargs), plan.options.get("outputs", "dtensor"))
+    return returned_of(
+        *planned_part(plan, model, trace, args, kwargs), plan.options.get("outputs", "dtensor")
+    )
 
 
-def _tightest(plan: Plan, found: Carried, devices: Hardware, options: PlanOptions) -> tuple[int, int]:
+def _tightest(
+    plan: Plan, found: Carried, devices: Hardware, options: PlanOptions
+) -> tuple[int, int]:
     """Peak and budget of the device that has least left of what it has."""
     axis = plan.pipeline.axis if plan.pipeline else ""
-    pairs = [(peak, options.budget(profile_of(devices, axis, rank))) for rank, peak in enumerate(found.peaks)]
+    pairs = [
+        (peak, options.budget(profile_of(devices, axis, rank)))
+        for rank, peak in enumerate(found.peaks)
+    ]
     return max(pairs, key=lambda pair: pair[0] / pair[1])
 
 
@@ -213,5 +393,7 @@ def _bytes_of(trace: Trace) -> int:
 def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
     """The options for another mesh, as a user would write them there."""
     stages = plan.pipeline.axis if plan.pipeline else ""
-    constraints = elsewhere(options.constraints, without_stages(plan, plan.mesh), without_stages(plan, mesh), stages)
+    constraints = elsewhere(
+        options.constraints, without_stages(plan, plan.mesh), without_stages(plan, mesh), stages
+    )
     return replace(options, constraints=constraints)

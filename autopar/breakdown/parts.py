@@ -1,36 +1,281 @@
-"""What a plan says about each module: layouts, the parallelism they amount to, time, communication and memory.
+"""What a plan says about each module: layouts, the parallelism they amount to, time, communication
+and memory.
 
-Terms. A *part* is one module pattern (``model.layers.*.mlp.up_proj``) with all the copies that took the same decisions;
-copies that took others are a part of their own. The *main op* of a part is the forward op that decides what it computes:
-a matmul, convolution, attention or embedding where it has one, else the one that takes longest.
+Terms. A *part* is one module pattern (``model.layers.*.mlp.up_proj``) with all the copies that took
+the same decisions; copies that took others are a part of their own. The *main op* of a part is the
+forward op that decides what it computes: a matmul, convolution, attention or embedding where it has
+one, else the one that takes longest.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Protocol
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autopar.breakdown.grouping import BEFORE, CROSSING, Group, Instances, crosses, grouped, index_of, starred
-from autopar.breakdown.words import ROLES, parallelism_of
-from autopar.collective import Collective
-from autopar.layout import Layout
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout, Strategy
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
 
-_LAYOUT_FREE = ("getitem",)  # picks one of several results: says nothing about what a module takes or gives
+# --------------------------------------------------------------------------------------------------
+# Which module each decision of a plan belongs to, and which copies of it.
+
+INPUTS = "(inputs)"  # the part that stands for the batch
+BEFORE, BEHIND = (
+    "(from the stage before)",
+    "(from the stage behind)",
+)  # the parts that stand for what crosses between stages
+CROSSING = (BEFORE, BEHIND)
+Instances = tuple[tuple[int, ...], ...]
+_FIELD = re.compile(r"\{\d+\}")
+_CROSSES = re.compile(r"/(forward|backward)/\d+(/.+)?/(input|output)$")
+
+
+@dataclass(slots=True)
+class Group:
+    """Decisions and forward nodes of one part, while they are gathered."""
+
+    module: str
+    instances: Instances
+    entries: list[Entry] = field(default_factory=list)
+    nodes: list[tuple[NodeChoice, Entry]] = field(default_factory=list)
+
+
+def starred(path: str) -> str:
+    """A node's path with ``*`` for every index of repeated layers."""
+    return _FIELD.sub("*", path)
+
+
+def crosses(node: str) -> bool:
+    """Tell whether a node pattern stands for what comes from another stage, or goes there.
+
+    Such are named by the node that makes them. A tensor of the batch may have slashes in its name,
+    too, and what each microbatch is given of the batch is named by a node and the words for that.
+    """
+    return _CROSSES.search(node) is not None
+
+
+def owner(node: str) -> str:
+    """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that
+    holds it."""
+    if crosses(node):
+        return BEFORE if node.endswith("/input") else BEHIND
+    border = node.rpartition("/")[2]
+    if border in ("input", "output"):
+        return INPUTS if border == "input" else ""
+    path, kind = node.split("/")[:2]
+    if kind in ("parameter", "buffer", "storage"):
+        path = path.rpartition(".")[0]
+    return starred(path)
+
+
+def grouped(plan: Plan) -> list[Group]:
+    """One group per module and set of copies, computing modules in forward order first."""
+    groups: list[Group] = []
+    for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
+        _group_of(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
+        if entry.kind == "compute" and entry.phase == "forward":
+            for choice in entry.nodes:
+                _group_of(groups, owner(choice.node), entry.instances).nodes.append((choice, entry))
+    return groups
+
+
+def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
+    for group in groups:
+        if group.module == module and set(instances) <= set(group.instances):
+            return group
+    for group in groups:
+        if group.module == module and set(instances) >= set(group.instances):
+            group.instances = instances
+            return group
+    groups.append(Group(module, instances))
+    return groups[-1]
+
+
+def _decides(group: Group, node: str) -> bool:
+    """Tell whether one of a group's decisions is about a node.
+
+    Args:
+        group: of the plan.
+        node: pattern of the node.
+
+    Returns:
+        Whether it is.
+    """
+    return any(choice.node == node for entry in group.entries for choice in entry.nodes)
+
+
+def index_of(groups: list[Group], node: str, instances: Instances) -> int:
+    """Find the group that a node's communication or kept value is counted with.
+
+    A module that decides nothing by itself has no group: one that only reshapes, say, whose nodes
+    follow another module's decision. What its nodes move is counted with that decision.
+
+    Args:
+        groups: of the plan, as `grouped` gives them; a module that the plan decides nothing for is
+            added.
+        node: pattern of the node.
+        instances: copies of it.
+
+    Returns:
+        The index of the group that has the copies, or most of them.
+    """
+    module = owner(node)
+    mine = [i for i, group in enumerate(groups) if group.module == module]
+    mine = mine or [i for i, group in enumerate(groups) if _decides(group, node)]
+    if not mine:
+        groups.append(Group(module, instances))
+        return len(groups) - 1
+    return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))
+
+
+# --------------------------------------------------------------------------------------------------
+# The words for layouts and for the parallelism that they amount to.
+#
+# How a mesh axis works on a part follows from its main op's layouts on that axis, by the first of
+# these that holds:
+#
+# experts experts only: their weights are split by experts, dim 0 tensor the weight is sharded as
+# the op reads it; without a weight, a dim from 2 on of the result is (features), or of the first
+# operand heads attention only: the heads are sharded (dim 1 of ``[batch, heads, sequence,
+# features]``) data dim 0 of the activation, which is the batch, is sharded space convolution
+# only: a dim from 2 on of ``[batch, channels, space…]`` is sequence dim 1 (2 in attention) is; of
+# a matmul's activation any dim but the first replicated every device on the axis does the same
+#
+# Sharding a weight in its storage layout only is said beside it, per axis:
+#
+# ZeRO-3 the weight rests sharded and is gathered for use; a gathered copy is not kept for
+# backward ZeRO-2 the same, and the gathered copy is kept from forward to backward ZeRO-1 as
+# ZeRO-2, through a step of several microbatches, whose gradients add up as partial sums
+#
+# A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as
+# the weight. "on the hosts" stands where some weight of the part rests there.
+
+PARALLELISMS = ("data", "sequence", "space", "heads", "experts", "tensor", "replicated")
+
+# Main ops by rank: op → (operand that is the activation, operand that is the weight).
+ROLES = {
+    "dot": (0, 1),
+    "convolution": (0, 1),
+    "attention": (0, None),
+    "flex_attention": (0, None),
+    "embedding": (1, 0),
+    "experts": (0, 3),
+}
+
+
+class Parallel(Protocol):
+    """What has a parallelism per mesh axis, and weights that are gathered or not."""
+
+    @property
+    def parallelism(self) -> tuple[str, ...]: ...
+
+    @property
+    def sharded(self) -> tuple[str, ...]: ...
+
+    @property
+    def offloaded(self) -> bool: ...
+
+
+def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
+    """How mesh axis `axis` works on a part whose main op is `op`: one of `PARALLELISMS`."""
+    activation, weight = ROLES.get(op, (None, None))
+    if weight is not None and (of_weight := _dim(strategy.inputs[weight], axis)) is not None:
+        return "experts" if op == "experts" and of_weight == 0 else "tensor"
+    if activation is not None:
+        dim = _dim(strategy.inputs[activation], axis)
+        if op in ("attention", "flex_attention"):
+            return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
+        if op == "convolution" and dim is not None and dim >= 2:
+            return "space"
+        return "replicated" if dim is None else "data" if dim == 0 else "sequence"
+    for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
+        dim = _dim(layout, axis)
+        if dim is not None:
+            return {0: "data", 1: "sequence"}.get(dim, "tensor")
+    return "replicated"
+
+
+def _dim(layout: Layout, axis: int) -> int | None:
+    placement = layout.placements[axis]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def label(part: Parallel, names: Sequence[str]) -> str:
+    """The parallelism in words: ``data over node, sequence over gpu; weights ZeRO-3 over node
+    and gpu, on the hosts``."""
+    said = over(part.parallelism, names, PARALLELISMS)
+    if set(part.parallelism) == {"replicated"}:
+        said = "replicated"
+    sharded = over(part.sharded, names, ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
+    rest = ", ".join(filter(None, (sharded, "on the hosts" if part.offloaded else "")))
+    return f"{said}; weights {rest}" if rest else said
+
+
+def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> str:
+    """Which word holds over which axes, ``data over node, tensor over gpu``."""
+    by_word = {
+        word: [name for name, w in zip(names, words, strict=True) if w == word] for word in known
+    }
+    return ", ".join(f"{word} over {' and '.join(axes)}" for word, axes in by_word.items() if axes)
+
+
+_DIMS: Mapping[str, tuple[str, ...]] = {
+    "weight": ("rows", "columns"),
+    "activation": ("batch", "sequence", "features"),
+    "image": ("batch", "channels", "space 0", "space 1", "space 2"),
+}
+
+
+def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
+    """A layout in words: ``rows over gpu, then node``; splitters of one dim come outermost first.
+
+    Args:
+        role: ``weight``, ``activation`` or ``image``, which say what the dims are called.
+    """
+    said = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
+    return f"{said}, on the hosts" if layout.host else said
+
+
+def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterator[str]:
+    for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
+        called = dims[dim] if dim < len(dims) else f"dim {dim}"
+        halo = layout.halo(dim)
+        around = (
+            f" with a halo of {halo.before} and {halo.after}"
+            if halo
+            else ", mirrored"
+            if layout.is_mirrored(dim)
+            else ""
+        )
+        yield (
+            f"{called} over {', then '.join(names[axis] for axis in layout.splitters(dim))}{around}"
+        )
+    sums = [names[axis] for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    if sums:
+        yield f"partial over {' and '.join(sums)}"
+
+
+_LAYOUT_FREE = (
+    "getitem",
+)  # picks one of several results: says nothing about what a module takes or gives
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter: its name within the module, storage layout, and the layouts in which ops read it.
+    """A parameter: its name within the module, storage layout, and the layouts in which ops read
+    it.
 
     Attributes:
         kept: whether a gathered copy is kept from forward to backward.
-        working: in which layout it is held through a step; that of storage, or a gathered copy. sums: in which its gradients add up.
+        working: in which layout it is held through a step; that of storage, or a gathered copy.
+            sums: in which its gradients add up.
     """
 
     name: str
@@ -43,7 +288,8 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Collectives of one kind on one axis in one phase: how many run on a device, the bytes it puts in, their time.
+    """Collectives of one kind on one axis in one phase: how many run on a device, the bytes it puts
+    in, their time.
 
     What is received from another stage is of kind ``receive``, on axis -1, and puts nothing in.
     """
@@ -58,14 +304,20 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module pattern with the copies that took the same decisions. Times and bytes are per device, of all copies.
+    """One module pattern with the copies that took the same decisions. Times and bytes are per
+    device, of all copies.
 
     Attributes:
-        module: the path, ``*`` for indices that go through repeated modules; ``""`` is the model itself. pattern: ``*`` for every index.
-        instances: the indices of its copies. copies: the same as text, where the module has other parts too.
-        parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-1`` to ``ZeRO-3`` or ``""`` per mesh axis.
-        enters, leaves: layouts of the activation that the first forward op reads and of the one that the last makes.
-        kept_bytes: kept for backward, gathered weights included. recomputed: ops that backward runs again.
+        module: the path, ``*`` for indices that go through repeated modules; ``""`` is the model
+            itself. pattern: ``*`` for every index.
+        instances: the indices of its copies. copies: the same as text, where the module has other
+            parts too.
+        parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-1`` to ``ZeRO-3`` or
+            ``""`` per mesh axis.
+        enters, leaves: layouts of the activation that the first forward op reads and of the one
+            that the last makes.
+        kept_bytes: kept for backward, gathered weights included. recomputed: ops that backward runs
+            again.
         recompute_s: their time, as forward's; it is within `compute_s`.
         entries: all decisions of the part; main: the one that the main op belongs to.
     """
@@ -104,48 +356,77 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The module pattern, with the copies where they are not all of the module's: ``layers.* [0-30]``."""
+        """The module pattern, with the copies where they are not all of the module's: ``layers.*
+        [0-30]``."""
         return (self.module or "(model)") + (f" [{self.copies}]" if self.copies else "")
 
     def matches(self, pattern: str) -> bool:
-        """Whether `pattern`, a module path with shell wildcards, names the module or one of its copies."""
+        """Whether `pattern`, a module path with shell wildcards, names the module or one of its
+        copies."""
         form = self.pattern.replace("*", "{}")
-        names = {self.module, self.pattern, *(form.format(*i) for i in self.instances if len(i) == self.pattern.count("*"))}
+        names = {
+            self.module,
+            self.pattern,
+            *(form.format(*i) for i in self.instances if len(i) == self.pattern.count("*")),
+        }
         return any(fnmatchcase(name, pattern) for name in names)
 
 
 def breakdown(plan: Plan) -> tuple[Part, ...]:
     """The parts of a plan, in the order in which forward reaches them.
 
-    The parts' compute and communication times add up to the prediction's, their kept bytes to its activations.
+    The parts' compute and communication times add up to the prediction's, their kept bytes to its
+    activations.
     """
     groups = grouped(plan)
     transfers: dict[int, list[Communication]] = {}
     kept: dict[int, list[Kept]] = {}
     for communication in plan.communications:
-        transfers.setdefault(index_of(groups, communication.node, communication.instances), []).append(communication)
+        transfers.setdefault(
+            index_of(groups, communication.node, communication.instances), []
+        ).append(communication)
     for value in plan.kept:
         kept.setdefault(index_of(groups, value.node, value.instances), []).append(value)
-    parts = [_part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)]
-    parts = [part for part in parts if part.compute_s or part.transfers or part.kept_bytes or part.weights]
+    parts = [
+        _part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)
+    ]
+    parts = [
+        part
+        for part in parts
+        if part.compute_s or part.transfers or part.kept_bytes or part.weights
+    ]
     repeated = {prefix for part in parts for prefix, indices in _indices(part) if len(indices) > 1}
     parts = [replace(part, module=_path(part, repeated), pattern=part.module) for part in parts]
     num_parts = Counter(part.module for part in parts)
-    return tuple(replace(part, copies=copies_of(part.instances) if num_parts[part.module] > 1 else "") for part in parts)
+    return tuple(
+        replace(part, copies=copies_of(part.instances) if num_parts[part.module] > 1 else "")
+        for part in parts
+    )
 
 
 def _indices(part: Part) -> Iterator[tuple[str, set[int]]]:
     """Of each ``*`` of a part the path up to it, and the indices that stand there."""
     pieces = part.module.split("*")
     if all(len(i) == len(pieces) - 1 for i in part.instances):
-        yield from (("*".join(pieces[: k + 1]), {i[k] for i in part.instances}) for k in range(len(pieces) - 1))
+        yield from (
+            ("*".join(pieces[: k + 1]), {i[k] for i in part.instances})
+            for k in range(len(pieces) - 1)
+        )
 
 
 def _path(part: Part, repeated: Container[str]) -> str:
-    """The path with those indices that go through no repeated modules, such as a place in a Sequential within each layer."""
-    shown = ["*" if prefix in repeated or len(indices) != 1 else str(*indices) for prefix, indices in _indices(part)]
+    """The path with those indices that go through no repeated modules, such as a place in a
+    Sequential within each layer."""
+    shown = [
+        "*" if prefix in repeated or len(indices) != 1 else str(*indices)
+        for prefix, indices in _indices(part)
+    ]
     pieces = part.module.split("*")
-    return "".join(itertools.chain(*zip(pieces, shown, strict=False), pieces[-1:])) if shown else part.module
+    return (
+        "".join(itertools.chain(*zip(pieces, shown, strict=False), pieces[-1:]))
+        if shown
+        else part.module
+    )
 
 
 def copies_of(instances: Instances) -> str:
@@ -159,9 +440,13 @@ def copies_of(instances: Instances) -> str:
     return ",".join("-".join(map(str, stretch)) for stretch in stretches)
 
 
-def _part(plan: Plan, group: Group, communications: Iterable[Communication], kept: Iterable[Kept]) -> Part:
+def _part(
+    plan: Plan, group: Group, communications: Iterable[Communication], kept: Iterable[Kept]
+) -> Part:
     communications, kept = list(communications), list(kept)
-    weights = tuple(_weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter")
+    weights = tuple(
+        _weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter"
+    )
     part = Part(group.module, group.instances, weights=weights, entries=tuple(group.entries))
     axes = range(len(plan.mesh.axes))
     again = [entry for entry in group.entries if entry.recompute]
@@ -179,26 +464,43 @@ def _part(plan: Plan, group: Group, communications: Iterable[Communication], kep
         return _crossing(part, len(axes))
     if not group.nodes:
         return replace(part, parallelism=("replicated",) * len(axes))
-    main, entry = max(group.nodes, key=lambda n: (op_of(n[0].node) in ROLES, n[1] in group.entries, n[1].time_s))
+    main, entry = max(
+        group.nodes, key=lambda n: (op_of(n[0].node) in ROLES, n[1] in group.entries, n[1].time_s)
+    )
     op = op_of(main.node)
     return replace(
         part,
         parallelism=tuple(parallelism_of(op, main.strategy, axis) for axis in axes),
         enters=next((read for read in map(_activation, group.nodes) if read is not None), None),
-        leaves=next((c.strategy.outputs[0] for c, _ in reversed(group.nodes) if op_of(c.node) not in _LAYOUT_FREE), None),
+        leaves=next(
+            (
+                c.strategy.outputs[0]
+                for c, _ in reversed(group.nodes)
+                if op_of(c.node) not in _LAYOUT_FREE
+            ),
+            None,
+        ),
         main_op=op,
         main=entry,
     )
 
 
 def _crossing(part: Part, num_axes: int) -> Part:
-    """The part of what crosses between stages: its decisions are the layouts in which it does, their time is that of waiting for it."""
+    """The part of what crosses between stages: its decisions are the layouts in which it does,
+    their time is that of waiting for it."""
     phase = "forward" if part.module == BEFORE else "backward"
     received = Transfer(phase, "receive", -1, len(part.entries), 0, part.compute_s)
     strategies = [entry.nodes[0].strategy for entry in part.entries]
     layout = next((x for s in strategies for x in (*s.outputs, *s.inputs)), None)
     transfers = (received, *part.transfers) if part.compute_s else part.transfers
-    return replace(part, parallelism=("",) * num_axes, enters=layout, leaves=layout, compute_s=0.0, transfers=transfers)
+    return replace(
+        part,
+        parallelism=("",) * num_axes,
+        enters=layout,
+        leaves=layout,
+        compute_s=0.0,
+        transfers=transfers,
+    )
 
 
 def op_of(node: str) -> str:
@@ -220,11 +522,14 @@ def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterabl
     left = {c.source for c in arcs}
     compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (working,)
     copies = any(layout != working for k in kept if k.node == node for layout in k.layouts)
-    return Weight(starred(node.partition("/")[0]).rpartition(".")[2], storage, compute, copies, working, sums)
+    return Weight(
+        starred(node.partition("/")[0]).rpartition(".")[2], storage, compute, copies, working, sums
+    )
 
 
 def _sharded(weights: Iterable[Weight], axis: int) -> str:
-    """How weights that rest sharded on `axis` are gathered; the better sharded where they differ."""
+    """How weights that rest sharded on `axis` are gathered; the better sharded where they
+    differ."""
     words = set()
     for weight in weights:
         gathered = any(isinstance(layout.placements[axis], Replicate) for layout in weight.compute)
@@ -242,18 +547,30 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
         key = (c.phase, collective.kind, collective.axis)
         before = found.get(key, Transfer(*key, 0, 0, 0.0))
         n = len(c.instances)
-        size = {"halo": collective.halo_bytes, "swap": collective.bytes // 2}.get(collective.kind, collective.bytes)  # what is sent
-        found[key] = replace(before, num=before.num + n, bytes=before.bytes + n * size, time_s=before.time_s + n * c.time_s)
+        size = {"halo": collective.halo_bytes, "swap": collective.bytes // 2}.get(
+            collective.kind, collective.bytes
+        )  # what is sent
+        found[key] = replace(
+            before,
+            num=before.num + n,
+            bytes=before.bytes + n * size,
+            time_s=before.time_s + n * c.time_s,
+        )
     return tuple(found.values())
 
 
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
-    """Bytes that a kept value adds: what rests anyway (parameters, buffers and the batch as they are stored) adds none."""
+    """Bytes that a kept value adds: what rests anyway (parameters, buffers and the batch as they
+    are stored) adds none."""
     there = (e for e in entries if e.kind != "compute" and not crosses(kept.node))
-    resting = [e.nodes[0].strategy.outputs[0] for e in there if any(c.node == kept.node for c in e.nodes)]
+    resting = [
+        e.nodes[0].strategy.outputs[0] for e in there if any(c.node == kept.node for c in e.nodes)
+    ]
     shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts if not layout.host}
     own = sum(share for layout, share in shares.items() if layout in resting)
-    return round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values()))) if shares else 0
+    return (
+        round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values()))) if shares else 0
+    )
 
 
 def _share(layout: Layout, mesh_shape: Sequence[int]) -> float:

@@ -1,18 +1,19 @@
 """What a step goes by in, as it is emitted: the parts add up to `Prediction.simulated_s`.
 
-Of a plan with stages they are those of the rank that is busy longest, of M microbatches with all its stages; what then is left of the step
-it *waits*. Of a microbatch, C seconds of compute, of which backward runs R again, of which h run beside communication that makes them s · h
-longer, and E seconds of communication beside which nothing runs, V of them for what neighbours send, take C + s · h + E.
+Of a plan with stages they are those of the rank that is busy longest, of M microbatches with all
+its stages; what then is left of the step it *waits*. Of a microbatch, C seconds of compute, of
+which backward runs R again, of which h run beside communication that makes them s · h longer, and E
+seconds of communication beside which nothing runs, V of them for what neighbours send, take C + s ·
+h + E.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.breakdown.grouping import CROSSING
-from autopar.breakdown.parts import breakdown
-from autopar.plans import Plan
+from autopar.breakdown.parts import CROSSING, breakdown
+from autopar.plans import RESTING, Pipeline, Plan
 
 WAITING = "waiting (the bubble)"
 
@@ -22,10 +23,12 @@ class StepParts:
     """Seconds of a step; they add up to `total_s`.
 
     Attributes:
-        rank: of a plan with stages, the one along the pipeline's axis whose devices are busy longest; else None.
-        compute_s: all but what is run again. again_s: what backward runs again. slowed_s: by how much compute is slower for what runs
-            beside it. exposed_s: collectives that nothing runs beside. receiving_s: what comes from other stages. handing_s: outputs that
-            go to all stages. waiting_s: nothing to do.
+        rank: of a plan with stages, the one along the pipeline's axis whose devices are busy
+            longest; else None.
+        compute_s: all but what is run again. again_s: what backward runs again. slowed_s: by how
+            much compute is slower for what runs beside it. exposed_s: collectives that nothing runs
+            beside. receiving_s: what comes from other stages. handing_s: outputs that go to all
+            stages. waiting_s: nothing to do.
     """
 
     rank: int | None
@@ -61,19 +64,65 @@ def step_parts(plan: Plan) -> StepParts:
     busy_s = [sum(stage.prediction.simulated_s for stage in stages) for stages in ranks]
     rank = max(range(len(busy_s)), key=busy_s.__getitem__)
     each = zip(*map(_busy, ranks[rank]), strict=True)
-    compute_s, again_s, slowed_s, exposed_s, arriving_s = (pipeline.num_microbatches * sum(part) for part in each)
-    waiting_s = plan.prediction.simulated_s - pipeline.num_microbatches * busy_s[rank] - pipeline.handed_s
+    compute_s, again_s, slowed_s, exposed_s, arriving_s = (
+        pipeline.num_microbatches * sum(part) for part in each
+    )
+    waiting_s = (
+        plan.prediction.simulated_s - pipeline.num_microbatches * busy_s[rank] - pipeline.handed_s
+    )
     where = rank if pipeline.axis else None
-    return StepParts(where, compute_s, again_s, slowed_s, exposed_s, arriving_s, pipeline.handed_s, waiting_s)
+    return StepParts(
+        where, compute_s, again_s, slowed_s, exposed_s, arriving_s, pipeline.handed_s, waiting_s
+    )
 
 
 def receiving_s(stage: Plan) -> float:
     """Seconds of a microbatch that a stage spends receiving from its neighbours."""
-    return sum(t.time_s for part in breakdown(stage) if part.module in CROSSING for t in part.transfers if t.kind == "receive")
+    return sum(
+        t.time_s
+        for part in breakdown(stage)
+        if part.module in CROSSING
+        for t in part.transfers
+        if t.kind == "receive"
+    )
 
 
 def _busy(plan: Plan) -> tuple[float, float, float, float, float]:
-    """Of a step, or of a stage's microbatch: compute, run again, slowed, exposed collectives, receiving."""
+    """Of a step, or of a stage's microbatch: compute, run again, slowed, exposed collectives,
+    receiving."""
     p, arriving_s = plan.prediction, receiving_s(plan)
     again_s = sum(entry.again_s * len(entry.instances) for entry in plan.entries)
-    return p.compute_s - again_s, again_s, plan.overlap.slowdown * p.hidden_s, p.exposed_s - arriving_s, arriving_s
+    return (
+        p.compute_s - again_s,
+        again_s,
+        plan.overlap.slowdown * p.hidden_s,
+        p.exposed_s - arriving_s,
+        arriving_s,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a device holds at the peak, by kind.
+
+_EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
+_KINDS = (*RESTING, *_EITHER, "transient")
+
+
+def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
+    """A rank's peak, and kind → bytes of it; of several stages on a rank all that rests in each."""
+    chunks = [stage.prediction for stage in pipeline.stages[rank :: pipeline.num_ranks]]
+    if not pipeline.rank_bytes:
+        return chunks[0].peak_bytes, chunks[0].memory_bytes
+    peak, kinds = (
+        pipeline.rank_bytes[rank],
+        {kind: sum(p.memory_bytes.get(kind, 0) for p in chunks) for kind in _KINDS},
+    )
+    rests = sum(kinds[kind] for kind in RESTING)
+    return peak, {**kinds, "transient": max(peak - rests - max(kinds[kind] for kind in _EITHER), 0)}
+
+
+def peak_kinds(kinds: Mapping[str, int]) -> dict[str, int]:
+    """Of kinds of memory those that make up the peak, in the order in which they are stacked: what
+    rests always, the larger of activations and gradients, what is transient."""
+    either = max(_EITHER, key=lambda kind: kinds.get(kind, 0))
+    return {kind: kinds[kind] for kind in (*RESTING, either, "transient") if kinds.get(kind)}

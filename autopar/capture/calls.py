@@ -1,4 +1,5 @@
-"""Whether forward takes a call at all, by its signature and by what it says of the shapes: before anything is said of the model."""
+"""Whether forward takes a call at all, by its signature and by what it says of the shapes:
+before anything is said of the model."""
 
 from __future__ import annotations
 
@@ -12,19 +13,41 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.refusals import is_torchs, user_line
+from autopar.capture.diagnostics import is_torchs, user_line
 from autopar.capture.trees import argument_name, leaves_of
+from autopar.core.keywords import close_to
 from autopar.errors import CallError, CaptureError, Where
-from autopar.keywords import close_to
 
 # Torch's own subclasses are of fakes.
-_KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError)
-_OF_FAKES = ("swap", "fake", "meta tensor", "'meta' backend", "data pointer", "not allocated", "subclass", "unbacked", "symint", "item()")
+_KINDS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+)
+_OF_FAKES = (
+    "swap",
+    "fake",
+    "meta tensor",
+    "'meta' backend",
+    "data pointer",
+    "not allocated",
+    "subclass",
+    "unbacked",
+    "symint",
+    "item()",
+)
 _LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+): ")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def check_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_call(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     """Raise CallError where the arguments do not bind to forward's signature."""
     try:
         signature.bind(*args, **kwargs)
@@ -33,44 +56,84 @@ def check_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapp
         raise CallError(what, remedy=remedy) from None
 
 
-def given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def given(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by name, those of ``**kwargs`` among them."""
     found = dict(signature.bind(*args, **kwargs).arguments)
     more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     return found | found.pop(more, {})
 
 
-def _unbound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str) -> tuple[str, str]:
+def _unbound(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str
+) -> tuple[str, str]:
     parameters = signature.parameters
     takes = f"call it as {_shown(signature)}"
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [] if any_name else [name for name in kwargs if name not in parameters or parameters[name].kind not in _BY_NAME]
-    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    places = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    unknown = (
+        []
+        if any_name
+        else [
+            name
+            for name in kwargs
+            if name not in parameters or parameters[name].kind not in _BY_NAME
+        ]
+    )
+    needed = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    places = [
+        name
+        for name, p in parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     if not args and kwargs and len(unknown) == len(kwargs) and len(needed) == 1:
         what = f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}"
-        return what, f"a mapping stands for keyword arguments; where the mapping is the one argument, pass ({needed[0]},)"
+        return (
+            what,
+            (
+                "a mapping stands for keyword arguments; where the mapping is the one argument,"
+                f" pass ({needed[0]},)"
+            ),
+        )
     if unknown:
         close = close_to(unknown[0], [name for name, p in parameters.items() if p.kind in _BY_NAME])
         meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         return f"forward() has no argument {unknown[0]!r}", meant + takes
     if len(args) > len(places) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        return f"forward() takes {len(places)} positional arguments, and {len(args)} were passed", takes
+        return (
+            f"forward() takes {len(places)} positional arguments, and {len(args)} were passed",
+            takes,
+        )
     missing = [name for name in needed if name not in kwargs and name not in places[: len(args)]]
-    return (f"forward() misses {', '.join(map(repr, missing))}" if missing else f"forward(): {otherwise}"), takes
+    return (
+        f"forward() misses {', '.join(map(repr, missing))}"
+        if missing
+        else f"forward(): {otherwise}"
+    ), takes
 
 
-def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]) -> CaptureError | None:
-    """The refusal of forward itself, where `run` calls it with tensors that have shapes and no values; None where it does not refuse.
+def refused_by_forward(
+    model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]
+) -> CaptureError | None:
+    """The refusal of forward itself, where `run` calls it with tensors that have shapes and no
+    values; None where it does not refuse.
 
-    What such tensors alone are refused for is none of the call's. It is run of a copy, whose attributes it may change.
+    What such tensors alone are refused for is none of the call's. It is run of a copy, whose
+    attributes it may change.
     """
     copied = _copied(model)
     if copied is None:
         return None
     try:
         if not any(isinstance(leaf, Tensor) for leaf in leaves_of(run(copied))):
-            return CaptureError("forward returns no tensor", remedy="let it return its loss, or the outputs of which the loss is computed")
+            return CaptureError(
+                "forward returns no tensor",
+                remedy="let it return its loss, or the outputs of which the loss is computed",
+            )
     except CaptureError as refusal:  # of a function that a capture replaces
         return refusal
     except Exception as error:
@@ -82,16 +145,20 @@ def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], lea
         shapes = shapes_of(model, leaves)
         kind = "" if isinstance(error, RuntimeError | ValueError) else f"{type(error).__name__}: "
         return CallError(
-            f"forward does not take this call: {kind}{text.splitlines()[0] if text else type(error).__name__}",
+            "forward does not take this call:"
+            f" {kind}{text.splitlines()[0] if text else type(error).__name__}",
             where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
-            remedy=f"pass what the plain model takes (this was {shapes}); if it takes this, report it",
+            remedy=(
+                f"pass what the plain model takes (this was {shapes}); if it takes this, report it"
+            ),
         )
     return None
 
 
 def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object]) -> str:
-    """The path of the module in which `run` stops, with tensors that have shapes and no values, in the function that has the line `source`;
-    empty where it does not, or where that is the model itself."""
+    """The path of the module in which `run` stops, with tensors that have shapes and no values, in
+    the function that has the line `source`; empty where it does not, or where that is the model
+    itself."""
     copied = _copied(model)
     if copied is None:
         return ""
@@ -107,20 +174,32 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
 
 
 def _stopped_in(error: BaseException, source: str) -> bool:
-    """Whether the user's innermost function where `error` was raised has the line: tensors without values may stop earlier in it."""
-    at, place = _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))), _LINE.match(source)
+    """Whether the user's innermost function where `error` was raised has the line: tensors
+    without values may stop earlier in it."""
+    at, place = (
+        _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))),
+        _LINE.match(source),
+    )
     if at is None or place is None:
         return False
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == at["file"]]
+    codes = [
+        frame.f_code
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == at["file"]
+    ]
     lines = {line for _, _, line in codes[-1].co_lines()} if codes else set()
     return at["file"] == place["file"] and int(place["line"]) in lines
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
     """A copy over the same tensors; None where an attribute of a module cannot be copied."""
-    attributes = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
+    attributes = (
+        x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)
+    )
     try:
-        return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *attributes)})
+        return copy.deepcopy(
+            model, {id(x): x for x in (*model.parameters(), *model.buffers(), *attributes)}
+        )
     except Exception:  # whatever it raises
         return None
 
@@ -132,32 +211,51 @@ def _raised_by_the_model(error: Exception) -> bool:
         inner = inner.tb_next
     if inner is None or is_torchs(inner.tb_frame.f_code.co_filename):
         return False
-    return isinstance(error, NameError) or inner.tb_frame.f_code.co_code[inner.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return (
+        isinstance(error, NameError)
+        or inner.tb_frame.f_code.co_code[inner.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    )
 
 
 def _own(error: Exception, shapes: str) -> CallError:
     text = str(error).strip()
     return CallError(
-        f"forward itself raises {type(error).__name__}{': ' + text.splitlines()[0] if text else ''}",
+        "forward itself raises"
+        f" {type(error).__name__}{': ' + text.splitlines()[0] if text else ''}",
         where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
-        remedy=f"see why the line raises it, as the plain model does, and pass what the model takes (this was {shapes})",
+        remedy=(
+            "see why the line raises it, as the plain model does, and pass what the model takes"
+            f" (this was {shapes})"
+        ),
     )
 
 
 def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
     """``x (8, 16), y (8,)``: the tensors of a call, by path."""
-    return ", ".join(f"{argument_of(path, model)} {tuple(x.shape)}" for path, x in leaves if isinstance(x, Tensor)) or "no tensor"
+    return (
+        ", ".join(
+            f"{argument_of(path, model)} {tuple(x.shape)}"
+            for path, x in leaves
+            if isinstance(x, Tensor)
+        )
+        or "no tensor"
+    )
 
 
-def called(model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]) -> set[str]:
-    """Which of these modules `run` calls, with tensors that have shapes and no values; all where that cannot be found out."""
+def called(
+    model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]
+) -> set[str]:
+    """Which of these modules `run` calls, with tensors that have shapes and no values; all where
+    that cannot be found out."""
     seen: set[str] = set()
     copied = _copied(model)
     if copied is None:
         return set(paths)
     try:
         for path in paths:
-            copied.get_submodule(path).register_forward_pre_hook(lambda _module, _args, path=path: seen.add(path))  # type: ignore[misc]
+            copied.get_submodule(path).register_forward_pre_hook(
+                lambda _module, _args, path=path: seen.add(path)
+            )  # type: ignore[misc]
         run(copied)
     except Exception:  # whatever a model raises of such tensors
         return set(paths)
@@ -171,5 +269,9 @@ def argument_of(path: str, model: nn.Module) -> str:
 
 def _shown(signature: inspect.Signature) -> str:
     """``forward(x, y, …)``: the arguments that it must have."""
-    needed = [name for name, p in signature.parameters.items() if p.default is p.empty and p.kind in (*_BY_NAME, p.POSITIONAL_ONLY)]
-    return f"forward({', '.join((*needed, '…') if len(needed) < len(signature.parameters) else needed)})"
+    needed = [
+        name
+        for name, p in signature.parameters.items()
+        if p.default is p.empty and p.kind in (*_BY_NAME, p.POSITIONAL_ONLY)
+    ]
+    return f"forward({', '.join((*needed, '…') if len(needed) < len(signature.parameters) else needed)})"  # noqa: E501

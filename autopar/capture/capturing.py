@@ -11,32 +11,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture._torch.joint import RawJoint, raw_joint
-from autopar.capture._torch.logs import prints_left_out
-from autopar.capture._torch.preparing import Prepared, prepared
-from autopar.capture._torch.raising import raises_left_out
-from autopar.capture._transformers import branches_of_eager
-from autopar.capture._transformers_caches import asks_for_documents, empty_caches, refuse_caches, without_caches
-from autopar.capture.attributes import tell_of_known, tell_of_prints, tell_of_raises, tell_of_unkept
-from autopar.capture.border import Border
 from autopar.capture.calls import argument_of, called, check_call, given
+from autopar.capture.diagnostics import ReadsInputs, of_modules, refuse_unseen
+from autopar.capture.dynamo.branches import all_finite, asks_for_finite, raises_left_out
+from autopar.capture.dynamo.joint import RawJoint, raw_joint
+from autopar.capture.dynamo.outputs import prints_left_out
+from autopar.capture.dynamo.preparing import Prepared, prepared
 from autopar.capture.execute import propagate
-from autopar.capture.finite import all_finite, asks_for_finite
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered
-from autopar.capture.labels import assign_keys, label
-from autopar.capture.mixed import settle_dtypes
-from autopar.capture.notes import of_the_model
-from autopar.capture.passes import PASSES
-from autopar.capture.passes.clean import inline_constants
-from autopar.capture.passes.random import number_draws, replace_random
-from autopar.capture.refusals import ReadsInputs, of_modules, refuse_unseen
+from autopar.capture.hugging_face import (
+    asks_for_documents,
+    branches_of_eager,
+    empty_caches,
+    refuse_caches,
+    without_caches,
+)
+from autopar.capture.normalize import PASSES
+from autopar.capture.normalize.clean import inline_constants
+from autopar.capture.normalize.random import number_draws, replace_random
+from autopar.capture.precision import settle_dtypes
+from autopar.capture.python_attributes import (
+    tell_of_known,
+    tell_of_prints,
+    tell_of_raises,
+    tell_of_unkept,
+)
 from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
+from autopar.capture.side_effects import of_the_model
+from autopar.capture.signature import Border
 from autopar.capture.tensor_kinds import refuse_state_and_inputs
-from autopar.capture.ties import refuse_overlaps
-from autopar.capture.trace import Folding, Trace
-from autopar.capture.trees import flatten_call
+from autopar.capture.trace import Folding, Trace, assign_keys, label
+from autopar.capture.trees import flatten_call, refuse_overlaps
+from autopar.core.garbage import collected_seldom
 from autopar.errors import CaptureError, Where
-from autopar.garbage import collected_seldom
 
 _MOST_REPLACED = 4  # runs that turn out not to be equal, before a model is captured in full
 
@@ -50,19 +57,24 @@ def capture(
     precision: torch.dtype | None = None,
     inference: bool = False,
 ) -> Trace:
-    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form; forward alone where nothing has a gradient.
+    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form; forward
+    alone where nothing has a gradient.
 
-    The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes and dtypes only.
+    The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes
+    and dtypes only.
 
     Args:
-        fold: capture equal layers a few at a time, and repeat them in the graph; the result is the same. Where it cannot be
-            done the model is captured in full, and the trace's `folding` says why.
-        precision: what wider floating parameters and inputs are read in (`autopar.capture.precision`).
+        fold: capture equal layers a few at a time, and repeat them in the graph; the result is the
+            same. Where it cannot be done the model is captured in full, and the trace's `folding`
+            says why.
+        precision: what wider floating parameters and inputs are read in
+            (`autopar.capture.precision`).
         inference: forward alone, though parameters may require gradients.
 
     Raises:
         CallError: the model itself does not take the call.
-        CaptureError: the model draws random numbers that no op of autopar draws, or is not one graph; it names the user's line.
+        CaptureError: the model draws random numbers that no op of autopar draws, or is not one
+            graph; it names the user's line.
     """
     refuse_unseen(model)
     signature = inspect.signature(model.forward)
@@ -71,20 +83,29 @@ def capture(
     leaves, _ = flatten_call(args, dict(kwargs or {}))
     refuse_state_and_inputs(model, ((argument_of(path, model), leaf) for path, leaf in leaves))
     refuse_overlaps(model)
-    with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
+    with (
+        collected_seldom(),
+        prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call,
+    ):
         _refuse_called(model, call)
         with raises_left_out() as lines, prints_left_out() as printed:
             trace = _captured_somehow(model, call, fold)
     tell_of_raises(lines)
     tell_of_prints(printed)
-    known = [position for position, value in trace.settings.items() if isinstance(value, torch.Tensor)]
+    known = [
+        position for position, value in trace.settings.items() if isinstance(value, torch.Tensor)
+    ]
     tell_of_known([argument_of(call.in_leaves[position][0], model) for position in known])
     return replace(trace, attributes=of_the_model(trace.attributes, model))
 
 
 def _refuse_called(model: nn.Module, call: Prepared) -> None:
     """Raise CaptureError at the first module that cannot be captured, if forward calls it."""
-    refusals = {refusal.where.module: refusal for refusal in of_modules(model) if isinstance(refusal.where, Where)}
+    refusals = {
+        refusal.where.module: refusal
+        for refusal in of_modules(model)
+        if isinstance(refusal.where, Where)
+    }
     reached = called(model, refusals, call.run) if refusals else set()
     for path, refusal in refusals.items():
         if path in reached:
@@ -92,8 +113,8 @@ def _refuse_called(model: nn.Module, call: Prepared) -> None:
 
 
 def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """With the branches that a transformers model takes under tracing, or else with those that eager takes, or with those for finite
-    values."""
+    """With the branches that a transformers model takes under tracing, or else with those that
+    eager takes, or with those for finite values."""
     try:
         return _captured_with_caches(model, call, fold)
     except CaptureError as refusal:
@@ -109,7 +130,8 @@ def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 
 
 def _captured_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """Without caches of keys and values, or with empty ones where the result depends on there being one."""
+    """Without caches of keys and values, or with empty ones where the result depends on there
+    being one."""
     try:
         with without_caches(model):
             return _captured_knowing(model, call, fold)
@@ -140,18 +162,25 @@ def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
             if error.run is None or len(replaced) == _MOST_REPLACED:
                 break
             replaced[error.run] = () if error.unit is None else error.run.others(error.unit)
-    return replace(_normal_form(model, raw_joint(model, call), None, call), folding=Folding((), refusal))
+    return replace(
+        _normal_form(model, raw_joint(model, call), None, call), folding=Folding((), refusal)
+    )
 
 
-def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, call: Prepared) -> Trace:
-    """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts nodes.
+def _normal_form(
+    model: nn.Module, raw: RawJoint, shortened: Shortened | None, call: Prepared
+) -> Trace:
+    """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts
+    nodes.
 
     Raises:
         NotFoldable: they cannot be repeated.
     """
     graph = raw.graph
     tell_of_unkept(raw.unkept)
-    given = zip((node for node in graph.nodes if node.op == "placeholder"), raw.placeholders, strict=True)
+    given = zip(
+        (node for node in graph.nodes if node.op == "placeholder"), raw.placeholders, strict=True
+    )
     label(graph, [node for node, (kind, _) in given if kind == "tangent"], raw.held_elsewhere)
     refuse_float8(graph)
     refuse_sparse(graph)
@@ -176,4 +205,6 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     number_draws(graph)
     assign_keys(graph)
     graph.lint()
-    return replace(border.trace(model), folding=Folding(tuple(map(str, runs)), ""), precision=call.precision)
+    return replace(
+        border.trace(model), folding=Folding(tuple(map(str, runs)), ""), precision=call.precision
+    )

@@ -1,4 +1,5 @@
-"""Walk a normal-form graph: with fake tensors for exact shapes and strides, with real ones for reference results."""
+"""Walk a normal-form graph: with fake tensors for exact shapes and strides, with real ones for
+reference results."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from autopar.ambient import as_written
-from autopar.capture._torch.fakes import new_fake_mode
-from autopar.capture.tangents import tangent_of
+from autopar.capture.dynamo.fakes import new_fake_mode
+from autopar.capture.normalize.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
+from autopar.core.autocast_state import as_written
 from autopar.errors import CaptureError, Where
 from autopar.ops.blocks import looks_alone
-from autopar.ops.elementwise import promoted_text
+from autopar.ops.score_functions import promoted_text
 
 
 def propagate(graph: fx.Graph) -> None:
-    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep shape, stride and dtype.
+    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep shape,
+    stride and dtype.
 
     Raises:
         CaptureError: where torch cannot run an op on fake tensors.
@@ -28,7 +30,9 @@ def propagate(graph: fx.Graph) -> None:
         for node in graph.nodes:
             before = node.meta.get("val")
             if node.op == "placeholder":
-                node.meta["val"] = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype)
+                node.meta["val"] = torch.empty_strided(
+                    before.shape, before.stride(), dtype=before.dtype
+                )
             elif node.op == "call_function":
                 if node.target is torch.ops.aten.view.default:
                     _make_viewable(node)
@@ -40,13 +44,21 @@ def propagate(graph: fx.Graph) -> None:
 def _check_alike(node: fx.Node, before: torch.Tensor) -> None:
     after = node.meta["val"]
     if after.shape != before.shape or after.dtype != before.dtype:
-        said = f"{before.dtype} {tuple(before.shape)} when it was captured, {after.dtype} {tuple(after.shape)} when it is run"
-        remedy = "if the plain model runs, report it; give operands that are computed with each other one dtype"
+        said = (
+            f"{before.dtype} {tuple(before.shape)} when it was captured, {after.dtype}"
+            f" {tuple(after.shape)} when it is run"
+        )
+        remedy = (
+            "if the plain model runs, report it; give operands that are computed with each other"
+            " one dtype"
+        )
         raise CaptureError(f"the op gives {said}", where=_where(node), remedy=remedy)
 
 
 def _where(node: fx.Node) -> Where:
-    return Where(op=str(node.target), module=node.meta.get("module", ""), source=node.meta.get("source", ""))
+    return Where(
+        op=str(node.target), module=node.meta.get("module", ""), source=node.meta.get("source", "")
+    )
 
 
 def _fake_call(node: fx.Node) -> Any:
@@ -87,27 +99,43 @@ def execute(
     Args:
         parameters, buffers: values by name, in the model's own shapes; further names are ignored.
         inputs: in the order of `trace.inputs`.
-        tangent: scalar by which the loss, or what stands for one (`tangent_of`), is multiplied; 1 by default.
-        dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed to it, casts to complex
-            numbers to those of its parts.
+        tangent: scalar by which the loss, or what stands for one (`tangent_of`), is multiplied; 1
+            by default.
+        dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed
+            to it, casts to complex numbers to those of its parts.
         observe: called with every node but the output, and its value.
 
     Returns:
-        The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's own shapes, those of inputs as
-        `Input.gradient_name` calls them, and the new values of mutated buffers by name.
+        The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's
+        own shapes, those of inputs as `Input.gradient_name` calls them, and the new values of
+        mutated buffers by name.
     """
     scale = 1.0 if tangent is None else float(tangent)
-    seeds = [tangent_of(o.path, o.shape, promoted_dtype(o.dtype, dtype), is_loss=o.is_loss, scale=scale) for o in trace.differentiable]
+    seeds = [
+        tangent_of(o.path, o.shape, promoted_dtype(o.dtype, dtype), is_loss=o.is_loss, scale=scale)
+        for o in trace.differentiable
+    ]
     read = [(parameters[entry.name], entry) for entry in trace.parameters]
     device = device_of((*inputs, *parameters.values()))
-    values = [x.detach().reshape(entry.view).to(x.dtype if dtype else entry.compute_dtype) for x, entry in read]
+    values = [
+        x.detach().reshape(entry.view).to(x.dtype if dtype else entry.compute_dtype)
+        for x, entry in read
+    ]
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
     values += [*inputs, *(seed.to(device) for seed in seeds)]
     with as_written():
-        results = _run(trace.graph, [promoted(value, dtype) for value in values], dtype, observe, device)
+        results = _run(
+            trace.graph, [promoted(value, dtype) for value in values], dtype, observe, device
+        )
     outputs = tuple(results[: len(trace.outputs)])
-    gradients = {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
-    gradients |= {i.gradient_name: results[i.gradient] for i in trace.given_back if i.gradient is not None}
+    gradients = {
+        entry.name: _stored(results[entry.gradient], entry)
+        for entry in trace.parameters
+        if entry.gradient is not None
+    }
+    gradients |= {
+        i.gradient_name: results[i.gradient] for i in trace.given_back if i.gradient is not None
+    }
     return outputs, gradients, {name: results[position] for name, position in trace.mutated.items()}
 
 
@@ -124,7 +152,11 @@ def _run(
     for node in graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], known.__getitem__)
-        known[node] = next(supply) if node.op == "placeholder" else _call(node, known.__getitem__, dtype, device)
+        known[node] = (
+            next(supply)
+            if node.op == "placeholder"
+            else _call(node, known.__getitem__, dtype, device)
+        )
         if observe is not None:
             observe(node, known[node])
         for operand in node.all_input_nodes:
@@ -133,12 +165,19 @@ def _run(
     raise AssertionError("a graph ends with its output")
 
 
-def _call(node: fx.Node, value_of: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+def _call(
+    node: fx.Node,
+    value_of: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Any:
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     target: Any = node.target
     if device is not None:
         kwargs = placed(kwargs, device)
-        if target is torch.ops.aten.view.default:  # strides are a CPU's, and another device's kernels may choose others
+        if (
+            target is torch.ops.aten.view.default
+        ):  # strides are a CPU's, and another device's kernels may choose others
             target = torch.ops.aten.reshape.default
     if dtype is None:
         return target(*args, **kwargs)
@@ -154,21 +193,29 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def placed(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Of an op that makes a tensor: on `device`. Graphs are captured on the CPU, which theirs name."""
+    """Of an op that makes a tensor: on `device`. Graphs are captured on the CPU, which theirs
+    name."""
     return {**kwargs, "device": device} if kwargs.get("device") is not None else dict(kwargs)
 
 
 def promoted(value: Any, dtype: torch.dtype | None) -> Any:
-    """A floating tensor in `dtype`, a complex one with parts in it; any other value, and any where no dtype is asked for, as it is."""
-    return value.to(promoted_dtype(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
+    """A floating tensor in `dtype`, a complex one with parts in it; any other value, and any
+    where no dtype is asked for, as it is."""
+    return (
+        value.to(promoted_dtype(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
+    )
 
 
 def promoted_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
-    """`dtype` in place of a floating one, its complex counterpart in place of a complex one, in functions of scores, too; anything else
-    as it is."""
+    """`dtype` in place of a floating one, its complex counterpart in place of a complex one, in
+    functions of scores, too; anything else as it is."""
     if dtype is not None and isinstance(argument, str):
         return promoted_text(argument, dtype)
-    if dtype is not None and isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
+    if (
+        dtype is not None
+        and isinstance(argument, torch.dtype)
+        and (argument.is_floating_point or argument.is_complex)
+    ):
         return dtype.to_complex() if argument.is_complex else dtype
     return argument
 

@@ -1,22 +1,28 @@
 """Mixed precision: parameters rest in their own dtype, and are read in a narrower one.
 
-Two ways lead there, and one trace describes both. With a precision, the call is captured as if every wider floating parameter and input
-had that dtype, buffers apart: what `MixedPrecisionPolicy(param_dtype=...)` of torch's FSDP does. Under `torch.autocast` the model casts
-by itself, op by op. Either way a placeholder that is read in one narrower dtype alone has that dtype in the graph, `compute_dtype`, and
-the cast is done before anything is moved, so that gathers move the narrow one. Gradients are cast back in the graph: they have the
-parameter's own dtype before they are summed over devices. What is only added to sums of several microbatches is left as it is made, where
-that is enough (`autopar.cost.uncast`).
+Two ways lead there, and one trace describes both. With a precision, the call is captured as if
+every wider floating parameter and input had that dtype, buffers apart: what
+`MixedPrecisionPolicy(param_dtype=...)` of torch's FSDP does. Under `torch.autocast` the model casts
+by itself, op by op. Either way a placeholder that is read in one narrower dtype alone has that
+dtype in the graph, `compute_dtype`, and the cast is done before anything is moved, so that gathers
+move the narrow one. Gradients are cast back in the graph: they have the parameter's own dtype
+before they are summed over devices. What is only added to sums of several microbatches is left as
+it is made, where that is enough (`autopar.cost.gradient_dtypes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.capture.graphs import cast, dtype_of, emit, is_tensor, shape_of
+from autopar.core.autocast_state import as_written
+from autopar.errors import CaptureError, Where
 
 _cast = torch.ops.aten._to_copy.default
 
@@ -40,22 +46,42 @@ def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
 
 
 def widened(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The gradient of a parameter that rests in `dtype`: of one that is read in several places the terms are cast, and then added up."""
+    """The gradient of a parameter that rests in `dtype`: of one that is read in several places
+    the terms are cast, and then added up."""
     if dtype_of(gradient) == dtype:
         return gradient
-    terms = gradient.args[:2] if gradient.target is torch.ops.aten.add.Tensor and not gradient.kwargs and len(gradient.users) == 1 else ()
-    if len(terms) == 2 and all(is_tensor(term) and shape_of(term) == shape_of(gradient) for term in terms):
+    terms = (
+        gradient.args[:2]
+        if gradient.target is torch.ops.aten.add.Tensor
+        and not gradient.kwargs
+        and len(gradient.users) == 1
+        else ()
+    )
+    if len(terms) == 2 and all(
+        is_tensor(term) and shape_of(term) == shape_of(gradient) for term in terms
+    ):
         with gradient.graph.inserting_after(gradient):
-            return emit(gradient, gradient.target, tuple(widened(term, dtype) for term in terms), shape_of(gradient), dtype=dtype)
+            return emit(
+                gradient,
+                gradient.target,
+                tuple(widened(term, dtype) for term in terms),
+                shape_of(gradient),
+                dtype=dtype,
+            )
     with gradient.graph.inserting_after(gradient):
         return cast(gradient, gradient, dtype)
 
 
 def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
-    """Let a placeholder that all its users cast to one narrower floating dtype have that dtype; the casts go."""
+    """Let a placeholder that all its users cast to one narrower floating dtype have that dtype;
+    the casts go."""
     dtypes = {user.kwargs.get("dtype") if _is_cast(user) else None for user in parameter.users}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or narrowed(dtype_of(parameter), dtype) == dtype_of(parameter):
+    if (
+        not isinstance(dtype, torch.dtype)
+        or not dtype.is_floating_point
+        or narrowed(dtype_of(parameter), dtype) == dtype_of(parameter)
+    ):
         return
     parameter.meta["val"] = parameter.meta["val"].to(dtype)
     for user in list(parameter.users):
@@ -64,7 +90,8 @@ def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
 
 
 def before_cast(gradient: fx.Node) -> fx.Node:
-    """What a cast to another floating dtype, which nothing else reads, casts; else the gradient itself."""
+    """What a cast to another floating dtype, which nothing else reads, casts; else the gradient
+    itself."""
     alone = _is_cast(gradient) and len(gradient.users) == 1
     return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient  # type: ignore[arg-type, return-value]
 
@@ -76,3 +103,254 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _says(kwargs: Mapping[str, Any]) -> set[str]:
     return {name for name, value in kwargs.items() if value not in (None, False)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls whose operands have several floating dtypes: what torch's kernels make of them.
+#
+# Fake tensors promote where kernels refuse, and give some results another dtype than kernels do,
+# as statistics of a norm over 16-bit values with fp32 weights. So each kind of such call is tried
+# on small tensors that hold numbers: with all its operands in the widest of their dtypes, which
+# shows that the small call is one, and then as it is. Of a call that has no small one nothing is
+# known.
+
+Dtypes = tuple[torch.dtype | None, ...]  # of a call's results, None for what is no tensor
+Size = Callable[[int], int]
+_OWN = ("aten", "autopar")
+_ATOMS = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device)
+)  # what most arguments are that hold no tensor
+_SMALL = 8  # a dim of a small tensor
+_MOST_ELEMENTS = 2**22  # of the operands and results of a call that is tried
+_known: dict[Any, Tried | None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a kernel makes of operands of several dtypes.
+
+    Attributes:
+        dtypes: of the results; empty where the kernel refuses. widest: with all operands in the
+            widest of their dtypes.
+        refusal: what torch says then, in a line.
+    """
+
+    dtypes: Dtypes
+    widest: Dtypes
+    refusal: str = ""
+
+
+def is_mixed(arguments: Any) -> bool:
+    """Whether tensors of several floating or complex dtypes are among a call's arguments."""
+    return len(_dtypes_among(arguments)) > 1
+
+
+def tried(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Tried | None:
+    """What the kernel makes of a mixed call; None where nothing is known, as of users' ops, which
+    are not run in vain.
+
+    Args:
+        args, kwargs: with fake tensors. result: fake as well.
+    """
+    if isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN:
+        return None
+    key = target, _token(args), _token(tuple(kwargs.items()))
+    if key not in _known:
+        with as_written(), torch.random.fork_rng(devices=()):
+            _known[key] = next(
+                (
+                    found
+                    for size in _sizes(args, result)
+                    if (found := _trial(target, args, kwargs, result, size))
+                ),
+                None,
+            )
+    return _known[key]
+
+
+def as_kernels_give(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    fake: Callable[[Tensor, torch.device], Tensor],
+) -> Any:
+    """The fake result of a call, in the dtypes that its kernel gives it.
+
+    Args:
+        fake: makes a fake tensor from one on meta, on a device.
+    """
+    found = tried(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
+    if found is None or found.refusal or found.dtypes == _dtypes_of(result):
+        return result
+
+    def given(x: Any, dtype: torch.dtype | None) -> Any:
+        if not isinstance(x, Tensor) or x.dtype == dtype:
+            return x
+        return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
+
+    several = isinstance(result, list | tuple)
+    made = [
+        given(x, dtype)
+        for x, dtype in zip(result if several else (result,), found.dtypes, strict=True)
+    ]
+    return (made if isinstance(result, list) else tuple(made)) if several else made[0]
+
+
+def settle_dtypes(
+    graph: fx.Graph, resting: Iterable[fx.Node], precision: torch.dtype | None
+) -> None:
+    """Let no call have operands of dtypes that its kernel refuses together.
+
+    Where a precision made parameters narrower, what is computed of parameters and buffers alone, as
+    spectral norms are, is computed in the widest of its operands' dtypes.
+
+    Args:
+        resting: the placeholders of parameters and buffers.
+
+    Raises:
+        CaptureError: naming any other such call.
+    """
+    alone = set(resting)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if all(operand in alone for operand in node.all_input_nodes):
+            alone.add(node)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        found = (
+            tried(node.target, args, kwargs, node.meta["val"]) if is_mixed((args, kwargs)) else None
+        )
+        if found is None or not found.refusal:
+            continue
+        if precision is None or node not in alone or found.widest != _dtypes_of(node.meta["val"]):
+            raise _refused(node, (args, kwargs), found.refusal, precision)
+        _widen(node, _widest(args))
+
+
+def _widen(node: fx.Node, dtype: torch.dtype) -> None:
+    with node.graph.inserting_before(node):
+        for operand in node.all_input_nodes:
+            if is_tensor(operand) and _is_number(dtype_of(operand)):
+                node.replace_input_with(operand, cast(node, operand, dtype))
+
+
+def _refused(
+    node: fx.Node, arguments: Any, refusal: str, precision: torch.dtype | None
+) -> CaptureError:
+    names = " and ".join(
+        sorted(str(dtype).removeprefix("torch.") for dtype in _dtypes_among(arguments))
+    )
+    kept = (
+        "buffers, and tensors made in forward, keep their dtype under a precision: cast what is"
+        " read beside other tensors, as in "
+    )
+    op = (
+        str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
+    )  # type: ignore[union-attr]
+    return CaptureError(
+        f"operands in {names} are computed with each other, which torch refuses: {refusal}",
+        where=Where(op=op, module=node.meta["module"], source=node.meta["source"]),
+        remedy=(
+            "give operands that are computed with each other one dtype"
+            if precision is None
+            else f"{kept}`x + self.table.to(x.dtype)`"
+        ),
+    )
+
+
+def _trial(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    size: Size,
+) -> Tried | None:
+    dtype = _widest((args, kwargs))
+    if (
+        sum(math.prod(map(size, x.shape)) for x in _tensors((args, kwargs, result)))
+        > _MOST_ELEMENTS
+    ):
+        return None
+
+    def run(device: str, dtype: torch.dtype | None) -> Any:
+        return target(*_small(args, size, device, dtype), **_small(kwargs, size, device, dtype))
+
+    try:
+        # Without numbers first: kernels may read beyond operands that do not belong together.
+        shapes = [x.shape for x in _tensors(run("meta", dtype))]
+        if shapes != [tuple(map(size, x.shape)) for x in _tensors(result)]:
+            return None
+        widest = _dtypes_of(run("cpu", dtype))
+    except Exception:  # ops may raise anything where sizes do not fit, or a dtype has no kernel
+        return None
+    try:
+        return Tried(_dtypes_of(run("cpu", None)), widest)
+    except Exception as error:
+        return Tried((), widest, next(iter(str(error).splitlines()), type(error).__name__))
+
+
+def _sizes(args: Any, result: Any) -> Iterator[Size]:
+    """How sizes of dims, and the integers among the arguments that may be such, become smaller;
+    the last way leaves them."""
+    batch = max(
+        (x.shape for x in _tensors((args, result)) if x.dim()), key=math.prod, default=(1,)
+    )[0]
+    yield lambda n: min(n, _SMALL)
+    yield lambda n: 1 if n == batch else n
+    yield lambda n: n
+
+
+def _small(x: Any, size: Size, device: str, dtype: torch.dtype | None) -> Any:
+    if isinstance(x, Tensor):
+        made = (
+            torch.ones if _is_number(x.dtype) or x.dtype == torch.bool else torch.zeros
+        )  # integers are valid indices
+        return made(
+            tuple(map(size, x.shape)),
+            dtype=dtype if dtype and _is_number(x.dtype) else x.dtype,
+            device=device,
+        )
+    if isinstance(x, Mapping):
+        return {name: _small(value, size, device, dtype) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_small(each, size, device, dtype) for each in x]
+    return size(x) if type(x) is int else x
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple, dict)) or (type(x) not in _ATOMS and isinstance(x, Mapping)):
+        for each in x.values() if isinstance(x, Mapping) else x:
+            yield from _tensors(each)
+
+
+def _dtypes_among(x: Any) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in _tensors(x) if _is_number(tensor.dtype)}
+
+
+def _widest(x: Any) -> torch.dtype:
+    first, *others = _dtypes_among(x)
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+def _dtypes_of(result: Any) -> Dtypes:
+    return tuple(
+        x.dtype if isinstance(x, Tensor) else None
+        for x in (result if isinstance(result, list | tuple) else (result,))
+    )
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _token(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    return tuple(map(_token, x)) if isinstance(x, list | tuple) else (type(x), x)

@@ -7,29 +7,36 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from autopar.capture.refusals import user_line
+from autopar.capture.diagnostics import user_line
 from autopar.capture.tensor_kinds import of_forward, unusual_kind
 from autopar.errors import CaptureError, Where
 
 _MISCOMPILED = ("multilabel_margin_loss",)
-# Graphs within a graph, of which one is run, or one many times; others that torch makes (checkpointing, autograd functions) are inlined.
+# Graphs within a graph, of which one is run, or one many times; others that torch makes
+# (checkpointing, autograd functions) are inlined.
 _BRANCHES = ("cond", "while_loop", "switch", "map_impl", "scan", "associative_scan")
 
 
 def refuse_branches(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that has graphs of its own: torch.cond, while_loop, map and scan."""
+    """Raise CaptureError at the first op that has graphs of its own: torch.cond, while_loop, map
+    and scan."""
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if isinstance(node.target, torch._ops.HigherOrderOperator) and name in _BRANCHES:
             raise CaptureError(
-                f"forward calls torch's {name.removesuffix('_impl')}, of which values decide what is run, and how often",
+                f"forward calls torch's {name.removesuffix('_impl')}, of which values decide what"
+                " is run, and how often",
                 where=_of_call(node),
-                remedy="compute what each branch gives and choose by torch.where, or write a loop of a fixed number of steps in Python",
+                remedy=(
+                    "compute what each branch gives and choose by torch.where, or write a loop of a"
+                    " fixed number of steps in Python"
+                ),
             )
 
 
 def refuse_kinds(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first node of Dynamo's graph that gives a sparse, nested or other tensor that no program computes with."""
+    """Raise CaptureError at the first node of Dynamo's graph that gives a sparse, nested or
+    other tensor that no program computes with."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         kind = unusual_kind(value) if isinstance(value, torch.Tensor) else None
@@ -40,7 +47,8 @@ def refuse_kinds(graph: fx.Graph) -> None:
 
 
 def refuse_miscompiled(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first call that torch's own decomposition computes otherwise than the call itself."""
+    """Raise CaptureError at the first call that torch's own decomposition computes otherwise
+    than the call itself."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") in _MISCOMPILED:
             raise CaptureError(
@@ -51,21 +59,32 @@ def refuse_miscompiled(graph: fx.Graph) -> None:
 
 
 def refuse_random(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that draws random numbers otherwise than by position (`autopar.random_ops`).
+    """Raise CaptureError at the first op that draws random numbers otherwise than by position
+    (`autopar.ops.random`).
 
-    Its numbers would depend on how the tensor is cut, and a distributed run would differ from the plain one silently.
+    Its numbers would depend on how the tensor is cut, and a distributed run would differ from the
+    plain one silently.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
+        if (
+            node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and _draws(node)
+        ):
             raise CaptureError(
-                f"{node.target} draws random numbers, and has no counterpart that draws the same under every layout",
+                f"{node.target} draws random numbers, and has no counterpart that draws the same"
+                " under every layout",
                 where=_of_op(node),
-                remedy="draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers follow from the element's place",
+                remedy=(
+                    "draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers"
+                    " follow from the element's place"
+                ),
             )
 
 
 def refuse_float8(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none of these, and no rule knows their sums."""
+    """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none
+    of these, and no rule knows their sums."""
     for node, value in _tensors(graph):
         if value.is_floating_point() and value.dtype.itemsize < 2:
             raise CaptureError(
@@ -76,19 +95,27 @@ def refuse_float8(graph: fx.Graph) -> None:
 
 
 def refuse_sparse(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and gradients are parts of such."""
+    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and
+    gradients are parts of such."""
     for node, value in _tensors(graph):
         if value.layout is not torch.strided:
             raise CaptureError(
-                "a tensor that is sparse, as the gradient of an embedding with sparse=True is: programs compute with dense ones",
+                "a tensor that is sparse, as the gradient of an embedding with sparse=True is:"
+                " programs compute with dense ones",
                 where=_of_op(node),
-                remedy="pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW in place of SparseAdam)",
+                remedy=(
+                    "pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW"
+                    " in place of SparseAdam)"
+                ),
             )
 
 
 def _of_call(node: fx.Node) -> Where:
     """In a graph of torch functions."""
-    return Where(op=getattr(node.target, "__name__", ""), source=user_line(node.meta.get("stack_trace") or ""))
+    return Where(
+        op=getattr(node.target, "__name__", ""),
+        source=user_line(node.meta.get("stack_trace") or ""),
+    )
 
 
 def _of_op(node: fx.Node) -> Where:
@@ -111,5 +138,7 @@ def _draws(node: fx.Node) -> bool:
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
-    probability = node.kwargs.get("dropout_p", node.args[position] if len(node.args) > position else 0.0)
+    probability = node.kwargs.get(
+        "dropout_p", node.args[position] if len(node.args) > position else 0.0
+    )
     return probability != 0.0

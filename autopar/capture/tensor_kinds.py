@@ -2,8 +2,8 @@
 
 A program is planned for dense tensors of torch's own class, whose elements lie in one storage by
 strides. Other kinds are refused by name, with what to pass instead: at capture for the call, the
-parameters and the buffers (`refuse_state_and_inputs`) and for what forward makes (`refusal_in_words`,
-`autopar.capture.refused_ops`), and at each later call for its arguments.
+parameters and the buffers (`refuse_state_and_inputs`) and for what forward makes
+(`refusal_in_words`, `autopar.capture.refused_ops`), and at each later call for its arguments.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autopar.capture._torch.fakes import is_fake
+from autopar.capture.dynamo.fakes import is_fake
 from autopar.errors import CaptureError, Where
 
 _PROGRAMS = "programs compute with dense tensors of torch's own class"
 _SPARSE = (
-    "compute with dense tensors: pass `a.to_dense()`; or pass what it holds (`a = a.to_sparse_coo().coalesce()`, "
-    "`rows, columns = a.indices()`, `values = a.values()`) and compute `a @ x` as "
-    "`x.new_zeros(num_rows, x.shape[1]).index_add(0, rows, values.unsqueeze(1) * x[columns])`"
+    "compute with dense tensors: pass `a.to_dense()`; or pass what it holds (`a ="
+    " a.to_sparse_coo().coalesce()`, `rows, columns = a.indices()`, `values = a.values()`) and"
+    " compute `a @ x` as `x.new_zeros(num_rows, x.shape[1]).index_add(0, rows, values.unsqueeze(1)"
+    " * x[columns])`"
 )
 _NESTED = (
-    "compute with padded tensors: pass `torch.nested.to_padded_tensor(x, 0.0)` and a mask, and multiply by "
-    "the mask before what is summed up over rows"
+    "compute with padded tensors: pass `torch.nested.to_padded_tensor(x, 0.0)` and a mask, and"
+    " multiply by the mask before what is summed up over rows"
 )
-_MASKED = "use its data and its mask as two tensors: `x.get_data()` and `x.get_mask()`, and torch.where"
+_MASKED = (
+    "use its data and its mask as two tensors: `x.get_data()` and `x.get_mask()`, and torch.where"
+)
 _OPAQUE = "use a tensor of torch's default layout: `x.to_dense()`"
 
 
@@ -41,7 +44,8 @@ class Kind:
 
 
 def unusual_kind(x: Tensor) -> Kind | None:
-    """The kind of `x` if programs do not compute with it; None for dense tensors of torch's class."""
+    """The kind of `x` if programs do not compute with it; None for dense tensors of torch's
+    class."""
     if x.is_nested:
         return Kind("a nested tensor (torch.nested), whose rows have lengths of their own", _NESTED)
     if type(x).__name__ == "MaskedTensor":
@@ -51,11 +55,15 @@ def unusual_kind(x: Tensor) -> Kind | None:
     if x.layout is not torch.strided:
         return Kind(f"a sparse tensor ({x.layout})", _SPARSE)
     if x.is_quantized:
-        return Kind(f"a quantized tensor ({x.dtype})", "use the values that it stands for: `x.dequantize()`")
+        return Kind(
+            f"a quantized tensor ({x.dtype})", "use the values that it stands for: `x.dequantize()`"
+        )
     if not _is_torchs_class(x):
         return Kind(
-            f"a {type(x).__name__}, a subclass of torch.Tensor, whose own methods a program does not call",
-            "use the plain tensor: `x.as_subclass(torch.Tensor)`, or `x.full_tensor()` of a DTensor",
+            f"a {type(x).__name__}, a subclass of torch.Tensor, whose own methods a program does"
+            " not call",
+            "use the plain tensor: `x.as_subclass(torch.Tensor)`, or `x.full_tensor()` of a"
+            " DTensor",
         )
     return None
 
@@ -65,7 +73,9 @@ def _is_torchs_class(x: Tensor) -> bool:
     if kind in (Tensor, nn.Parameter, nn.Buffer) or is_fake(x):
         return True
     own = ("__torch_function__", "__torch_dispatch__")
-    return issubclass(kind, nn.Parameter) and not any(name in vars(base) for base in _own_bases(kind) for name in own)
+    return issubclass(kind, nn.Parameter) and not any(
+        name in vars(base) for base in _own_bases(kind) for name in own
+    )
 
 
 def _own_bases(kind: type) -> Iterable[type]:
@@ -78,7 +88,11 @@ def refuse_state_and_inputs(model: nn.Module, inputs: Iterable[tuple[str, object
     Args:
         inputs: (name, value) of each leaf of the call.
     """
-    parameters = [("parameter", name, x) for name, x in model.named_parameters() if not nn.parameter.is_lazy(x)]
+    parameters = [
+        ("parameter", name, x)
+        for name, x in model.named_parameters()
+        if not nn.parameter.is_lazy(x)
+    ]
     for what, name, x in (*parameters, *(("buffer", *each) for each in model.named_buffers())):
         _refuse(f"the {what} {name!r}", unusual_kind(x) or _conjugate(x), name.rpartition(".")[0])
     for name, value in inputs:
@@ -90,16 +104,22 @@ def _conjugate(x: Tensor) -> Kind | None:
     """Of a conjugated view a rank would send the values that it is a view of."""
     if not (x.is_conj() or x.is_neg()):
         return None
-    return Kind("a conjugated or negated view", "keep the values themselves: `x.resolve_conj().resolve_neg()`")
+    return Kind(
+        "a conjugated or negated view",
+        "keep the values themselves: `x.resolve_conj().resolve_neg()`",
+    )
 
 
 def _refuse(name: str, kind: Kind | None, module: str) -> None:
     if kind is not None:
-        raise CaptureError(f"{name} is {kind.name}: {_PROGRAMS}", where=Where(module=module), remedy=kind.remedy)
+        raise CaptureError(
+            f"{name} is {kind.name}: {_PROGRAMS}", where=Where(module=module), remedy=kind.remedy
+        )
 
 
 def refusal_in_words(text: str, source: str) -> CaptureError | None:
-    """The refusal for an error of torch's that says it cannot make such a tensor without data; None for others.
+    """The refusal for an error of torch's that says it cannot make such a tensor without data; None
+    for others.
 
     Args:
         text: of the error. source: the user's line.
@@ -110,7 +130,9 @@ def refusal_in_words(text: str, source: str) -> CaptureError | None:
 
 def of_forward(kind: Kind, where: Where) -> CaptureError:
     """The refusal where forward makes such a tensor, or finds it outside of its arguments."""
-    return CaptureError(f"forward computes with {kind.name}: {_PROGRAMS}", where=where, remedy=kind.remedy)
+    return CaptureError(
+        f"forward computes with {kind.name}: {_PROGRAMS}", where=where, remedy=kind.remedy
+    )
 
 
 def is_of_kinds(refusal: CaptureError) -> bool:
@@ -119,9 +141,20 @@ def is_of_kinds(refusal: CaptureError) -> bool:
 
 
 _SAID = (
-    (re.compile(r"wrap sparse Tensor|SparseC\w+Impl|SparseTensorImpl|sparse tensor creation|\bsparse_\w+_tensor\b"),
-     Kind("a sparse tensor", _SPARSE)),
-    (re.compile(r"aten\._nested|nested_tensor|NestedTensorImpl"), Kind("a nested tensor (torch.nested)", _NESTED)),
+    (
+        re.compile(
+            r"wrap sparse Tensor|SparseC\w+Impl|SparseTensorImpl|sparse tensor"
+            r" creation|\bsparse_\w+_tensor\b"
+        ),
+        Kind("a sparse tensor", _SPARSE),
+    ),
+    (
+        re.compile(r"aten\._nested|nested_tensor|NestedTensorImpl"),
+        Kind("a nested tensor (torch.nested)", _NESTED),
+    ),
     (re.compile(r"OpaqueTensorImpl"), Kind("a tensor in the layout of mkldnn", _OPAQUE)),
-    (re.compile(r"function `(masked_tensor|as_masked_tensor)`"), Kind("a masked tensor (torch.masked)", _MASKED)),
-)  # fmt: skip
+    (
+        re.compile(r"function `(masked_tensor|as_masked_tensor)`"),
+        Kind("a masked tensor (torch.masked)", _MASKED),
+    ),
+)

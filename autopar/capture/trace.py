@@ -3,28 +3,35 @@
 Every node carries in ``node.meta``:
     ``val``     FakeTensor(s) of the result (global shapes),
     ``phase``   ``"forward"`` or ``"backward"``,
-    ``module``  path of the module that ran it (a backward node has its forward's), ``""`` at the root,
+    ``module``  path of the module that ran it (a backward node has its forward's), ``""`` at the
+                root,
     ``source``  the user's own source line, or ``""``,
     ``key``     a stable unique name: module path, op, phase and ordinal among equals.
 
-Placeholders come in the order parameters, buffers, inputs, tangents. The graph's output is one flat tuple: outputs first (in the
-order of `outputs`), then one gradient per parameter that has one (in the order of `parameters`), then the new values of mutated
-buffers, then one gradient per input that has one.
+Placeholders come in the order parameters, buffers, inputs, tangents. The graph's output is one flat
+tuple: outputs first (in the order of `outputs`), then one gradient per parameter that has one (in
+the order of `parameters`), then the new values of mutated buffers, then one gradient per input that
+has one.
 
-The trace of a pipeline stage is a trace like any other. What it gets from the stage before, and hands to the stage after, are
-inputs and outputs that *cross*: an input that crosses may have a gradient, which goes back; an output that crosses may have a
-tangent, which comes back.
+The trace of a pipeline stage is a trace like any other. What it gets from the stage before, and
+hands to the stage after, are inputs and outputs that *cross*: an input that crosses may have a
+gradient, which goes back; an output that crosses may have a tangent, which comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils.weak import TensorWeakRef
+
+from autopar.capture.diagnostics import user_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +43,11 @@ class Parameter:
         aliases: further names of the same tensor.
         node: name of its placeholder.
         shape: shape as the model stores it.
-        view: shape in the graph. Differs from `shape` where one stored dim is seen as several, so that a fused
-            projection can be sharded by heads: stored ``[d, 3 * e]`` seen as ``[d, 3, e]``.
-        dtype: in which it rests, and its gradient is made. compute_dtype: in which the graph reads it.
+        view: shape in the graph. Differs from `shape` where one stored dim is seen as several, so
+            that a fused projection can be sharded by heads: stored ``[d, 3 * e]`` seen as ``[d, 3,
+            e]``.
+        dtype: in which it rests, and its gradient is made. compute_dtype: in which the graph reads
+            it.
         gradient: index of its gradient in the graph's output tuple, or None.
     """
 
@@ -60,14 +69,18 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of the batch, one that is made of all of it for each microbatch, or one that crosses from the stage before.
+    """A tensor of the batch, one that is made of all of it for each microbatch, or one that crosses
+    from the stage before.
 
     Attributes:
         path: its path in (args, kwargs); the key of the node that makes it where it crosses.
         node: its placeholder.
-        crosses: whether it comes from the stage before. gradient: index of its gradient in the graph's output tuple, or None.
-        requires_grad: whether the call's asks for one, which it may not have: where no output that has a tangent depends on it.
-        given: whether it is made of the whole batch before the first microbatch (`autopar.analysis.counting`); none of the call's.
+        crosses: whether it comes from the stage before. gradient: index of its gradient in the
+            graph's output tuple, or None.
+        requires_grad: whether the call's asks for one, which it may not have: where no output that
+            has a tangent depends on it.
+        given: whether it is made of the whole batch before the first microbatch
+            (`autopar.analysis.microbatches`); none of the call's.
     """
 
     path: str
@@ -95,10 +108,13 @@ class Output:
     """A tensor that the model returns, or one that crosses to the stage after.
 
     Attributes:
-        path: its path in the returned structure; the key of the node that makes it where it crosses.
+        path: its path in the returned structure; the key of the node that makes it where it
+            crosses.
         node: the node that makes it. is_loss: whether it is the model's loss.
-        tangent: name of its tangent's placeholder, ``""`` where it has none. Of a model without a loss, all that has a gradient has one.
-        crosses: whether it goes to the stage after. requires_grad: whether the plain model's has a gradient.
+        tangent: name of its tangent's placeholder, ``""`` where it has none. Of a model without a
+            loss, all that has a gradient has one.
+        crosses: whether it goes to the stage after. requires_grad: whether the plain model's has a
+            gradient.
         whole: whether every rank wants all of it, as of the loss.
     """
 
@@ -114,7 +130,8 @@ class Output:
 
     @property
     def is_answered(self) -> bool:
-        """Whether its tangent comes back as it left, from the stage after or from the user's own loss; that of the loss is replicated."""
+        """Whether its tangent comes back as it left, from the stage after or from the user's own
+        loss; that of the loss is replicated."""
         return bool(self.tangent) and not self.is_loss
 
 
@@ -135,7 +152,9 @@ class Stamp:
 
     def is_of(self, now: object) -> bool:
         """Whether that is the same tensor, unwritten."""
-        return isinstance(now, torch.Tensor) and self.tensor() is now and self.version == _version(now)
+        return (
+            isinstance(now, torch.Tensor) and self.tensor() is now and self.version == _version(now)
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -147,8 +166,10 @@ class ModuleAttribute:
     """A value that forward looked at, and that the graph holds as a constant.
 
     Attributes:
-        path: of the module, ``""`` for the model itself. name: of the attribute, from there on: ``beta``, ``config.hidden_size``.
-        value: an int, float, bool, str or None, as it was at the capture; a `Stamp` of a tensor that is neither parameter nor buffer.
+        path: of the module, ``""`` for the model itself. name: of the attribute, from there on:
+            ``beta``, ``config.hidden_size``.
+        value: an int, float, bool, str or None, as it was at the capture; a `Stamp` of a tensor
+            that is neither parameter nor buffer.
     """
 
     path: str
@@ -158,10 +179,12 @@ class ModuleAttribute:
 
 @dataclass(frozen=True, slots=True)
 class OutsideValue:
-    """A value that forward looked at outside of the model, of a global or closure variable or of what one holds, a constant in the graph.
+    """A value that forward looked at outside of the model, of a global or closure variable or of
+    what one holds, a constant in the graph.
 
     Attributes:
-        name: for people. holder: the cell, the dict or (by its name) the module that it is found in.
+        name: for people. holder: the cell, the dict or (by its name) the module that it is found
+            in.
         steps: how, each an attribute or (where that is empty) a key.
         value: as of `ModuleAttribute`.
     """
@@ -195,7 +218,8 @@ class Folding:
     """Which layers were captured a few at a time and repeated, or why none were.
 
     Attributes:
-        runs: the repeated layers in words, one sentence part per run. refusal: why there are none, else ``""``.
+        runs: the repeated layers in words, one sentence part per run. refusal: why there are none,
+            else ``""``.
     """
 
     runs: tuple[str, ...] = ()
@@ -213,17 +237,18 @@ class Trace:
         graph: the joint graph in normal form.
         parameters, buffers, inputs, outputs: what goes in and out, in graph order.
         mutated: buffer name → index in the graph's output tuple of its new value.
-        in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that are no tensors are
-            kept in `constants` by flat position).
+        in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that
+            are no tensors are kept in `constants` by flat position).
         constants: flat output position → the non-tensor leaf there.
-        settings: flat input position → the non-tensor leaf there, which the graph was specialised to; of a tensor whose values forward
-            reads, these.
+        settings: flat input position → the non-tensor leaf there, which the graph was specialised
+            to; of a tensor whose values forward reads, these.
         fingerprint: hash of model structure, shapes and dtypes.
         folding: how repeated layers were captured; the graph is the same either way.
         precision: what wider floating parameters and inputs are read in, where that was asked for.
-        attributes: plain values of the model's modules, and of what these hold, that forward looked at (`training` left out); of layers
-            that were repeated, the values of the layer that was captured in their place; the same of what no module has; and the values of
-            buffers that forward read.
+        attributes: plain values of the model's modules, and of what these hold, that forward looked
+            at (`training` left out); of layers that were repeated, the values of the layer that was
+            captured in their place; the same of what no module has; and the values of buffers that
+            forward read.
     """
 
     graph: fx.Graph
@@ -246,7 +271,8 @@ class Trace:
 
     @property
     def loss(self) -> Output | None:
-        """The loss; None where the model returns none, or this is the trace of a stage before the last."""
+        """The loss; None where the model returns none, or this is the trace of a stage before
+        the last."""
         return next((o for o in self.outputs if o.is_loss), None)
 
     @property
@@ -262,7 +288,11 @@ class Trace:
     @property
     def batch_in_words(self) -> tuple[tuple[str, str], ...]:
         """(path, dtype and shape) of each input of the call, ``("x", "float32 [8, 16]")``."""
-        return tuple((i.path, f"{str(i.dtype).removeprefix('torch.')} {list(i.shape)}") for i in self.inputs if not i.given)
+        return tuple(
+            (i.path, f"{str(i.dtype).removeprefix('torch.')} {list(i.shape)}")
+            for i in self.inputs
+            if not i.given
+        )
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
@@ -270,3 +300,117 @@ class Trace:
             if node.name == name:
                 return node
         raise KeyError(name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where each node comes from: phase, module path, source line and a stable key.
+
+_LEVELS = 3  # of lists and dicts within each other
+_ROOT = re.compile(r"^L\['\w+'\]\.?")
+
+
+def label(
+    graph: fx.Graph,
+    tangents: Collection[fx.Node] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd
+    recorded.
+
+    Sums of gradients carry no module; they take that of their latest labelled operand, which is the
+    gradient that joined. The backward of a user's autograd function carries no phase; it comes amid
+    the backward, or begins it, with a tangent.
+
+    Args:
+        tangents: placeholders.
+        elsewhere: paths by which forward reaches a module beside that of its registration → that
+            one (`held_elsewhere`).
+    """
+    order: dict[fx.Node, int] = {}
+    phase = "forward"
+    for position, node in enumerate(graph.nodes):
+        order[node] = position
+        meta = node.meta
+        if node.op == "output" or any(operand in tangents for operand in node.all_input_nodes):
+            phase = "backward"
+        elif "partitioner_tag" in meta:
+            phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"
+        module = _registered(recorded_module(meta), elsewhere)
+        source = user_line(meta.get("stack_trace") or "")
+        if not _modules(meta) and phase == "backward" and node.op == "call_function":
+            sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
+            nearest = max(sources, key=order.__getitem__, default=None)
+            if nearest is not None:
+                module, source = nearest.meta["module"], source or nearest.meta["source"]
+        node.meta = {
+            "phase": phase,
+            "module": module,
+            "source": source,
+            **({"val": meta["val"]} if "val" in meta else {}),
+        }
+
+
+def recorded_module(meta: dict[str, Any]) -> str:
+    """The path of the module that ran a node, by what torch recorded of it; empty of the model
+    itself, or where it did not."""
+    stack = _modules(meta)
+    return _path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def held_elsewhere(model: nn.Module) -> dict[str, str]:
+    """Paths of modules in lists and dicts of Python's (``blocks.0``) → the paths under which
+    they are registered."""
+    registered = {id(module): path for path, module in model.named_modules()}
+    found: dict[str, str] = {}
+
+    def look(value: Any, path: str, depth: int) -> None:
+        if isinstance(value, nn.Module) and id(value) in registered:
+            found[path] = registered[id(value)]
+        elif isinstance(value, (list, tuple, dict)) and depth:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                look(item, f"{path}.{key}", depth - 1)
+
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_"):
+                look(value, f"{prefix}.{name}".lstrip("."), _LEVELS)
+    return found
+
+
+def _registered(path: str, elsewhere: Mapping[str, str]) -> str:
+    prefix = path if elsewhere else ""
+    while prefix and prefix not in elsewhere:
+        prefix = prefix.rpartition(".")[0]
+    return elsewhere[prefix] + path[len(prefix) :] if prefix else path
+
+
+def _modules(meta: dict[str, Any]) -> Any:
+    return meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+
+
+def assign_keys(graph: fx.Graph) -> None:
+    """Set ``key`` of every node: ``module/op/phase/ordinal``, the ordinal counting equals in
+    graph order."""
+    seen: Counter[str] = Counter()
+    for node in graph.nodes:
+        stem = f"{node.meta['module']}/{op_name(node)}/{node.meta['phase']}"
+        node.meta["key"] = f"{stem}/{seen[stem]}"
+        seen[stem] += 1
+
+
+def op_name(node: fx.Node) -> str:
+    """``dot``, ``add.Tensor``, ``silu``, ``placeholder``: the op without its namespace and
+    without ``.default``."""
+    if node.op != "call_function":
+        return node.op
+    if hasattr(node.target, "overloadpacket"):
+        return str(node.target).split(".", 1)[1].removesuffix(".default")
+    return node.target.__name__
+
+
+def _path(dynamo_path: str) -> str:
+    """``L['self'].model.layers.0`` or ``L['self']._modules['model']`` as the model's own
+    ``model.layers.0``."""
+    path = _ROOT.sub("", dynamo_path)
+    path = re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", path)
+    return path.lstrip(".")

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, Where
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -20,18 +21,27 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def see_into_dataclasses(tree: Any) -> None:
-    """Register the classes of dataclasses in `tree` that hold tensors with torch (`torch.export.register_dataclass`), once for the process.
+    """Register the classes of dataclasses in `tree` that hold tensors with torch
+    (`torch.export.register_dataclass`), once for the process.
 
     Raises:
         CaptureError: one cannot be made again from its fields.
     """
-    while unseen := {type(leaf) for leaf in pytree.tree_leaves(tree) if _is_dataclass(leaf) and _holds_tensors(leaf)}:
+    while unseen := {
+        type(leaf)
+        for leaf in pytree.tree_leaves(tree)
+        if _is_dataclass(leaf) and _holds_tensors(leaf)
+    }:
         for kind in unseen:
             taken = list(inspect.signature(kind).parameters)
             if sorted(taken) != sorted(field.name for field in fields(kind)):
                 raise CaptureError(
-                    f"the dataclass {kind.__name__} goes into or comes out of the model, and cannot be made again from its fields alone",
-                    remedy="let all of its fields, and nothing else, be arguments of its __init__ (no init=False, no InitVar)",
+                    f"the dataclass {kind.__name__} goes into or comes out of the model, and cannot"
+                    " be made again from its fields alone",
+                    remedy=(
+                        "let all of its fields, and nothing else, be arguments of its __init__ (no"
+                        " init=False, no InitVar)"
+                    ),
                 )
             torch.export.register_dataclass(kind)
 
@@ -42,13 +52,18 @@ def _is_dataclass(value: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     held = pytree.tree_leaves([getattr(value, field.name, None) for field in fields(value)])
-    return any(isinstance(leaf, torch.Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf)) for leaf in held)
+    return any(
+        isinstance(leaf, torch.Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
+        for leaf in held
+    )
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Leaves of `tree` with their paths (``logits``, ``past.0``), and its spec."""
     see_into_dataclasses(tree)
-    return tuple((".".join(steps), leaf) for steps, leaf in _with_steps(tree)), pytree.tree_structure(tree)
+    return tuple(
+        (".".join(steps), leaf) for steps, leaf in _with_steps(tree)
+    ), pytree.tree_structure(tree)
 
 
 def paths_in(tree: Any) -> list[str]:
@@ -62,28 +77,39 @@ def _with_steps(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
         if _is_unnamed(leaf):
             children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
             is_named = isinstance(leaf, Mapping) and len(leaf) == len(children)
-            for name, child in zip(leaf if is_named else range(len(children)), children, strict=True):
-                yield from (((*here, str(name), *steps), below) for steps, below in _with_steps(child))
+            for name, child in zip(
+                leaf if is_named else range(len(children)), children, strict=True
+            ):
+                yield from (
+                    ((*here, str(name), *steps), below) for steps, below in _with_steps(child)
+                )
         else:
             yield here, leaf
 
 
 def _is_unnamed(value: Any) -> bool:
-    """Whether its class was registered with torch without names of what is in it, as diffusers registers what its models return."""
+    """Whether its class was registered with torch without names of what is in it, as diffusers
+    registers what its models return."""
     node = pytree.SUPPORTED_NODES.get(type(value))
     return node is not None and node.flatten_with_keys_fn is None
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Leaves of (args, kwargs) with their paths, and the spec: keyword arguments by name, positional ones by number."""
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """Leaves of (args, kwargs) with their paths, and the spec: keyword arguments by name,
+    positional ones by number."""
     leaves, spec = flatten_with_paths((args, kwargs))
     return tuple((path.split(".", 1)[1], leaf) for path, leaf in leaves), spec
 
 
 def argument_name(path: str, names: Sequence[str]) -> str:
-    """The path of an argument's leaf in a call, with the argument's name in place of its number; `names` are those of the signature."""
+    """The path of an argument's leaf in a call, with the argument's name in place of its number;
+    `names` are those of the signature."""
     first, dot, rest = path.partition(".")
-    return (names[int(first)] if first.isdecimal() and int(first) < len(names) else first) + dot + rest
+    return (
+        (names[int(first)] if first.isdecimal() and int(first) < len(names) else first) + dot + rest
+    )
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
@@ -96,3 +122,51 @@ def _step(key: Any) -> str:
         if hasattr(key, field):
             return str(getattr(key, field))
     return str(key)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors of a model that have several names.
+
+Aliases = Mapping[str, tuple[str, ...]]
+"""First name → further names of the same tensor."""
+
+
+def aliases_of(model: nn.Module) -> Aliases:
+    """Of every parameter and buffer."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names.setdefault(id(tensor), []).append(name)
+    return {first: tuple(others) for first, *others in names.values()}
+
+
+def refuse_overlaps(model: nn.Module) -> None:
+    """Raise CaptureError where two parameters are two tensors over the same memory: apart, they
+    would no longer be one.
+
+    Parts of one storage that do not meet, as the flattened weights of recurrent layers, are no tie.
+    """
+    held: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        first, last = _extent(parameter)
+        for other_first, other_last, other in held.setdefault(
+            parameter.untyped_storage()._cdata, []
+        ):
+            if first < other_last and other_first < last:
+                raise CaptureError(
+                    f"parameters {other!r} and {name!r} are two tensors over the same memory",
+                    where=Where(module=name.rpartition(".")[0]),
+                    remedy="tie them as one: assign the same nn.Parameter to both modules",
+                )
+        held[parameter.untyped_storage()._cdata].append((first, last, name))
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """First byte and the one behind the last, in its storage."""
+    if not x.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    begin = x.storage_offset() * x.element_size()
+    return begin, begin + (last + 1) * x.element_size()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from autopar.certificate.report import NEAR, Finding
 from autopar.emit import simulated
 from autopar.plans import Entry, Plan, beyond_shares_s
-from autopar.run.program import Program
+from autopar.program.program import Program
 
 Bar = tuple[str, str, str, float, float]  # label, phase, kind, start, seconds
 _PHASES = ("forward", "backward")

@@ -1,11 +1,13 @@
 """The lower bound by weak duality, from the multipliers in the plan, by arithmetic alone.
 
-The problem is relaxed to a linear program; names are those of the plan: op n, strategy s, tensor v (all instances with the same
-readers, `count` of them), reader c, layout l, collective a from tail(a) to head(a). All variables lie in [0, 1].
+The problem is relaxed to a linear program; names are those of the plan: op n, strategy s, tensor v
+(all instances with the same readers, `count` of them), reader c, layout l, collective a from
+tail(a) to head(a). All variables lie in [0, 1].
 
-A step takes max(C + s·P, P) + K seconds in forward, and so in backward: C is compute, slices included, P is communication beside which
-it may run, each second of which costs it s, K all else, ops' own collectives among it. For every λ in [0, 1], one per phase,
-λ(C + s·P) + (1 − λ)P + K is no more than that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1; `time` is meant
+A step takes max(C + s·P, P) + K seconds in forward, and so in backward: C is compute, slices
+included, P is communication beside which it may run, each second of which costs it s, K all else,
+ops' own collectives among it. For every λ in [0, 1], one per phase, λ(C + s·P) + (1 − λ)P + K is no
+more than that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1; `time` is meant
 times its weight. P is what moves
 
     a tensor that rests, in the phase that makes it and in backward
@@ -13,37 +15,47 @@ times its weight. P is what moves
     what only parameters read in the phase that makes it: their gradients
     copies between devices and their hosts
 
-    minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a] + Σ count·(a store and a fetch)·h[v,l]
+    minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a] + Σ count·(a store
+    and a fetch)·h[v,l]
     (1) Σ_s x[n,s] = 1                                                     (5) Σ_s rc[n,s] ≤ 1
     (2) r[a] ≥ f[c,a], r[a] ≤ Σ_c f[c,a]
     (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)         per reader c, phase and layout l
-        supply: strategies that make l; in backward of what forward made k[v,l] + h[v,l], strategies with which it is made again, and,
-        of what rests anyway, those that make l. demand: strategies of c that read l; of what forward reads, in backward those with which
-        c runs again, if it then reads that operand
-    (4) k[v,l] + h[v,l] ≤ strategies that make l + strategies of forward readers that read l; only in layouts in which v may be kept,
+        supply: strategies that make l; in backward of what forward made k[v,l] + h[v,l], strategies
+        with which it is made again, and, of what rests anyway, those that make l. demand:
+        strategies of c that read l; of what forward reads, in backward those with which c runs
+        again, if it then reads that operand
+    (4) k[v,l] + h[v,l] ≤ strategies that make l + strategies of forward readers that read l; only
+    in layouts in which v may be kept,
         and h[v,l] only where it may be stored on the hosts
-    (9) k[v,l] + h[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of v's own phase
+    (9) k[v,l] + h[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of
+    v's own phase
         and of what rests in l anyway, k[v,l] ≤ strategies of forward readers that read l
     (k) k[v,l] ≤ 1
-    (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a beside its product: −count·saved·h[g,a]
-    (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget    (`autopar.certificate.moments`)
+    (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a
+                                beside its product: −count·saved·h[g,a]
+    (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget    (`autopar.certificate.proof`)
 
-Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and each variable's reduced cost
-where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0 of the two kinds of (9), ω[l] ≥ 0 of (k), and λ ≥ 0 of (6). With
-Δ[c,a] = π[c,head(a)] − π[c,tail(a)] the best of the others given these are, for (4), κ[l] = max(0, Σ_c π[c,l] − μ[l] − the lesser of what
-λ asks for keeping l with ν[l] + ω[l], and of what storing and fetching it takes), for (2) ρ[a] = max(0, −max_c Δ[c,a]) and
-max(0, Δ[c,a] + ρ[a]), and for (1) and (5) the least reduced cost of the strategies, so that
+Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and
+each variable's reduced cost where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0
+of the two kinds of (9), ω[l] ≥ 0 of (k), and λ ≥ 0 of (6). With Δ[c,a] = π[c,head(a)] −
+π[c,tail(a)] the best of the others given these are, for (4), κ[l] = max(0, Σ_c π[c,l] − μ[l] − the
+lesser of what λ asks for keeping l with ν[l] + ω[l], and of what storing and fetching it takes),
+for (2) ρ[a] = max(0, −max_c Δ[c,a]) and max(0, Δ[c,a] + ρ[a]), and for (1) and (5) the least
+reduced cost of the strategies, so that
 
     bound = Σ_n min_s d[x] + Σ_n min(0, min_s d[rc]) + Σ_a min(0, left[a]) − Σ ω − Σ λ
 
     left[a] = count·time(a) − Σ_c max(0, Δ[c,a]) + ρ[a] − μ[head(a)], but μ only in v's own phase
-    d[x] = count·time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads − Σ μ of what it makes
-           − Σ ν of what it reads + λ's share of its bytes − Σ_g max_a max(0, count·saved(g,a) − max(0, left[a]))
+    d[x] = count·time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or
+    reads − Σ μ of what it makes
+           − Σ ν of what it reads + λ's share of its bytes − Σ_g max_a max(0, count·saved(g,a) −
+           max(0, left[a]))
 
-and d[rc] likewise without κ, μ and ν; the last term is of kernels that the strategy can run in, whose savings, like compute, weigh λ:
-what a collective costs beyond its worth is the multiplier of (10), what a kernel saves beyond that the one of (11).
-Collectives whose tail nothing leads to, or whose head leads to no reader, carry nothing and are left out.
-"""
+and d[rc] likewise without κ, μ and ν; the last term is of kernels that the strategy can run in,
+whose savings, like compute, weigh λ: what a collective costs beyond its worth is the multiplier of
+(10), what a kernel saves beyond that the one of (11). Collectives whose tail nothing leads to, or
+whose head leads to no reader, carry nothing and are left out.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -53,13 +65,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.layout_graph import LayoutGraph
-from autopar.problem import Problem
+from autopar.core.layout_graph import LayoutGraph
+from autopar.core.problem import Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Prices = Mapping[tuple[int, int, bool], Mapping[int, float]]
-"""By (tensor, position of the reader in `uses`, whether in backward of what forward made): layout → π."""
+"""By (tensor, position of the reader in `uses`, whether in backward of what forward made):
+layout → π."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,8 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Row (6) at one point: instances kept per variant, bytes per strategy of some ops beside what rests; and its λ."""
+    """Row (6) at one point: instances kept per variant, bytes per strategy of some ops beside
+    what rests; and its λ."""
 
     held: Mapping[int, int]
     live: Mapping[int, Sequence[int]]
@@ -103,27 +117,36 @@ class _Dual:
                 self.again[n] = time_s - beside * (1.0 - in_backward)
 
     def costs(self, v: int, *, later: bool) -> Floats:
-        """Per collective of a tensor, its seconds as they are paid; `later`: in backward, of what forward made."""
+        """Per collective of a tensor, its seconds as they are paid; `later`: in backward, of
+        what forward made."""
         variant, ops = self.problem.variants[v], self.problem.ops
         value = self.problem.values[variant.value]
         maker = ops[value.op]
         if later:
             early = value.given or (maker.kind == "compute" and not maker.recomputable)
         else:
-            early = value.given or {ops[u.op].kind for u in variant.uses if u.phase == value.phase} <= {"parameter"}
+            early = value.given or {
+                ops[u.op].kind for u in variant.uses if u.phase == value.phase
+            } <= {"parameter"}
         share = self.balance[1 if later or value.phase == "backward" else 0]
         sent = share * self.problem.overlap_slowdown + 1.0 - share if early else 1.0
         copied = share * self.problem.overlap_slowdown + 1.0 - share
         weights = {"slice": share, "fetch": copied, "store": copied}
         arcs = value.graph.arcs
-        return np.array([weights.get(a.collective.kind, sent) * a.seconds(shares=early) for a in arcs])
+        return np.array(
+            [weights.get(a.collective.kind, sent) * a.seconds(shares=early) for a in arcs]
+        )
 
     def away(self, v: int) -> Floats:
         """Per layout of a tensor, what storing it on the hosts and fetching it again costs."""
         variant = self.problem.variants[v]
         away_s = self.problem.values[variant.value].away_s
-        weight = variant.count * sum(share * self.problem.overlap_slowdown + 1.0 - share for share in self.balance)
-        return np.array([weight * each if each < np.inf else np.inf for each in away_s or (np.inf,)])
+        weight = variant.count * sum(
+            share * self.problem.overlap_slowdown + 1.0 - share for share in self.balance
+        )
+        return np.array(
+            [weight * each if each < np.inf else np.inf for each in away_s or (np.inf,)]
+        )
 
 
 def lower_bound(
@@ -133,7 +156,8 @@ def lower_bound(
     balance: tuple[float, float] = (1.0, 1.0),
     versions: Mapping[int, Versions] | None = None,
 ) -> float:
-    """What these multipliers prove, in seconds; those of the wrong sign, and of rows that there are not, count as 0.
+    """What these multipliers prove, in seconds; those of the wrong sign, and of rows that there are
+    not, count as 0.
 
     Args:
         balance: λ of forward and of backward, each from 0 to 1. versions: by tensor.
@@ -145,7 +169,11 @@ def lower_bound(
     for v in range(len(problem.variants)):
         _tensor(dual, v, prices, float(kept[v]))
     least = [float(costs.min()) for costs in dual.again.values()]
-    return dual.total + sum(float(costs.min()) for costs in dual.x) + sum(min(0.0, cost) for cost in least)
+    return (
+        dual.total
+        + sum(float(costs.min()) for costs in dual.x)
+        + sum(min(0.0, cost) for cost in least)
+    )
 
 
 def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
@@ -166,15 +194,24 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     value = dual.problem.values[variant.value]
     graph, maker = value.graph, value.op
     made = _layouts(dual.problem, graph, maker, "outputs", value.result)
-    reads = {i: _layouts(dual.problem, graph, u.op, "inputs", u.operand) for i, u in enumerate(variant.uses)}
+    reads = {
+        i: _layouts(dual.problem, graph, u.op, "inputs", u.operand)
+        for i, u in enumerate(variant.uses)
+    }
     first = [i for i, u in enumerate(variant.uses) if u.phase == value.phase]
-    later = [i for i, u in enumerate(variant.uses) if u.phase != value.phase or (u.again and u.op in dual.again)]
+    later = [
+        i
+        for i, u in enumerate(variant.uses)
+        if u.phase != value.phase or (u.again and u.op in dual.again)
+    ]
     now = {i: _prices(prices, (v, i, False), graph) for i in first}
     for i, worth in now.items():
         dual.x[variant.uses[i].op] += worth[reads[i]]
         dual.x[maker] -= worth[made]
     is_kept = bool(later) and value.phase == "forward"
-    versions, (mu, nu, omega) = _versions(dual, v, made, [reads[i] for i in first] if is_kept else None)
+    versions, (mu, nu, omega) = _versions(
+        dual, v, made, [reads[i] for i in first] if is_kept else None
+    )
     _collectives(dual, v, now, made, [reads[i] for i in first], mu, later=False)
     if not is_kept:
         return
@@ -195,14 +232,30 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     dual.x[maker] -= kappa[made]
     for i in first:
         dual.x[variant.uses[i].op] -= kappa[reads[i]] + nu[reads[i]]
-    _collectives(dual, v, then, np.concatenate([versions, made]), [reads[i] for i in later], np.zeros(len(graph.layouts)), later=True)
+    _collectives(
+        dual,
+        v,
+        then,
+        np.concatenate([versions, made]),
+        [reads[i] for i in later],
+        np.zeros(len(graph.layouts)),
+        later=True,
+    )
 
 
 def _collectives(
-    dual: _Dual, v: int, worth: Mapping[int, Floats], supplied: Ints, wanted: Sequence[Ints], arriving: Floats, *, later: bool
+    dual: _Dual,
+    v: int,
+    worth: Mapping[int, Floats],
+    supplied: Ints,
+    wanted: Sequence[Ints],
+    arriving: Floats,
+    *,
+    later: bool,
 ) -> None:
-    """What the collectives' reduced costs take from the bound: nothing where no reader's price, with what it is worth that the tensor
-    arrives, rises by more than they cost. And rows (10) and (11)."""
+    """What the collectives' reduced costs take from the bound: nothing where no reader's price,
+    with what it is worth that the tensor arrives, rises by more than they cost. And rows (10) and
+    (11)."""
     variant = dual.problem.variants[v]
     value = dual.problem.values[variant.value]
     graph = value.graph
@@ -214,12 +267,20 @@ def _collectives(
     left = costs - np.maximum(0.0, rises).sum(0) - np.minimum(0.0, rises.max(0)) - arriving[heads]
     if (left < 0.0).any():
         num = len(graph.layouts)
-        useful = _reachable(tails, heads, supplied, num)[tails] & _reachable(heads, tails, wanted[0], num)[heads]
+        useful = (
+            _reachable(tails, heads, supplied, num)[tails]
+            & _reachable(heads, tails, wanted[0], num)[heads]
+        )
         dual.total += float(np.minimum(0.0, left)[useful].sum())
     share = dual.balance[1 if later or value.phase == "backward" else 0]
     for kernel in dual.problem.kernels.get((v, later), ()):
-        most = max(variant.count * share * hidden.saved_s - max(0.0, float(left[hidden.arc])) for hidden in kernel.hides)
-        (dual.again if kernel.again else dual.x)[kernel.op][list(kernel.strategies)] -= max(0.0, most)
+        most = max(
+            variant.count * share * hidden.saved_s - max(0.0, float(left[hidden.arc]))
+            for hidden in kernel.hides
+        )
+        (dual.again if kernel.again else dual.x)[kernel.op][list(kernel.strategies)] -= max(
+            0.0, most
+        )
 
 
 def _reachable(tails: Ints, heads: Ints, start: Ints, num: int) -> NDArray[np.bool_]:
@@ -237,9 +298,11 @@ def _prices(prices: Prices, where: tuple[int, int, bool], graph: LayoutGraph) ->
     return worth
 
 
-def _versions(dual: _Dual, v: int, made: Ints, reads: Sequence[Ints] | None) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
-    """In which layouts a tensor may be kept, by how it is made and read in its own phase; none where `reads` is None. And μ, ν and ω of
-    those of which there are such rows."""
+def _versions(
+    dual: _Dual, v: int, made: Ints, reads: Sequence[Ints] | None
+) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
+    """In which layouts a tensor may be kept, by how it is made and read in its own phase; none
+    where `reads` is None. And μ, ν and ω of those of which there are such rows."""
     value = dual.problem.values[dual.problem.variants[v].value]
     found = np.unique(np.concatenate([made, *reads])) if reads is not None else made[:0]
     if value.keepable is not None:
@@ -252,9 +315,15 @@ def _versions(dual: _Dual, v: int, made: Ints, reads: Sequence[Ints] | None) -> 
         worth[layouts] = [max(of.get(layout, 0.0), 0.0) for layout in layouts.tolist()]
         return worth
 
-    return found, (worths(known.made, found), worths(known.read, resting), worths(known.once, found))
+    return found, (
+        worths(known.made, found),
+        worths(known.read, resting),
+        worths(known.once, found),
+    )
 
 
 def _layouts(problem: Problem, graph: LayoutGraph, op: int, side: str, position: int) -> Ints:
     """Per strategy of an op, the layout of one operand or result."""
-    return np.array([graph.index[getattr(s.layouts, side)[position]] for s in problem.ops[op].strategies])
+    return np.array(
+        [graph.index[getattr(s.layouts, side)[position]] for s in problem.ops[op].strategies]
+    )

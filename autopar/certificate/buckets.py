@@ -1,9 +1,10 @@
 """Buckets, walked: whether what shares one may, what the one collective puts in, and what it saves.
 
-Members are collectives of the plan for which no op waits, gathers of what is there when their phase begins, or of the begin or the end of a
-step; of one kind, axis, dtype, reduction and slack; of tensors of which all devices have equal parts. None starts from what another of its
-bucket makes: no op waits for them, or they start from what is there, so that can only be one of the same tensor. Each segment of a bucket
-is filled up to 8 elements; a reduce-scatter puts in a row for each device.
+Members are collectives of the plan for which no op waits, gathers of what is there when their phase
+begins, or of the begin or the end of a step; of one kind, axis, dtype, reduction and slack; of
+tensors of which all devices have equal parts. None starts from what another of its bucket makes: no
+op waits for them, or they start from what is there, so that can only be one of the same tensor.
+Each segment of a bucket is filled up to 8 elements; a reduce-scatter puts in a row for each device.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.collective import Collective
-from autopar.emit.choices import storage_key
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.core.collective import Collective
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.emit.context import storage_key
 from autopar.plans import Bucket, Communication, Plan
 from autopar.validation.shards import FLOATS, SHARING, is_even, local_lengths
 
@@ -45,19 +46,29 @@ class BucketWalk:
 
     def findings(self) -> Iterator[Finding]:
         """What does not hold."""
-        taken = [(b.phase, m.node, m.result, m.target) for b in self.plan.buckets for m in b.members]
-        for phase, node, _, target in {name for name in taken if taken.count(name) > 1} if len(set(taken)) < len(taken) else ():
+        taken = [
+            (b.phase, m.node, m.result, m.target) for b in self.plan.buckets for m in b.members
+        ]
+        for phase, node, _, target in (
+            {name for name in taken if taken.count(name) > 1}
+            if len(set(taken)) < len(taken)
+            else ()
+        ):
             yield Finding("buckets", f"what makes {target} in {phase} is in buckets twice", node)
         for bucket in self.plan.buckets:
             where = bucket.members[0].node if bucket.members else ""
             for what in self._find_faults(bucket):
                 yield Finding("buckets", f"a bucket in {bucket.phase}: {what}", where)
-        saved_s, claimed_s = sum(b.saved_s for b in self.plan.buckets), self.plan.prediction.in_buckets_s
+        saved_s, claimed_s = (
+            sum(b.saved_s for b in self.plan.buckets),
+            self.plan.prediction.in_buckets_s,
+        )
         if not near(saved_s, claimed_s):
             yield Finding("time", f"buckets save {saved_s:.9g} s, not {claimed_s:.9g} s")
 
     def _find_faults(self, bucket: Bucket) -> Iterator[str]:
-        """What is wrong with one bucket: its members, what the one collective puts in, and its time."""
+        """What is wrong with one bucket: its members, what the one collective puts in, and its
+        time."""
         steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
         found = [step for step in steps if step is not None]
         if len(found) < len(steps) or len(found) < 2:
@@ -65,8 +76,12 @@ class BucketWalk:
             return
         yield from self._check_members(bucket, found)
         c = bucket.collective
-        num_bytes = _put_in(c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh)
-        whole = Collective(c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes)
+        num_bytes = _put_in(
+            c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh
+        )
+        whole = Collective(
+            c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes
+        )
         if c != whole:
             yield f"a device puts in {num_bytes} bytes along dim {whole.dim}, and not as {c} has it"
             return
@@ -76,7 +91,10 @@ class BucketWalk:
         """Whether the members may share a collective, and none waits for another of its bucket."""
         c = bucket.collective
         for member, step in zip(bucket.members, found, strict=True):
-            yield from (f"{member.node} {what}" for what in self._member(c, step, self._shape(member.node, member.result)))
+            yield from (
+                f"{member.node} {what}"
+                for what in self._member(c, step, self._shape(member.node, member.result))
+            )
             if bucket.phase != "step" and not self._may_wait(step):
                 yield f"{member.node} is {step.slack}: an op waits for it, or it waits for one"
         if bucket.phase != "step" and len({step.slack for step in found}) > 1:
@@ -86,12 +104,16 @@ class BucketWalk:
         yield from self._in_order(bucket, found)
 
     def _check_time(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
-        """Whether a bucket is no larger than it may be, takes the time that the profile says, and saves the rest.
+        """Whether a bucket is no larger than it may be, takes the time that the profile says, and
+        saves the rest.
 
         What is done once per step counts 1/M in each of M microbatches.
         """
         shared = self.num_microbatches if bucket.phase == "step" else 1
-        sizes, rates = [step.collective.bytes for step in found], Rates(self.plan.mesh, self.profile)
+        sizes, rates = (
+            [step.collective.bytes for step in found],
+            Rates(self.plan.mesh, self.profile),
+        )
         if sum(sizes) > rates.most_in_bucket(bucket.collective):
             yield "it is larger than a bucket may be"
         time_s = rates.bucket_s(bucket.collective, sizes) / shared
@@ -116,7 +138,10 @@ class BucketWalk:
         if own.kind not in SHARING:
             yield f"moves by {own.kind}, for which there are no buckets"
         if (own.kind, own.axis, own.dtype, own.reduce_op) != (c.kind, c.axis, c.dtype, c.reduce_op):
-            yield f"moves by {own.kind} of {own.dtype} along axis {own.axis}, its bucket by {c.kind} of {c.dtype} along axis {c.axis}"
+            yield (
+                f"moves by {own.kind} of {own.dtype} along axis {own.axis}, its bucket by {c.kind}"
+                f" of {c.dtype} along axis {c.axis}"
+            )
         if step.kernel is not None:
             yield "is moved by a kernel, together with a product"
         if own.dtype not in FLOATS:
@@ -127,16 +152,24 @@ class BucketWalk:
 
     @staticmethod
     def _may_wait(step: Communication) -> bool:
-        """Whether no op waits for it, or it is a gather that waits for none: slacks are derived by themselves."""
-        return step.slack == "deferrable" or (step.slack == "prefetchable" and step.collective.kind == "all_gather")
+        """Whether no op waits for it, or it is a gather that waits for none: slacks are derived
+        by themselves."""
+        return step.slack == "deferrable" or (
+            step.slack == "prefetchable" and step.collective.kind == "all_gather"
+        )
 
     def _in_order(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
         """Whether a member starts from what another makes."""
         for a, step in zip(bucket.members, steps, strict=True):
             for b, other in zip(bucket.members, steps, strict=True):
                 same = (a.node, a.result) == (b.node, b.result) and step is not other
-                if same and other.source in self._led_to(bucket.phase, a.node, a.result, step.target):
-                    yield f"{b.node} as {other.target} waits for {step.target}, which is in the same bucket"
+                if same and other.source in self._led_to(
+                    bucket.phase, a.node, a.result, step.target
+                ):
+                    yield (
+                        f"{b.node} as {other.target} waits for {step.target}, which is in the same"
+                        " bucket"
+                    )
 
     def _led_to(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
         """What the plan makes of a tensor from one of its layouts on."""
@@ -146,12 +179,17 @@ class BucketWalk:
         return found
 
 
-def _put_in(c: Collective, steps: Sequence[Communication], shapes: Sequence[Sequence[int]], mesh: Mesh) -> int:
-    """Bytes of a bucket before its collective: the smaller part of every tensor, filled up, once per device that gets one."""
+def _put_in(
+    c: Collective, steps: Sequence[Communication], shapes: Sequence[Sequence[int]], mesh: Mesh
+) -> int:
+    """Bytes of a bucket before its collective: the smaller part of every tensor, filled up, once
+    per device that gets one."""
     elements = 0
     for step, shape in zip(steps, shapes, strict=True):
         part = 1
-        for length in local_lengths(shape, step.target if c.kind == "reduce_scatter" else step.source, mesh.shape):
+        for length in local_lengths(
+            shape, step.target if c.kind == "reduce_scatter" else step.source, mesh.shape
+        ):
             part *= length
         elements += (part + _FILLED_TO - 1) // _FILLED_TO * _FILLED_TO
     rows = mesh.shape[c.axis] if c.kind == "reduce_scatter" else 1
@@ -159,7 +197,8 @@ def _put_in(c: Collective, steps: Sequence[Communication], shapes: Sequence[Sequ
 
 
 def issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tuple[int, int]]:
-    """(phase, kind, axis) → number and bytes of the collectives that the program runs: a bucket is one, its members none."""
+    """(phase, kind, axis) → number and bytes of the collectives that the program runs: a bucket
+    is one, its members none."""
     found: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     def add(phase: str, c: Collective, sign: int) -> None:

@@ -1,66 +1,274 @@
-"""`certify`: every claim of a plan, derived anew from the traced model, the plan's mesh and the hardware profile.
+"""`certify`: every claim of a plan, derived anew from the traced model, the plan's mesh and the
+hardware profile.
 
-What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price` states, emission, and the count of live
-bytes on the emitted program. What is not: the search, the prices, collectives, sizes, sums and the bound that the plan holds. Prices follow
-from the profile by formulas of the certificate's own (`autopar.certificate.rates`, `own_work`). No solver is run.
+What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price`
+states, emission, and the count of live bytes on the emitted program. What is not: the search, the
+prices, collectives, sizes, sums and the bound that the plan holds. Prices follow from the profile
+by formulas of the certificate's own (`autopar.certificate.rates`, `own_work`). No solver is run.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Trace
 from autopar.certificate.bars import bars, is_simulated
 from autopar.certificate.buckets import BucketWalk
-from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions, crossing_keys
-from autopar.certificate.dims import beyond
-from autopar.certificate.facts import Claims, Facts
-from autopar.certificate.fields import unverified
-from autopar.certificate.hosts import host_memory, on_hosts
+from autopar.certificate.facts import Claims, Context, Facts, Tensor
+from autopar.certificate.intra_op import OwnWalk
 from autopar.certificate.kernels import KernelWalk
 from autopar.certificate.marks import as_asked, captured, identity, notes
-from autopar.certificate.moves import Walk
-from autopar.certificate.own import OwnWalk
+from autopar.certificate.moves import Walk, steps_per_step
 from autopar.certificate.proof import Stored, proven
-from autopar.certificate.report import Certificate, Finding
+from autopar.certificate.report import NEAR, Certificate, Finding, unverified
 from autopar.certificate.resources import emission, memory, overlap, seconds_of, sum_resting, times
-from autopar.certificate.steps import steps_per_step
-from autopar.certificate.words import words
-from autopar.cost.priced import Priced
+from autopar.core.garbage import collected_seldom
+from autopar.core.hardware import Hardware, HardwareProfile, slowest
+from autopar.core.layout import Layout
+from autopar.core.placements import Halo
+from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit import emit, least_overlap, overlapped
-from autopar.emit.choices import storage_key
+from autopar.emit.context import parameter_key, storage_key
 from autopar.errors import AutoparError
-from autopar.garbage import collected_seldom
-from autopar.hardware import Hardware, HardwareProfile, slowest
-from autopar.plans import KERNELS_BUFFERS, Overlap, Plan
+from autopar.plans import KERNELS_BUFFERS, Entry, Overlap, Plan
+from autopar.rules import call_of, is_discovered, is_fallback
+from autopar.rules.call import op_name
+from autopar.validation.shards import held_bytes
+
+# --------------------------------------------------------------------------------------------------
+# Whether a plan's layouts are of the tensors that they are said to be of: a placement per mesh
+# axis, and no dim that a tensor has not.
+
+
+def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
+    """Of each tensor what cannot be a layout of it; sizes cannot be derived there."""
+    for tensor in facts.tensors.values():
+        wrong = sorted(
+            {str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)}
+        )
+        if wrong:
+            named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
+            what = f"{named} of a tensor of shape {tensor.shape} on {num_axes} axes"
+            yield Finding(
+                "layouts",
+                what,
+                f"{tensor.key}, result {tensor.result}" if tensor.result else tensor.key,
+            )
+
+
+def _said_of(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
+    here = tensor.key, tensor.result
+    for said in (claims.chosen, claims.again):
+        if tensor.key in said:
+            yield from said[tensor.key].outputs[tensor.result : tensor.result + 1]
+        for reader in tensor.readers:
+            if reader.key in said:
+                yield from said[reader.key].inputs[reader.operand : reader.operand + 1]
+    yield from claims.kept.get(here, ())
+    for phase in ("forward", "backward", "step"):
+        for step in claims.steps.get((here, phase), ()):
+            yield from (step.source, step.target)
+
+
+def _is_of(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
+    dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard | Halo)]
+    return len(layout.placements) == num_axes and all(0 <= dim < len(shape) for dim in dims)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a plan calls things, on which its explanations and pictures stand: decisions, modules, ops,
+# and the bars of its time line.
+
+_FIELD = re.compile(r"\{\d+\}")  # the index of a layer
+_OUTSIDE = (
+    "",
+    "inputs",
+    "from the stage before",
+    "from the stage behind",
+    "parameters",
+    "optimizer",
+    "priced, and not run",
+)
+_LANES = ("compute", "communication")
+_PHASES = ("forward", "backward", "step")
+
+
+def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
+    """Every word that differs from what follows from the nodes it is said of."""
+    yield from _decisions(plan, facts.nodes)
+    for c in plan.communications:
+        if c.module != _module(c.node):
+            yield Finding(
+                "words",
+                f"a collective of {_module(c.node) or 'the model'} is said to be of"
+                f" {c.module or 'the model'}",
+                c.node,
+            )
+    yield from _bars(plan, trace, facts)
+
+
+def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
+    seen: Counter[str] = Counter()
+    for entry in plan.entries:
+        key = _FIELD.sub("*", entry.nodes[0].node)
+        seen[key] += 1
+        unique = key if seen[key] == 1 else f"{key} ({seen[key]})"
+        said = {
+            "key": unique,
+            "module": _module(key),
+            "op": key.split("/")[1],
+            **_rules(entry, nodes),
+        }
+        for name, derived in said.items():
+            if getattr(entry, name) != derived:
+                yield Finding(
+                    "words", f"its {name} is {derived!r}, not {getattr(entry, name)!r}", entry.key
+                )
+
+
+def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
+    """Whether a decision wants for a rule, and which rules were found by experiment."""
+    keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
+    calls = [call_of(nodes[key]) for key in keys if key in nodes]
+    found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
+    return {"replicated": any(map(is_fallback, calls)), "discovered": tuple(found)}
+
+
+def _module(pattern: str) -> str:
+    return _FIELD.sub("*", pattern.partition("/")[0])
+
+
+def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
+    """Each bar is of a part of the model, or of what is given to it, and follows the last of its
+    lane."""
+    modules = {key.partition("/")[0] for key in facts.keys} | {
+        str(node.meta.get("module", "")) for node in trace.graph.nodes
+    }
+    known = {
+        *_OUTSIDE,
+        *(
+            ".".join(parts[:n])
+            for parts in (m.split(".") for m in modules)
+            for n in range(len(parts) + 1)
+        ),
+    }
+    ends = dict.fromkeys(_LANES, 0.0)
+    for label, phase, kind, start_s, duration_s in plan.prediction.timeline:
+        bar = f"{kind} of {label or 'the model'} in {phase} on the time line"
+        if label not in known or kind not in _LANES or phase not in _PHASES:
+            yield Finding("words", f"there is no {bar}")
+        elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
+            yield Finding(
+                "words", f"{bar} begins at {start_s:.6g} s, before the one before it ends"
+            )
+        else:
+            ends[kind] = start_s + duration_s
+
+
+# --------------------------------------------------------------------------------------------------
+# The host's memory, summed up anew from what rests and what is kept there.
+
+
+def on_hosts(
+    trace: Trace, facts: Facts, claims: Claims, plan: Plan, context: Context
+) -> dict[str, int]:
+    """Bytes of the host's memory by kind: of parameters that rest there, and of what is kept
+    there, once per microbatch in flight."""
+    state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
+    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
+    for p in trace.parameters:
+        rests = claims.chosen.get(
+            storage_key(p.name), claims.chosen[parameter_key(p.name)]
+        ).outputs[0]
+        if rests.host:
+            wide = torch.float32 if context.accumulates and p.dtype.itemsize < 4 else p.dtype
+            size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
+            found["parameters"] += size
+            found["optimizer"] += state * size if p.gradient is not None else 0
+            found["gradients"] += (
+                held_bytes(p.view, wide, rests, plan.mesh.shape) if p.gradient is not None else 0
+            )
+            found["copies"] += (
+                held_bytes(p.view, p.compute_dtype, rests, plan.mesh.shape)
+                if p.compute_dtype != p.dtype
+                else 0
+            )
+    for where, layouts in claims.kept.items():
+        tensor = facts.tensors[where]
+        made = claims.chosen[tensor.key].outputs[tensor.result]
+        stored = [at for at in layouts if at.host and not made.host]
+        size = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in stored)
+        found["activations"] += size * context.num_in_flight
+    return {kind: size for kind, size in found.items() if size}
+
+
+def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> Iterator[Finding]:
+    """What is claimed of the host's memory and does not hold."""
+    claimed = plan.prediction.host_bytes
+    for kind in sorted({*derived, *claimed}):
+        if derived.get(kind) != claimed.get(kind):
+            yield Finding(
+                "memory",
+                f"{kind} on the host are {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
+            )
+    if sum(derived.values()) > budget_bytes:
+        yield Finding(
+            "memory",
+            f"on the host are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
+        )
 
 
 @collected_seldom()
-def certify(trace: Trace, plan: Plan, hardware: Hardware, context: Context | None = None) -> Certificate:
-    """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails the claim is left out.
+def certify(
+    trace: Trace, plan: Plan, hardware: Hardware, context: Context | None = None
+) -> Certificate:
+    """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails
+    the claim is left out.
 
     Args:
         hardware: of unequal devices each claim holds at the pace of the slowest.
-        context: of a pipeline's stage (`autopar.certificate.staged`); by default that of a plan without stages.
+        context: of a pipeline's stage (`autopar.certificate.staged`); by default that of a plan
+            without stages.
     """
-    title = f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}"
+    title = (
+        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices}"
+        f" devices), {plan.fingerprint.profile}"
+    )
     claimed, proof = plan.prediction, plan.proof
     budget = plan.options.get("memory_bytes")
-    said = (*identity(trace, plan, hardware), *captured(trace, plan), *(() if context else as_asked(plan)))
+    said = (
+        *identity(trace, plan, hardware),
+        *captured(trace, plan),
+        *(() if context else as_asked(plan)),
+    )
     report = Certificate(
-        title, said, tuple(notes(plan)), claimed_step_s=claimed.step_s,
-        claimed_peak_bytes=claimed.peak_bytes, budget_bytes=budget if isinstance(budget, int) else 0,
-        objective_s=proof.objective_s, claimed_bound_s=proof.bound_s,
+        title,
+        said,
+        tuple(notes(plan)),
+        claimed_step_s=claimed.step_s,
+        claimed_peak_bytes=claimed.peak_bytes,
+        budget_bytes=budget if isinstance(budget, int) else 0,
+        objective_s=proof.objective_s,
+        claimed_bound_s=proof.bound_s,
         unverified=unverified(plan, but=("prediction.timeline",) if is_simulated(plan) else ()),
-    )  # fmt: skip
+    )
     if not report.ok:
         return report
     try:
         context, profile = context or Context.of(trace, plan), slowest(hardware)
         priced = context.problem(trace, plan, profile)
     except AutoparError as error:
-        return replace(report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),))
+        return replace(
+            report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),)
+        )
     facts = Facts.of(trace, accumulates=context.accumulates)
     return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
 
@@ -84,21 +292,54 @@ class _Job:
         bound_s = stored.bound_s()
         found = [*stored.findings, *proven(plan.proof, bound_s)]
         report = replace(
-            report, certified_bound_s=bound_s, num_multipliers=stored.num_multipliers, num_decisions=len(plan.entries),
-            num_nodes=len(self.facts.keys), num_steps=len(plan.steps()),
-        )  # fmt: skip
-        decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context)
-        rests = frozenset(storage_key(p.name) for p in self.trace.parameters) if self.context.accumulates else frozenset[str]()
+            report,
+            certified_bound_s=bound_s,
+            num_multipliers=stored.num_multipliers,
+            num_decisions=len(plan.entries),
+            num_nodes=len(self.facts.keys),
+            num_steps=len(plan.steps()),
+        )
+        decisions = Decisions(
+            plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context
+        )
+        rests = (
+            frozenset(storage_key(p.name) for p in self.trace.parameters)
+            if self.context.accumulates
+            else frozenset[str]()
+        )
         again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
-        walk = Walk(self.facts, self.claims, plan.mesh, self.profile, decisions.owner, again, rests, self.context.num_microbatches)
-        strangers = [*decisions.strangers(), *walk.strangers(), *beyond(self.facts, self.claims, len(plan.mesh.axes))]
+        walk = Walk(
+            self.facts,
+            self.claims,
+            plan.mesh,
+            self.profile,
+            decisions.owner,
+            again,
+            rests,
+            self.context.num_microbatches,
+        )
+        strangers = [
+            *decisions.strangers(),
+            *walk.strangers(),
+            *beyond(self.facts, self.claims, len(plan.mesh.axes)),
+        ]
         if strangers:
             return replace(report, findings=(*strangers, *found))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
         kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile)
         own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
-        shared = BucketWalk(self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches)
-        found = [*decisions.findings(), *walk.findings(), *own.findings(), *kernels.findings(), *shared.findings(), *once, *found]
+        shared = BucketWalk(
+            self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches
+        )
+        found = [
+            *decisions.findings(),
+            *walk.findings(),
+            *own.findings(),
+            *kernels.findings(),
+            *shared.findings(),
+            *once,
+            *found,
+        ]
         found += words(plan, self.trace, self.facts)
         if not any(f.claim == "layouts" for f in found):
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
@@ -109,12 +350,19 @@ class _Job:
     def _emitted(self, report: Certificate, found: list[Finding], shared_bytes: int) -> Certificate:
         """What follows from the emitted program, beside which kernels share so much."""
         try:
-            serial = emit(self.trace, replace(self.plan, overlap=Overlap()), accumulates=self.context.accumulates, named=False)
+            serial = emit(
+                self.trace,
+                replace(self.plan, overlap=Overlap()),
+                accumulates=self.context.accumulates,
+                named=False,
+            )
             program, held = overlapped(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             found += bars(self.plan, program, crossing_keys(self.trace))
-            sizes = sum_resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
+            sizes = sum_resting(
+                self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates
+            )
             sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:
@@ -123,6 +371,9 @@ class _Job:
         on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
         wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
         if peak > self.profile.device_memory_bytes:
-            what = f"the peak of {peak} bytes is over the device's memory of {self.profile.device_memory_bytes}"
+            what = (
+                f"the peak of {peak} bytes is over the device's memory of"
+                f" {self.profile.device_memory_bytes}"
+            )
             wrong.append(Finding("memory", what))
         return replace(report, findings=(*found, *wrong), peak_bytes=peak)

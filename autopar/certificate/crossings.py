@@ -1,7 +1,9 @@
-"""What a plan says of its cuts: with what the later stages begin, what crosses to them, and within which memory stages are planned.
+"""What a plan says of its cuts: with what the later stages begin, what crosses to them, and within
+which memory stages are planned.
 
-All of it follows from the microbatch's trace, its cut, and what the stages' plans decide: a value crosses in the layout in which its stage
-hands it on, each device sends its largest part, and a gradient comes back where backward needs one.
+All of it follows from the microbatch's trace, its cut, and what the stages' plans decide: a value
+crosses in the layout in which its stage hands it on, each device sends its largest part, and a
+gradient comes back where backward needs one.
 """
 
 from __future__ import annotations
@@ -11,40 +13,63 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.capture.trace import Trace
 from autopar.certificate.report import Finding
-from autopar.emit.choices import output_key
+from autopar.emit.context import output_key
 from autopar.plans import Crossed, Pipeline, Plan
 from autopar.stages import Cut
-from autopar.stages.points import levels
+from autopar.stages.placing import levels
 from autopar.validation.shards import held_bytes
 
 
 def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether later stages begin where it is said, and the said values cross, in these layouts and bytes."""
-    places: dict[int, list[str]] = {}  # a finer level may call the part at a position by another name
+    """Whether later stages begin where it is said, and the said values cross, in these layouts
+    and bytes."""
+    places: dict[
+        int, list[str]
+    ] = {}  # a finer level may call the part at a position by another name
     for point in (point for points in levels(part) if pipeline.positions for point in points):
         places.setdefault(point.position, []).append(point.module)
-    for number, (position, module) in enumerate(zip(pipeline.positions, pipeline.modules, strict=True), 1):
+    for number, (position, module) in enumerate(
+        zip(pipeline.positions, pipeline.modules, strict=True), 1
+    ):
         if position not in places:
-            yield Finding("model", f"stage {number} begins at forward node {position}, where no layer or part of the model begins")
+            yield Finding(
+                "model",
+                f"stage {number} begins at forward node {position}, where no layer or part of the"
+                " model begins",
+            )
         elif module not in places[position]:
-            yield Finding("model", f"stage {number} begins with {places[position][0]!r}, not {module!r}")
+            yield Finding(
+                "model", f"stage {number} begins with {places[position][0]!r}, not {module!r}"
+            )
     for number, said in enumerate(pipeline.crossings):
         yield from _differences(number, said, _crossed(part, made, pipeline, number))
 
 
 def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether stages speak of no other options than the plan, and each was planned within a share of its memory."""
+    """Whether stages speak of no other options than the plan, and each was planned within a
+    share of its memory."""
     for number, stage in enumerate(pipeline.stages):
         for name, value in stage.options.items():
             if value != plan.options.get(name):
-                what = f"stage {number} is planned with {name}={value!r}, the plan with {plan.options.get(name)!r}"
+                what = (
+                    f"stage {number} is planned with {name}={value!r}, the plan with"
+                    f" {plan.options.get(name)!r}"
+                )
                 yield Finding("memory" if name == "memory_bytes" else "model", what)
     for number, share in enumerate(pipeline.budgets):
         if not 0 < share <= plan.budget_of(number):
-            yield Finding("memory", f"stage {number} is planned within {share} bytes, which is no share of {plan.budget_of(number)}")
+            yield Finding(
+                "memory",
+                f"stage {number} is planned within {share} bytes, which is no share of"
+                f" {plan.budget_of(number)}",
+            )
     most = int(plan.options.get("memory_bytes", 0))
     if pipeline.rank_budgets and max(pipeline.rank_budgets) != most:
-        yield Finding("memory", f"its ranks have {max(pipeline.rank_budgets)} bytes at most, not {most} as its options say")
+        yield Finding(
+            "memory",
+            f"its ranks have {max(pipeline.rank_budgets)} bytes at most, not {most} as its"
+            " options say",
+        )
 
 
 def _crossed(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
@@ -55,21 +80,36 @@ def _crossed(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[st
         node = part.node(name)
         key, value = str(node.meta["key"]), node.meta["val"]
         layout = chosen[output_key(key)].inputs[0]
-        found[key] = Crossed(key, layout, held_bytes(tuple(value.shape), value.dtype, layout, stage.mesh.shape), bool(gradient))
+        found[key] = Crossed(
+            key,
+            layout,
+            held_bytes(tuple(value.shape), value.dtype, layout, stage.mesh.shape),
+            bool(gradient),
+        )
     return found
 
 
-def _differences(number: int, said: Sequence[Crossed], derived: Mapping[str, Crossed]) -> Iterator[Finding]:
+def _differences(
+    number: int, said: Sequence[Crossed], derived: Mapping[str, Crossed]
+) -> Iterator[Finding]:
     where, told = f"from stage {number} to the next", Counter(crossed.node for crossed in said)
     for key in (key for key in derived if key not in told):
-        yield Finding("moves", f"it goes {where}, as {_shown(derived[key])}, and the plan does not say so", key)
+        yield Finding(
+            "moves",
+            f"it goes {where}, as {_shown(derived[key])}, and the plan does not say so",
+            key,
+        )
     for key in (key for key, times in told.items() if times > 1):
         yield Finding("moves", f"the plan says twice how it goes {where}", key)
     for crossed in said:
         if crossed.node not in derived:
             yield Finding("moves", f"nothing of this name goes {where}", crossed.node)
         elif crossed != derived[crossed.node]:
-            yield Finding("moves", f"it goes {where} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}", crossed.node)
+            yield Finding(
+                "moves",
+                f"it goes {where} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}",
+                crossed.node,
+            )
 
 
 def _shown(crossed: Crossed) -> str:

@@ -1,7 +1,8 @@
-"""Every entry of a plan against the statement of the problem: what it speaks of, its strategy, and its time.
+"""Every entry of a plan against the statement of the problem: what it speaks of, its strategy, and
+its time.
 
-A strategy is legal where the rule of each node offers it. It is covered by the bound where the problem offers it: with the
-plan's constraints, and with no collective inside a decision.
+A strategy is legal where the rule of each node offers it. It is covered by the bound where the
+problem offers it: with the plan's constraints, and with no collective inside a decision.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.certificate.context import Context
-from autopar.certificate.facts import Facts
-from autopar.certificate.op_times import call_s
+from autopar.certificate.facts import Context, Facts
+from autopar.certificate.intra_op import call_s
+from autopar.certificate.moves import held_so
 from autopar.certificate.rates import Rates, sent_s
 from autopar.certificate.report import Finding, near
-from autopar.certificate.steps import held_so
-from autopar.cost.held import offered_as
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
+from autopar.core.stored_placements import storable
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.cost.zero_stages import offered_as
+from autopar.emit.context import buffer_key, input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, HardwareError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout, Strategy
-from autopar.layout.stored_placements import storable
-from autopar.mesh import Mesh
 from autopar.plans import Entry, NodeChoice, Plan
 from autopar.rules import call_of, is_strategy
 from autopar.validation.shards import held_bytes
@@ -60,27 +60,41 @@ class Decisions:
     context: Context
 
     def __post_init__(self) -> None:
-        self.parameters: Mapping[str, Parameter] = {parameter_key(p.name): p for p in self.trace.parameters}
+        self.parameters: Mapping[str, Parameter] = {
+            parameter_key(p.name): p for p in self.trace.parameters
+        }
         self._crossing = crossing_keys(self.trace)
         ops = range(len(self.priced.problem.ops))
-        self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
-        self._rests = {storage_key(p.name): p for p in self.trace.parameters} if self.context.accumulates else {}
+        self.owner = {
+            key: op for op in ops for instance in keys_of(self.priced, op) for key in instance
+        }
+        self._rests = (
+            {storage_key(p.name): p for p in self.trace.parameters}
+            if self.context.accumulates
+            else {}
+        )
         self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
-        """Whether model and plan speak of the same nodes, and the plan of each once; nothing else makes sense where not."""
+        """Whether model and plan speak of the same nodes, and the plan of each once; nothing
+        else makes sense where not."""
         said = [c.node.format(*i) for e in self.plan.entries for c in e.nodes for i in e.instances]
-        again = {c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances}
+        again = {
+            c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances
+        }
         for key in sorted(self.facts.keys - set(said)):
             yield Finding("layouts", "the plan decides nothing about this node of the model", key)
         for key in sorted((set(said) | again) - self.facts.keys - self._rests.keys()):
             yield Finding("layouts", "the model has no such node", key)
-        for key in sorted({key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()):
+        for key in sorted(
+            {key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()
+        ):
             yield Finding("layouts", "the plan decides about this node twice", key)
         yield from (f for e in self.plan.entries for f in self._check_arity(e))
 
     def _check_arity(self, entry: Entry) -> Iterator[Finding]:
-        """Each strategy has as many layouts as the node has tensors, so that they can be looked up."""
+        """Each strategy has as many layouts as the node has tensors, so that they can be looked
+        up."""
         if not entry.instances:
             yield Finding("layouts", "it stands for no nodes", entry.key)
             return
@@ -91,7 +105,10 @@ class Decisions:
                 expected = (len(call.inputs), len(call.outputs))
             elif key in self.facts.keys:
                 op = self.priced.problem.ops[self.owner[key]]
-                expected = (len(op.strategies[0].layouts.inputs), len(op.strategies[0].layouts.outputs))
+                expected = (
+                    len(op.strategies[0].layouts.inputs),
+                    len(op.strategies[0].layouts.outputs),
+                )
             elif key in self._rests:
                 expected = (int(self._rests[key].gradient is not None), 1)
             else:
@@ -105,53 +122,97 @@ class Decisions:
             op = self.owner[entry.nodes[0].node.format(*entry.instances[0])]
             together = {tuple(c.node.format(*i) for c in entry.nodes) for i in entry.instances}
             if together not in self._said_of(op):
-                yield Finding("layouts", "the nodes of this entry are not one decision of the problem", entry.key)
+                yield Finding(
+                    "layouts",
+                    "the nodes of this entry are not one decision of the problem",
+                    entry.key,
+                )
                 continue
             stated = self.priced.problem.ops[op]
             if (entry.kind, entry.phase) != (stated.kind, stated.phase):
-                yield Finding("layouts", f"it is a {stated.kind} of {stated.phase}, not a {entry.kind} of {entry.phase}", entry.key)
+                yield Finding(
+                    "layouts",
+                    f"it is a {stated.kind} of {stated.phase}, not a {entry.kind} of {entry.phase}",
+                    entry.key,
+                )
             yield from self._check_strategies(entry, op, entry.nodes, "")
             if entry.recompute:
                 yield from self._check_again(entry, op)
-            if entry.runner_up and entry.runner_up.strategy not in {str(s.layouts) for s in stated.strategies}:
-                yield Finding("layouts", f"the problem does not offer {entry.runner_up.strategy}, its runner-up", entry.key)
+            if entry.runner_up and entry.runner_up.strategy not in {
+                str(s.layouts) for s in stated.strategies
+            }:
+                yield Finding(
+                    "layouts",
+                    f"the problem does not offer {entry.runner_up.strategy}, its runner-up",
+                    entry.key,
+                )
             yield from self._check_times(entry)
 
     def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
         """The nodes that an entry of this op speaks of; of parameters also with where they rest."""
         own = set(keys_of(self.priced, op))
         source = self.priced.sources[op]
-        return (own, {(parameter_key(n), storage_key(n)) for n in source.names}) if source.kind == "parameter" and self._rests else (own,)
+        return (
+            (own, {(parameter_key(n), storage_key(n)) for n in source.names})
+            if source.kind == "parameter" and self._rests
+            else (own,)
+        )
 
     def _check_again(self, entry: Entry, op: int) -> Iterator[Finding]:
         if [c.node for c in entry.recompute] != [c.node for c in entry.nodes]:
-            yield Finding("layouts", "backward runs other nodes again than the entry has", entry.key)
+            yield Finding(
+                "layouts", "backward runs other nodes again than the entry has", entry.key
+            )
         elif not self.priced.problem.ops[op].recomputable:
-            yield Finding("layouts", "backward may not run it again: it is no op of forward, or another layer reads it", entry.key)
+            yield Finding(
+                "layouts",
+                "backward may not run it again: it is no op of forward, or another layer reads it",
+                entry.key,
+            )
         else:
             yield from self._check_strategies(entry, op, entry.recompute, "again ")
 
-    def _check_strategies(self, entry: Entry, op: int, choices: Sequence[NodeChoice], when: str) -> Iterator[Finding]:
-        """Whether the rules allow an entry's strategies, and the problem offers them, so that the bound covers them."""
+    def _check_strategies(
+        self, entry: Entry, op: int, choices: Sequence[NodeChoice], when: str
+    ) -> Iterator[Finding]:
+        """Whether the rules allow an entry's strategies, and the problem offers them, so that
+        the bound covers them."""
         illegal = [*self._find_illegal(entry, choices, when)]
         yield from illegal
         strategies = tuple(c.strategy for c in choices)
         if not illegal and not self._is_offered(op, strategies):
             shown = "; ".join(map(str, strategies))
-            yield Finding("layouts", f"the problem does not offer {shown} {when}for it: the bound does not cover it", entry.key)
+            yield Finding(
+                "layouts",
+                f"the problem does not offer {shown} {when}for it: the bound does not cover it",
+                entry.key,
+            )
 
-    def _find_illegal(self, entry: Entry, choices: Sequence[NodeChoice], when: str) -> Iterator[Finding]:
-        """Strategies that no rule allows, and layouts in which a parameter cannot rest with its gradient."""
+    def _find_illegal(
+        self, entry: Entry, choices: Sequence[NodeChoice], when: str
+    ) -> Iterator[Finding]:
+        """Strategies that no rule allows, and layouts in which a parameter cannot rest with its
+        gradient."""
         strategies, sizes = tuple(c.strategy for c in choices), self.mesh.shape
         for choice in choices:
             key = choice.node.format(*entry.instances[0])
-            if key in self.facts.nodes and not is_strategy(call_of(self.facts.nodes[key]), choice.strategy.plain, sizes):
+            if key in self.facts.nodes and not is_strategy(
+                call_of(self.facts.nodes[key]), choice.strategy.plain, sizes
+            ):
                 yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
             if key in self.parameters:
                 p, at = self.parameters[key], strategies[-1].outputs[0]
-                fits = at.fits(p.view, sizes) and not at.has_partial and not at.special and storable(p.shape, p.view, at, sizes)
+                fits = (
+                    at.fits(p.view, sizes)
+                    and not at.has_partial
+                    and not at.special
+                    and storable(p.shape, p.view, at, sizes)
+                )
                 if not fits or not held_so(at, strategies, accumulates=self.context.accumulates):
-                    what = f"it cannot rest as {at} with its gradient as {_list_inputs(choice.strategy)}"
+                    what = (
+                        f"it cannot rest as {at} with its gradient as"
+                        f" {_list_inputs(choice.strategy)}"
+                    )
                     yield Finding("layouts", what, key)
 
     def _is_offered(self, op: int, strategies: tuple[Strategy, ...]) -> bool:
@@ -162,14 +223,21 @@ class Decisions:
         return any(offered_as(s) == strategies for s in self.priced.problem.ops[op].strategies)
 
     def _check_times(self, entry: Entry) -> Iterator[Finding]:
-        for choices, said_s, when in ((entry.nodes, entry.time_s, ""), (entry.recompute, entry.again_s, " when it runs again")):
+        for choices, said_s, when in (
+            (entry.nodes, entry.time_s, ""),
+            (entry.recompute, entry.again_s, " when it runs again"),
+        ):
             try:
                 derived = self.time_s(entry, choices) if choices else 0.0
             except AutoparError as error:
                 yield Finding("time", error.what, entry.key)
                 return
             if not near(derived, said_s):
-                yield Finding("time", f"one instance takes {derived:.6g} s{when}, not {said_s:.6g} s", entry.key)
+                yield Finding(
+                    "time",
+                    f"one instance takes {derived:.6g} s{when}, not {said_s:.6g} s",
+                    entry.key,
+                )
 
     def time_s(self, entry: Entry, choices: Sequence[NodeChoice]) -> float:
         """Time of one instance of an entry."""
@@ -177,25 +245,55 @@ class Decisions:
         layouts = choices[0].strategy
         if key in self.parameters:
             p = self.parameters[key]
-            _, traffic = OPTIMIZERS[str(self.plan.options.get("optimizer"))] if p.gradient is not None else (0, 0)
+            _, traffic = (
+                OPTIMIZERS[str(self.plan.options.get("optimizer"))]
+                if p.gradient is not None
+                else (0, 0)
+            )
             rests = held_bytes(p.view, p.dtype, choices[-1].strategy.outputs[0], self.mesh.shape)
-            step_s = traffic * rests / self._bandwidth(choices[-1].strategy.outputs[0]) / self.context.num_microbatches
-            step_s += self._cast_s(p, choices[-1].strategy.outputs[0]) / self.context.num_microbatches
-            return step_s + (self._added_s(p, layouts.inputs[0]) if self.context.accumulates and p.gradient is not None else 0.0)
+            step_s = (
+                traffic
+                * rests
+                / self._bandwidth(choices[-1].strategy.outputs[0])
+                / self.context.num_microbatches
+            )
+            step_s += (
+                self._cast_s(p, choices[-1].strategy.outputs[0]) / self.context.num_microbatches
+            )
+            return step_s + (
+                self._added_s(p, layouts.inputs[0])
+                if self.context.accumulates and p.gradient is not None
+                else 0.0
+            )
         if entry.kind == "compute":
-            return sum(self._node_time_s(c.node.format(*entry.instances[0]), c.strategy) for c in choices)
-        if (entry.kind == "input" and key != input_key("tangent")) or (key in self._crossing and layouts.outputs):
+            return sum(
+                self._node_time_s(c.node.format(*entry.instances[0]), c.strategy) for c in choices
+            )
+        if (entry.kind == "input" and key != input_key("tangent")) or (
+            key in self._crossing and layouts.outputs
+        ):
             tensor = self.facts.tensors[key, 0]  # of an output that crosses: what comes back for it
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
-            wire = self.context.crossing.before if entry.kind == "input" else self.context.crossing.behind
-            return sent_s(wire, size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
+            wire = (
+                self.context.crossing.before
+                if entry.kind == "input"
+                else self.context.crossing.behind
+            )
+            return (
+                sent_s(wire, size)
+                if key in self._crossing
+                else size / self.profile.memory_bandwidth_bytes_per_s
+            )
         return 0.0
 
     def _cast_s(self, p: Parameter, rests: Layout) -> float:
         """What is read in another dtype is read and written once in a step, where it rests."""
         if p.compute_dtype == p.dtype:
             return 0.0
-        moved = sum(held_bytes(p.view, dtype, rests, self.mesh.shape) for dtype in (p.dtype, p.compute_dtype))
+        moved = sum(
+            held_bytes(p.view, dtype, rests, self.mesh.shape)
+            for dtype in (p.dtype, p.compute_dtype)
+        )
         if rests.host:
             return moved / self._bandwidth(rests)
         return self.rates.op_s("elementwise", 0, moved, p.compute_dtype)
@@ -205,17 +303,27 @@ class Decisions:
         if not rests.host:
             return self.profile.memory_bandwidth_bytes_per_s
         if self.profile.host is None:
-            raise HardwareError(f"profile {self.profile.name!r} says nothing of the hosts' memory, where it rests")
+            raise HardwareError(
+                f"profile {self.profile.name!r} says nothing of the hosts' memory, where it rests"
+            )
         return self.profile.host.memory_bandwidth_bytes_per_s
 
     def _added_s(self, p: Parameter, sums: Layout) -> float:
-        """A gradient is read, or what it would be cast from; the sum is written, and read but for the first time."""
+        """A gradient is read, or what it would be cast from; the sum is written, and read but
+        for the first time."""
         dtype = p.dtype
         if sums.uncast:
-            maker = next(t.key for t in self.facts.tensors.values() if any(r.key == parameter_key(p.name) for r in t.readers))
+            maker = next(
+                t.key
+                for t in self.facts.tensors.values()
+                if any(r.key == parameter_key(p.name) for r in t.readers)
+            )
             dtype = call_of(self.facts.nodes[maker]).inputs[0].dtype
         wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
-        read, total = held_bytes(p.view, dtype, sums, self.mesh.shape), held_bytes(p.view, wide, sums, self.mesh.shape)
+        read, total = (
+            held_bytes(p.view, dtype, sums, self.mesh.shape),
+            held_bytes(p.view, wide, sums, self.mesh.shape),
+        )
         written_s = self.rates.op_s("elementwise", 0, read + total, torch.float32)
         added_s = self.rates.op_s("elementwise", 0, read + 2 * total, torch.float32)
         return added_s - (added_s - written_s) / self.context.num_microbatches

@@ -1,20 +1,28 @@
-"""What a plan is held against: the traced model's tensors and who reads them; and what the plan says of each, looked up."""
+"""What a plan is held against: the traced model's tensors and who reads them; and what the plan
+says of each, looked up."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Trace
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
-from autopar.layout import Layout, Strategy
+from autopar.constraints import check, read_constraint
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced
+from autopar.emit.context import buffer_key, input_key, output_key, parameter_key
 from autopar.plans import Communication, Plan
+from autopar.program.executor import Returned
+from autopar.program.schedule import Action
 from autopar.rules import operands_of
+from autopar.sharding import Forced, classes_of, resolve
 
 TensorKey = tuple[str, int]  # node key, result
 
@@ -33,10 +41,12 @@ class Tensor:
     """One tensor of the traced model.
 
     Attributes:
-        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time; no copy of one.
-        given: it is there when the step begins: the same with copies, without gradients that come from another stage.
-        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, what is cast to a gradient in the dtype of
-            that, all else in its own dtype.
+        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input,
+            there all the time; no copy of one.
+        given: it is there when the step begins: the same with copies, without gradients that come
+            from another stage.
+        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32,
+            what is cast to a gradient in the dtype of that, all else in its own dtype.
     """
 
     key: str
@@ -52,9 +62,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A traced model: tensors by what makes them, compute nodes by key, the key of each node of the graph by its name, every
-    key a plan has to speak of, and which nodes of forward `asked` for: what they make backward reads, or another stage, or what such nodes
-    make of it. Where backward runs an op again it runs these of its nodes."""
+    """A traced model: tensors by what makes them, compute nodes by key, the key of each node of the
+    graph by its name, every key a plan has to speak of, and which nodes of forward `asked` for:
+    what they make backward reads, or another stage, or what such nodes make of it. Where backward
+    runs an op again it runs these of its nodes."""
 
     tensors: Mapping[TensorKey, Tensor]
     nodes: Mapping[str, fx.Node]
@@ -68,10 +79,12 @@ class Facts:
 
         Args:
             trace: of one call of the model, or of a stage.
-            accumulates: whether a step has several microbatches, which get parameters in the dtype that they read.
+            accumulates: whether a step has several microbatches, which get parameters in the dtype
+                that they read.
 
         Returns:
-            One `Tensor` per result of each node that the plan speaks of; shapes are those of the whole tensors.
+            One `Tensor` per result of each node that the plan speaks of; shapes are those of the
+            whole tensors.
         """
         origins = _Origins.of(trace, accumulates=accumulates)
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
@@ -89,7 +102,9 @@ class Facts:
                     phase=origins.phase_of(node),
                     shape=tuple(int(n) for n in value.shape),
                     dtype=value.dtype,
-                    sum_dtype=_choose_sum_dtype(value.dtype, found, cast_to.get(node.name, value.dtype)),
+                    sum_dtype=_choose_sum_dtype(
+                        value.dtype, found, cast_to.get(node.name, value.dtype)
+                    ),
                     resident=node.name in origins.resident,
                     readers=found,
                     given=node.name in origins.given,
@@ -101,13 +116,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Origins:
-    """What no op of the traced graph makes: parameters, buffers, inputs and gradients of outputs, by their nodes' names.
+    """What no op of the traced graph makes: parameters, buffers, inputs and gradients of outputs,
+    by their nodes' names.
 
     Attributes:
         keys: node name → the key by which plans speak of it.
         tangents: gradients of outputs, which arrive in backward.
-        given: what is there when the step begins; no input or gradient that comes from another stage.
-        resident: what rests all the time; no copy in a narrower dtype, and nothing from the stage before.
+        given: what is there when the step begins; no input or gradient that comes from another
+            stage.
+        resident: what rests all the time; no copy in a narrower dtype, and nothing from the stage
+            before.
     """
 
     keys: Mapping[str, str]
@@ -120,7 +138,10 @@ class _Origins:
         parameters = {p.node: parameter_key(p.name) for p in trace.parameters}
         buffers = {b.node: buffer_key(b.name) for b in trace.buffers}
         inputs = {i.node: input_key(i.path) for i in trace.inputs}
-        tangents = {o.tangent: output_key(o.path) if o.is_answered else input_key("tangent") for o in trace.differentiable}
+        tangents = {
+            o.tangent: output_key(o.path) if o.is_answered else input_key("tangent")
+            for o in trace.differentiable
+        }
         keys = {**parameters, **buffers, **inputs, **tangents}
         crossing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
         returning = {o.tangent for o in trace.differentiable if o.is_answered}
@@ -141,14 +162,20 @@ def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
             yield result, each
 
 
-def _choose_sum_dtype(dtype: torch.dtype, readers: Collection[Reader], cast_to: torch.dtype) -> torch.dtype:
-    """See `Tensor.sum_dtype`. Args: cast_to: dtype of the gradient that it is cast to, else its own."""
+def _choose_sum_dtype(
+    dtype: torch.dtype, readers: Collection[Reader], cast_to: torch.dtype
+) -> torch.dtype:
+    """See `Tensor.sum_dtype`. Args: cast_to: dtype of the gradient that it is cast to, else its
+    own."""
     is_gradient = any(r.key.endswith("/parameter") for r in readers)
-    return torch.float32 if is_gradient and dtype.is_floating_point and dtype.itemsize < 4 else cast_to
+    return (
+        torch.float32 if is_gradient and dtype.is_floating_point and dtype.itemsize < 4 else cast_to
+    )
 
 
 def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
-    """The nodes of forward that backward or another stage asks for: see `Facts`. Args: leaving: keys of what other stages read."""
+    """The nodes of forward that backward or another stage asks for: see `Facts`. Args: leaving:
+    keys of what other stages read."""
     makers: dict[str, list[str]] = {}
     left = sorted(leaving)
     for tensor in tensors:
@@ -176,8 +203,14 @@ def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], Reader]]:
     made = next(iter(reversed(trace.graph.nodes))).args[0]
     wanted = [(i, output_key(o.path), "forward") for i, o in enumerate(trace.outputs)]
     wanted += [(i, output_key(name), "forward") for name, i in trace.mutated.items()]
-    wanted += [(p.gradient, parameter_key(p.name), "backward") for p in trace.parameters if p.gradient is not None]
-    wanted += [(i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None]
+    wanted += [
+        (p.gradient, parameter_key(p.name), "backward")
+        for p in trace.parameters
+        if p.gradient is not None
+    ]
+    wanted += [
+        (i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None
+    ]
     for position, key, phase in wanted:
         yield (made[position].name, 0), Reader(key, 0, phase)  # type: ignore[index, union-attr]
 
@@ -200,7 +233,8 @@ class Claims:
 
     @staticmethod
     def of(plan: Plan) -> Claims:
-        """Look up what a plan says of each node and tensor. Raises nothing: what is not of the model is found later."""
+        """Look up what a plan says of each node and tensor. Raises nothing: what is not of the
+        model is found later."""
         steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
         own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, step in plan.steps():
@@ -215,3 +249,67 @@ class Claims:
                 here = k.node.format(*indices), k.result
                 kept[here] = (*kept.get(here, ()), *k.layouts)
         return Claims(plan.node_choices(), plan.recomputed_choices(), steps, kept, own)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a plan is certified under: its constraints, and, for a pipeline's stage, what surrounds it.
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The surroundings of a plan.
+
+    Attributes:
+        forced: what constraints force. crossing: how tensors cross to a stage's neighbours.
+        num_microbatches, num_in_flight: of a stage. schedule: its name, ``""`` for a plan without
+            stages.
+        batch_bytes: of the whole batch, which is there during a step of several microbatches.
+        returned: what calls of a pipeline return.
+        stage, actions: its number, and what its rank does, where the rank holds other stages beside
+            it.
+    """
+
+    forced: Forced
+    crossing: Crossing = field(default_factory=Crossing)
+    num_microbatches: int = 1
+    num_in_flight: int = 1
+    schedule: str = ""
+    batch_bytes: int = 0
+    returned: Returned | None = None
+    stage: int = 0
+    actions: tuple[Action, ...] = ()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added to sums, and parameters may be held gathered, through a
+        step."""
+        return self.num_microbatches > 1 or self.forced.named.holds
+
+    @staticmethod
+    def of(trace: Trace, plan: Plan) -> Context:
+        """Of a plan without stages, under the constraints that it records.
+
+        Raises:
+            ConstraintError: where one is no constraint, or cannot hold.
+        """
+        constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+        for constraint in constraints:
+            check(constraint, plan.mesh)
+        return Context(replace(resolve(trace, constraints, plan.mesh), starts=plan.starts))
+
+    def problem(self, trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
+        """The problem that the plan claims to solve."""
+        classes = classes_of(trace, plan.mesh.shape, self.forced)
+        budget, optimizer = int(plan.options.get("memory_bytes", 0)), str(plan.options["optimizer"])
+        return price(
+            trace,
+            classes,
+            plan.mesh,
+            profile,
+            budget_bytes=budget,
+            optimizer=optimizer,
+            forced=self.forced,
+            crossing=self.crossing,
+            num_microbatches=self.num_microbatches,
+            num_in_flight=self.num_in_flight,
+        )

@@ -1,15 +1,19 @@
-"""Every kernel of a plan: that its product stands at an end of the collective, could do it, and saves what the plan says.
+"""Every kernel of a plan: that its product stands at an end of the collective, could do it, and
+saves what the plan says.
 
-Ranks along the collective's axis are of one node, so that they reach each other's memory.
-A product does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it makes. What is scattered at
-once is nowhere in one piece, so nothing else starts from there, and nobody reads or keeps it so. What has slack whatever is chosen is no
-kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's. What comes
-from another stage counts as made in its phase, and has slack in the other. A product that is only added to something, in its own phase,
-can do that as well, and scatter the sum, if nothing lies otherwise before; one of forward can norm the sum after (`kernel_norms`).
+Ranks along the collective's axis are of one node, so that they reach each other's memory. A product
+does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it
+makes. What is scattered at once is nowhere in one piece, so nothing else starts from there, and
+nobody reads or keeps it so. What has slack whatever is chosen is no kernel's, and the product can
+stand where what it reads is first read: its other factor is a parameter, an input, or forward's.
+What comes from another stage counts as made in its phase, and has slack in the other. A product
+that is only added to something, in its own phase, can do that as well, and scatter the sum, if
+nothing lies otherwise before; one of forward can norm the sum after (`kernel_norms`).
 
-What kernels share with their peers along an axis rests there, once for all that move a tensor of one form in the same pieces: with n ranks
-and q chunks, two slots for a rank's part where it is gathered, 2·n of them where it is scattered, each a multiple of a line of 128 bytes,
-and 1 + n + n·q flags, each in a line of its own.
+What kernels share with their peers along an axis rests there, once for all that move a tensor of
+one form in the same pieces: with n ranks and q chunks, two slots for a rank's part where it is
+gathered, 2·n of them where it is scattered, each a multiple of a line of 128 bytes, and 1 + n + n·q
+flags, each in a line of its own.
 """
 
 from __future__ import annotations
@@ -22,22 +26,125 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.analysis.normed import NORMED
+from autopar.analysis.fusable import NORMED
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts, Reader, Tensor
-from autopar.certificate.kernel_norms import NormWalk
-from autopar.certificate.own import OwnWalk
+from autopar.certificate.intra_op import OwnWalk
 from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
 from autopar.certificate.savings import Product
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
 from autopar.cost.kernel_times import NAMES, terms_of
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout, Strategy
-from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel, Plan
 from autopar.rules import Call, TensorInfo, call_of, operands_of
-from autopar.strategies import pattern_of
+from autopar.sharding import pattern_of
 from autopar.validation.shards import local_lengths
+
+# --------------------------------------------------------------------------------------------------
+# What a kernel of a plan norms: that the sum and the norm follow its product, lie in whole rows
+# as its part does, and round as it does.
+
+_WIDE = {torch.float64: torch.float64}  # all else is normed in float32
+
+
+@dataclass(frozen=True, slots=True)
+class NormWalk:
+    """The sum after one product, `total`, its squares and its norm."""
+
+    facts: Facts
+    claims: Claims
+    product: str
+    nodes: tuple[fx.Node, ...]
+
+    @staticmethod
+    def of(facts: Facts, claims: Claims, product: str) -> NormWalk | None:
+        """Of the product that a node makes, with the first weighted norm of its sum in forward;
+        None where there is none."""
+        readers = facts.tensors[product, 0].readers
+        total = facts.nodes.get(readers[0].key) if len(readers) == 1 else None
+        if total is None or total.target is not torch.ops.aten.add.Tensor:
+            return None
+        for reader in facts.tensors[total.meta["key"], 0].readers:
+            norm = facts.nodes.get(reader.key)  # outputs are none
+            if (
+                norm is None
+                or norm.target is not ops.rms_norm
+                or norm.args[0] is not total
+                or norm.meta["phase"] != "forward"
+            ):
+                continue
+            if (
+                isinstance(norm.args[2], fx.Node) and norm.args[2] < total
+            ):  # else it may not be there when the sum is made
+                return NormWalk(facts, claims, product, (total, norm.args[1], norm))  # type: ignore[arg-type]
+        return None
+
+    @property
+    def chosen(self) -> list[Strategy | None]:
+        """How each of them runs."""
+        return [self.claims.chosen.get(node.meta["key"]) for node in self.nodes]
+
+    def wrong(self, layout: Layout) -> Iterator[str]:
+        """What keeps a kernel from doing them, where a part lies in a layout."""
+        if len(self.facts.nodes[self.product].args) > 3:
+            yield "its product has a bias"
+        if not self._is_plain_sum():
+            yield "it is added to what is not like it"
+        if not self._is_plain_norm():
+            yield "the norm is computed or rounded in another way"
+        yield from self._check_layouts(layout)
+
+    def _is_plain_sum(self) -> bool:
+        """Whether the product is added to another tensor of its shape and dtype, and nothing
+        else is done."""
+        total, made = self.nodes[0], self.facts.nodes[self.product].meta["val"]
+        if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1]:
+            return False
+        return all(
+            isinstance(x, fx.Node)
+            and (x.meta["val"].shape, x.meta["val"].dtype) == (made.shape, made.dtype)
+            for x in total.args
+        )
+
+    def _is_plain_norm(self) -> bool:
+        """Whether the norm is of all of the sum's last dim, computed in the wide dtype, with a
+        weight and a result in the product's."""
+        total, squares, norm = self.nodes
+        made = self.facts.nodes[self.product].meta["val"]
+        dtype, wide = made.dtype, _WIDE.get(made.dtype, torch.float32)
+        _, _, weight, n, _, in_dtype, rounded, _ = norm.args
+        has_weight = isinstance(weight, fx.Node) and weight.meta["val"].dtype == dtype
+        is_of_total = squares.target is ops.square_sum and squares.args == (total, wide)
+        is_in_dtypes = (
+            in_dtype == wide and rounded in (dtype, wide) and norm.meta["val"].dtype == dtype
+        )
+        return has_weight and is_of_total and is_in_dtypes and n == made.shape[-1]
+
+    def _check_layouts(self, layout: Layout) -> Iterator[str]:
+        summing, squaring, norming = self.chosen
+        if summing is None or {*summing.inputs, *summing.outputs} != {layout}:
+            yield "the sum does not lie as what is scattered"
+        if squaring is None or norming is None or squaring.inputs != (layout,):
+            yield "the squares are taken of something that lies otherwise"
+        elif (
+            norming.inputs[:2] != (layout, squaring.outputs[0])
+            or norming.outputs != (layout,)
+            or squaring.outputs[0].has_partial
+        ):
+            yield "the norm is not of rows as they lie"
+        elif not norming.inputs[2].is_replicated:
+            yield "the norm has a part of its weight"
+
+    def calls(self) -> tuple[tuple[Call, Strategy], ...]:
+        """What the kernel does as well."""
+        return tuple(
+            (call_of(node), how)
+            for node, how in zip(self.nodes, self.chosen, strict=True)
+            if how is not None
+        )
+
 
 _LINE = 128  # bytes
 
@@ -50,25 +157,44 @@ class KernelWalk:
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
-    shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # kind, axis and form → bytes, as far as they were looked at
-    _normed: dict[str, str] = field(default_factory=dict)  # sum → the product that is added up and normed with it
-    _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(default_factory=dict)  # product → its way, and the tensors' patterns
+    shared: dict[tuple[object, ...], int] = field(
+        default_factory=dict
+    )  # kind, axis and form → bytes, as far as they were looked at
+    _normed: dict[str, str] = field(
+        default_factory=dict
+    )  # sum → the product that is added up and normed with it
+    _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(
+        default_factory=dict
+    )  # product → its way, and the tensors' patterns
 
     def findings(self) -> Iterator[Finding]:
         """What does not hold."""
         for (key, phase), steps in self.claims.steps.items():
             for step in steps:
                 if step.kernel is not None:
-                    said = f"{step.collective.kind} from {step.source} to {step.target} in {phase} by {step.kernel.name}"
+                    said = (
+                        f"{step.collective.kind} from {step.source} to {step.target} in {phase} by"
+                        f" {step.kernel.name}"
+                    )
                     for what in self._find_faults(key, phase, step, step.kernel, steps):
                         yield Finding("kernels", f"{said}: {what}", key[0])
 
     def _find_faults(
-        self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, steps: Sequence[Communication]
+        self,
+        key: tuple[str, int],
+        phase: str,
+        step: Communication,
+        kernel: InKernel,
+        steps: Sequence[Communication],
     ) -> Iterator[str]:
-        """What is wrong with one kernel; it ends with the first fault without which nothing further can be derived."""
+        """What is wrong with one kernel; it ends with the first fault without which nothing
+        further can be derived."""
         tensor = self.facts.tensors.get(key)
-        if tensor is None or phase not in ("forward", "backward") or (phase != tensor.phase and self._crosses(key)):
+        if (
+            tensor is None
+            or phase not in ("forward", "backward")
+            or (phase != tensor.phase and self._crosses(key))
+        ):
             yield "the problem offers none here"
             return
         name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
@@ -77,8 +203,16 @@ class KernelWalk:
             return
         yield from self._check_peers(step)
         gathers = step.collective.kind == "all_gather"
-        product = self._find_reader(tensor, kernel, phase) if gathers else self._find_maker(tensor, kernel)
-        chosen = (self.claims.again if kernel.again else self.claims.chosen).get(product.key) if product else None
+        product = (
+            self._find_reader(tensor, kernel, phase)
+            if gathers
+            else self._find_maker(tensor, kernel)
+        )
+        chosen = (
+            (self.claims.again if kernel.again else self.claims.chosen).get(product.key)
+            if product
+            else None
+        )
         if product is None or chosen is None or self.facts.nodes[product.key].target is not ops.dot:
             yield f"{kernel.node} is no product at its end"
             return
@@ -90,7 +224,11 @@ class KernelWalk:
         if adds:
             yield from self._check_sum(tensor, step, product)
         yield from self._check_alone(product.key, kernel, name, pattern_of(key[0])[0])
-        after = NormWalk.of(self.facts, self.claims, product.key) if kernel.name == NORMED and product.key == tensor.key else None
+        after = (
+            NormWalk.of(self.facts, self.claims, product.key)
+            if kernel.name == NORMED and product.key == tensor.key
+            else None
+        )
         if kernel.name == NORMED:
             yield from self._check_norm(key, phase, step, kernel, product, after)
         normed = after.calls() if after is not None else ()
@@ -101,12 +239,22 @@ class KernelWalk:
         if step.beside:
             yield "it runs beside compute anyway"
         if self.mesh.link(step.collective.axis) != "intra":
-            yield f"ranks along {self.mesh.axes[step.collective.axis].name!r} do not reach each other's memory"
+            yield (
+                f"ranks along {self.mesh.axes[step.collective.axis].name!r} do not reach each"
+                " other's memory"
+            )
 
     def _check_norm(
-        self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, product: Reader, after: NormWalk | None
+        self,
+        key: tuple[str, int],
+        phase: str,
+        step: Communication,
+        kernel: InKernel,
+        product: Reader,
+        after: NormWalk | None,
     ) -> Iterator[str]:
-        """Whether a sum and a norm of it follow the product in forward, and this product alone is normed with them.
+        """Whether a sum and a norm of it follow the product in forward, and this product alone is
+        normed with them.
 
         Args:
             after: the sum and the norm after the product; None where there are none.
@@ -124,24 +272,52 @@ class KernelWalk:
     def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
         """The first reader of the kernel's pattern."""
         wanted = "forward" if kernel.again else phase
-        return next((r for r in tensor.readers if pattern_of(r.key)[0] == kernel.node and r.phase == wanted), None)
+        return next(
+            (
+                r
+                for r in tensor.readers
+                if pattern_of(r.key)[0] == kernel.node and r.phase == wanted
+            ),
+            None,
+        )
 
     def _find_maker(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
         """What makes it, or something that it adds, as the reader of no operand."""
         node = self.facts.nodes.get(tensor.key)
-        operands = () if node is None else sorted(operands_of(node), reverse=True)  # the last one first
-        keys = [key for key in (tensor.key, *(self.facts.names[x.name] for x in operands)) if key in self.facts.nodes]
+        operands = (
+            () if node is None else sorted(operands_of(node), reverse=True)
+        )  # the last one first
+        keys = [
+            key
+            for key in (tensor.key, *(self.facts.names[x.name] for x in operands))
+            if key in self.facts.nodes
+        ]
         found = [key for key in keys if pattern_of(key)[0] == kernel.node]
-        alone = [key for key in found if key == tensor.key or [r.key for r in self.facts.tensors[key, 0].readers] == [tensor.key]]
+        alone = [
+            key
+            for key in found
+            if key == tensor.key
+            or [r.key for r in self.facts.tensors[key, 0].readers] == [tensor.key]
+        ]
         return next((Reader(key, -1, tensor.phase) for key in (*alone, *found)), None)
 
     def _check_sum(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
         """Whether the product of a sum can wait for it, and all of it lies alike."""
         node, strategy = self.facts.nodes[total.key], self.claims.chosen.get(total.key)
         summand = self.facts.tensors[product.key, 0]
-        plain = node.target is torch.ops.aten.add.Tensor and len(operands_of(node)) == len(node.args) == 2 and not node.kwargs
+        plain = (
+            node.target is torch.ops.aten.add.Tensor
+            and len(operands_of(node)) == len(node.args) == 2
+            and not node.kwargs
+        )
         like = all(_is_like(x, node) for x in operands_of(node))
-        if not plain or not like or step.kernel is None or step.kernel.again or total.phase != "backward":
+        if (
+            not plain
+            or not like
+            or step.kernel is None
+            or step.kernel.again
+            or total.phase != "backward"
+        ):
             yield "what it scatters is no sum of two that the product can be added up in"
         if [r.key for r in summand.readers] != [total.key] or summand.phase != total.phase:
             yield "its product is read for something else, too"
@@ -149,22 +325,34 @@ class KernelWalk:
             yield "the sum is not made of parts that lie as it does"
 
     def _check_end(
-        self, tensor: Tensor, step: Communication, steps: Sequence[Communication], product: Reader, chosen: Strategy
+        self,
+        tensor: Tensor,
+        step: Communication,
+        steps: Sequence[Communication],
+        product: Reader,
+        chosen: Strategy,
     ) -> Iterator[str]:
         """Whether the product has the tensor as the collective leaves it, or finds it."""
         node = self.facts.nodes[product.key]
         if product.operand < 0:
             if chosen.outputs[0] != step.source:
                 yield "the product makes it in another layout"
-            if sum(other.source == step.source for other in steps) > 1 or self._read_whole(tensor, step.source):
+            if sum(other.source == step.source for other in steps) > 1 or self._read_whole(
+                tensor, step.source
+            ):
                 yield "what it scatters is read in one piece"
             if step.collective.dtype != str(tensor.dtype).removeprefix("torch."):
                 yield "it is reduced in another dtype"
             return
         if chosen.inputs[product.operand] != step.target:
             yield "the product reads it in another layout"
-        others = [other for number, other in enumerate(operands_of(node)) if number != product.operand]
-        if any(made_in and (made_in, node.meta["phase"]) != ("forward", "backward") for made_in in map(self._phase_of, others)):
+        others = [
+            other for number, other in enumerate(operands_of(node)) if number != product.operand
+        ]
+        if any(
+            made_in and (made_in, node.meta["phase"]) != ("forward", "backward")
+            for made_in in map(self._phase_of, others)
+        ):
             yield "what else the product reads may not be there when it is read first"
 
     def _crosses(self, key: tuple[str, int]) -> bool:
@@ -179,7 +367,11 @@ class KernelWalk:
         return "" if tensor.given else tensor.phase
 
     def _read_whole(self, tensor: Tensor, layout: Layout) -> bool:
-        read = {self.claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == tensor.phase}
+        read = {
+            self.claims.chosen[r.key].inputs[r.operand]
+            for r in tensor.readers
+            if r.phase == tensor.phase
+        }
         return layout in read or layout in self.claims.kept.get((tensor.key, tensor.result), ())
 
     def _check_alone(self, product: str, kernel: InKernel, name: str, tensor: str) -> Iterator[str]:
@@ -189,10 +381,20 @@ class KernelWalk:
         tensors.add(tensor)
 
     def _check_saving(
-        self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy, *, adds: bool,
+        self,
+        step: Communication,
+        kernel: InKernel,
+        product: Reader,
+        chosen: Strategy,
+        *,
+        adds: bool,
         normed: tuple[tuple[Call, Strategy], ...],
-    ) -> Iterator[str]:  # fmt: skip
-        call, c, sizes = call_of(self.facts.nodes[product.key]), step.collective, tuple(self.mesh.shape)
+    ) -> Iterator[str]:
+        call, c, sizes = (
+            call_of(self.facts.nodes[product.key]),
+            step.collective,
+            tuple(self.mesh.shape),
+        )
         dim, info = c.dim, call.outputs[0] if product.operand < 0 else call.inputs[product.operand]
         split = step.target if product.operand < 0 else step.source
         if info.shape[dim] % split.num_shards(dim, sizes):
@@ -207,9 +409,14 @@ class KernelWalk:
             dim = terms[2].index(letter)
         self._note_shared(step, kernel, info)
         rates = Rates(self.mesh, self.profile)
-        saved_s, chunks = Product(call, chosen, rates, c.kind, sizes[c.axis], dim, adds).saved(step.time_s, normed)
+        saved_s, chunks = Product(call, chosen, rates, c.kind, sizes[c.axis], dim, adds).saved(
+            step.time_s, normed
+        )
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
-            yield f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in {kernel.num_chunks}"
+            yield (
+                f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in"
+                f" {kernel.num_chunks}"
+            )
         if saved_s <= self.profile.launch_overhead_s:
             yield "it saves nothing, and the problem does not offer it"
 
@@ -223,7 +430,9 @@ class KernelWalk:
         self.shared[form] = num_slots * slot + num_flags * _LINE
 
 
-def shared_forms(trace: Trace, plan: Plan, profile: HardwareProfile) -> dict[tuple[object, ...], int]:
+def shared_forms(
+    trace: Trace, plan: Plan, profile: HardwareProfile
+) -> dict[tuple[object, ...], int]:
     """What a plan's kernels share with their peers: kind of collective, axis and form → bytes."""
     walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
     own = OwnWalk(walk.facts, walk.claims, plan.mesh, profile)

@@ -1,4 +1,5 @@
-"""What a plan says it is for: its fingerprint, its options, and what both say of each other, of stages, and of the pipeline."""
+"""What a plan says it is for: its fingerprint, its options, and what both say of each other, of
+stages, and of the pipeline."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import torch
 from autopar.capture.trace import Trace
 from autopar.certificate.report import Certificate, Finding
 from autopar.constraints import Pipelined, check, pipeline_in, read_constraint
+from autopar.core.hardware import Hardware, Mixed
+from autopar.core.schedules import AUTO, GPIPE
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import AutoparError
-from autopar.hardware import Hardware, Mixed
 from autopar.plans import OPTIONS, Pipeline, Plan
-from autopar.schedules import AUTO, GPIPE
 from autopar.version import VERSION
 
 
@@ -34,7 +35,8 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
         yield Finding("model", mark.other_batch(trace.batch_in_words) or other)
     elif mark.inputs and mark.inputs != trace.batch_in_words:
         yield Finding(
-            "model", f"the batch is {_list_inputs(trace.batch_in_words)}, not {_list_inputs(mark.inputs)}"
+            "model",
+            f"the batch is {_list_inputs(trace.batch_in_words)}, not {_list_inputs(mark.inputs)}",
         )
     if (mark.profile_hash, mark.profile) != (hardware.hash, hardware.name):
         what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}"
@@ -54,7 +56,10 @@ def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
     """
     if plan.fingerprint.model_name == name:
         return report
-    what = f"the plan is for a {plan.fingerprint.model_name or 'model without a name'}, this is a {name}"
+    what = (
+        f"the plan is for a {plan.fingerprint.model_name or 'model without a name'}, this is a"
+        f" {name}"
+    )
     return replace(report, findings=(*report.findings, Finding("model", what)))
 
 
@@ -81,7 +86,10 @@ def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         said, mark = plan.fingerprint, stage.fingerprint
         here = (said.model_name, said.autopar, said.torch)
         if (mark.model_name, mark.autopar, mark.torch) != here:
-            what = f"stage {number} is of {mark.model_name!r} by autopar {mark.autopar} and torch {mark.torch}"
+            what = (
+                f"stage {number} is of {mark.model_name!r} by autopar {mark.autopar} and torch"
+                f" {mark.torch}"
+            )
             yield Finding("model", f"{what}, the plan of {here[0]!r} by {here[1]} and {here[2]}")
 
 

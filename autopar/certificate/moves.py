@@ -1,10 +1,12 @@
-"""Every redistribution, walked: from what makes a tensor, over the plan's collectives, to all who read it, in both phases.
+"""Every redistribution, walked: from what makes a tensor, over the plan's collectives, to all who
+read it, in both phases.
 
-In the phase that makes a tensor its maker's layout is at hand. In backward, of what forward made: the layouts that are kept,
-what rests anyway, and the layout in which backward makes it again. An op that runs again reads what those of its nodes read
-that backward has a use for (`autopar.certificate.facts`). A collective is legal where its source is at hand and it
-leads to its target; its bytes follow from the source and the dtype, its time from the profile. Nothing is made or kept that
-nobody reads.
+In the phase that makes a tensor its maker's layout is at hand. In backward, of what forward made:
+the layouts that are kept, what rests anyway, and the layout in which backward makes it again. An op
+that runs again reads what those of its nodes read that backward has a use for
+(`autopar.certificate.facts`). A collective is legal where its source is at hand and it leads to its
+target; its bytes follow from the source and the dtype, its time from the profile. Nothing is made
+or kept that nobody reads.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.facts import Claims, Facts, Tensor
 from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.collective import HOST_KINDS
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.core.collective import HOST_KINDS
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
+from autopar.emit.context import parameter_key, storage_key
 from autopar.plans import Communication
 from autopar.validation.shards import FLOATS, SHARING, apply_collective, held_bytes, is_even
 
@@ -29,8 +36,8 @@ class Walk:
 
     Attributes:
         owner: key → the decision it belongs to. again: the decisions that backward may run again.
-        rests: keys under which plans say where parameters rest, if these may move once per step. num_microbatches: among which the time
-            of that is shared.
+        rests: keys under which plans say where parameters rest, if these may move once per step.
+            num_microbatches: among which the time of that is shared.
     """
 
     facts: Facts
@@ -47,11 +54,19 @@ class Walk:
         self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
-        """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
+        """Tensors that the plan speaks of and the model does not make; nothing can be derived of
+        them."""
         for (tensor, phase), steps in self.claims.steps.items():
             once = phase == "step" and tensor[0] in self.rests and tensor[1] in (0, 1)
-            if not once and (tensor not in self.facts.tensors or phase not in ("forward", "backward")):
-                yield Finding("moves", f"{len(steps)} collectives are of a tensor that the model does not make in {phase}", _name(*tensor))
+            if not once and (
+                tensor not in self.facts.tensors or phase not in ("forward", "backward")
+            ):
+                yield Finding(
+                    "moves",
+                    f"{len(steps)} collectives are of a tensor that the model does not make in"
+                    f" {phase}",
+                    _name(*tensor),
+                )
         for tensor in self.claims.kept:
             if tensor not in self.facts.tensors:
                 yield Finding("kept values", "the model makes no such tensor", _name(*tensor))
@@ -62,7 +77,8 @@ class Walk:
             yield from self._check_tensor(each)
 
     def _check_tensor(self, tensor: Tensor) -> Iterator[Finding]:
-        """Whether all who read a tensor in the phase that makes it, and what is kept of it, get it."""
+        """Whether all who read a tensor in the phase that makes it, and what is kept of it, get
+        it."""
         here = (tensor.key, tensor.result)
         made = {self.claims.chosen[tensor.key].outputs[tensor.result]}
         steps = self.claims.steps.get((here, tensor.phase), ())
@@ -72,7 +88,11 @@ class Walk:
         yield from self._check_steps(tensor, steps, made, wanted | set(kept))
         waited = self._read_in(tensor, tensor.phase, by_ops=True)
         yield from _check_slacks(tensor, steps, set() if is_computed else made, waited)
-        others = [r for r in tensor.readers if r.phase == tensor.phase and self.owner[r.key] != self.owner[tensor.key]]
+        others = [
+            r
+            for r in tensor.readers
+            if r.phase == tensor.phase and self.owner[r.key] != self.owner[tensor.key]
+        ]
         only_gradient = all(r.key.endswith("/parameter") for r in others)
         yield from self._check_beside(tensor, steps, tensor.given or only_gradient)
         if missing := wanted - at_hand:
@@ -80,13 +100,18 @@ class Walk:
         if tensor.phase == "forward":
             yield from self._check_backward(tensor, made, at_hand, kept)
         elif kept or self.claims.steps.get((here, "forward")):
-            yield Finding("kept values", "forward cannot keep or move what backward makes", _name(*here))
+            yield Finding(
+                "kept values", "forward cannot keep or move what backward makes", _name(*here)
+            )
 
-    def _check_backward(self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]) -> Iterator[Finding]:
+    def _check_backward(
+        self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]
+    ) -> Iterator[Finding]:
         """Whether backward gets what it reads of a tensor that forward makes.
 
-        At hand in backward is ``kept ∪ rests ∪ again``: the layouts that are kept, where the tensor rests anyway, and the
-        layout in which backward makes it again. What collectives make of these has to cover all that is read.
+        At hand in backward is ``kept ∪ rests ∪ again``: the layouts that are kept, where the tensor
+        rests anyway, and the layout in which backward makes it again. What collectives make of
+        these has to cover all that is read.
 
         Args:
             made: the layout in which forward makes it.
@@ -98,7 +123,12 @@ class Walk:
         sources = {*kept, *rests, *(() if again is None else (again.outputs[tensor.result],))}
         wanted = self._read_in(tensor, "backward") | read_again
         steps = self.claims.steps.get(((tensor.key, tensor.result), "backward"), ())
-        yield from _check_slacks(tensor, steps, {*kept, *rests}, self._read_in(tensor, "backward", by_ops=True) | read_again)
+        yield from _check_slacks(
+            tensor,
+            steps,
+            {*kept, *rests},
+            self._read_in(tensor, "backward", by_ops=True) | read_again,
+        )
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
         yield from self._check_beside(tensor, steps, tensor.given or only_kept)
         yield from self._check_steps(tensor, steps, sources, wanted)
@@ -109,32 +139,63 @@ class Walk:
             yield Finding("kept values", what, _name(tensor.key, tensor.result))
 
     def _read_in(self, tensor: Tensor, phase: str, *, by_ops: bool = False) -> set[Layout]:
-        """The layouts in which readers in a phase read a tensor; of ops alone, or also of outputs and parameters."""
-        readers = [r for r in tensor.readers if r.phase == phase and (r.key in self.facts.nodes or not by_ops)]
+        """The layouts in which readers in a phase read a tensor; of ops alone, or also of
+        outputs and parameters."""
+        readers = [
+            r
+            for r in tensor.readers
+            if r.phase == phase and (r.key in self.facts.nodes or not by_ops)
+        ]
         return {self.claims.chosen[r.key].inputs[r.operand] for r in readers}
 
     def _read_again(self, tensor: Tensor) -> set[Layout]:
         """The layouts in which ops of forward read a tensor when backward runs them again."""
         again = self.claims.again
-        readers = [r for r in tensor.readers if r.phase == "forward" and r.key in again and r.key in self.facts.asked]
+        readers = [
+            r
+            for r in tensor.readers
+            if r.phase == "forward" and r.key in again and r.key in self.facts.asked
+        ]
         return {again[r.key].inputs[r.operand] for r in readers}
 
-    def _check_beside(self, tensor: Tensor, steps: Sequence[Communication], always: bool) -> Iterator[Finding]:
-        """Whether steps count as running beside compute where, whatever is chosen, they have slack, and nowhere else."""
+    def _check_beside(
+        self, tensor: Tensor, steps: Sequence[Communication], always: bool
+    ) -> Iterator[Finding]:
+        """Whether steps count as running beside compute where, whatever is chosen, they have
+        slack, and nowhere else."""
         for step in steps:
-            counts = (always or step.collective.kind in HOST_KINDS) and step.collective.kind != "slice"
+            counts = (
+                always or step.collective.kind in HOST_KINDS
+            ) and step.collective.kind != "slice"
             if step.beside != counts:
                 said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
-                what = f"{said} {'counts' if counts else 'does not count'} as running beside compute"
-                yield Finding("moves", f"{what}, and the plan says otherwise", _name(tensor.key, tensor.result))
+                what = (
+                    f"{said} {'counts' if counts else 'does not count'} as running beside compute"
+                )
+                yield Finding(
+                    "moves",
+                    f"{what}, and the plan says otherwise",
+                    _name(tensor.key, tensor.result),
+                )
 
-    def _report_missing(self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]) -> Finding:
+    def _report_missing(
+        self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]
+    ) -> Finding:
         """The finding that a phase reads layouts that nothing makes."""
-        what = f"{phase} reads it as {_list(missing)}, and nothing makes that: at hand is {_list(at_hand) or 'nothing'}"
+        what = (
+            f"{phase} reads it as {_list(missing)}, and nothing makes that: at hand is"
+            f" {_list(at_hand) or 'nothing'}"
+        )
         claim = "kept values" if phase != tensor.phase and not at_hand else "moves"
         return Finding(claim, what, _name(tensor.key, tensor.result))  # type: ignore[arg-type]
 
-    def _check_steps(self, tensor: Tensor, steps: Sequence[Communication], sources: set[Layout], wanted: set[Layout]) -> Iterator[Finding]:
+    def _check_steps(
+        self,
+        tensor: Tensor,
+        steps: Sequence[Communication],
+        sources: set[Layout],
+        wanted: set[Layout],
+    ) -> Iterator[Finding]:
         where, at_hand = _name(tensor.key, tensor.result), _reach(sources, steps)
         targets = [step.target for step in steps]
         for step in steps:
@@ -154,12 +215,15 @@ class Walk:
             yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
 
     def _find_faults(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """What is wrong with one collective: where it leads, what it moves, and how long it takes."""
+        """What is wrong with one collective: where it leads, what it moves, and how long it
+        takes."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
             yield f"a tensor of shape {shape} cannot lie so on mesh {self.mesh}"
             return
-        if apply_collective(step.source, c, step.target) != step.target or (c.axis >= 0 and sizes[c.axis] == 1):
+        if apply_collective(step.source, c, step.target) != step.target or (
+            c.axis >= 0 and sizes[c.axis] == 1
+        ):
             along = f" of dim {c.dim} along axis {self.mesh.names[c.axis]}" if c.axis >= 0 else ""
             yield f"a {c.kind}{along} does not lead there"
             return
@@ -167,7 +231,8 @@ class Walk:
         yield from self._check_time(tensor, step)
 
     def _check_bytes(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Whether a collective moves the dtype that the tensor has, or is summed in, and as many bytes as follow from it."""
+        """Whether a collective moves the dtype that the tensor has, or is summed in, and as many
+        bytes as follow from it."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
         if c.dtype != str(dtype).removeprefix("torch."):
@@ -180,7 +245,8 @@ class Walk:
             yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
 
     def _check_time(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Whether a collective takes the time that the profile says, by itself or as a share of a bucket.
+        """Whether a collective takes the time that the profile says, by itself or as a share of a
+        bucket.
 
         What is done once per step counts 1/M in each of M microbatches.
         """
@@ -189,19 +255,31 @@ class Walk:
         shares = (step.beside or step.phase == "step") and self._may_share(tensor, step)
         counted_s = min(alone_s, self.rates.share_s(step.collective) / num) if shares else alone_s
         if shares != (step.alone_s is not None):
-            yield f"it {'counts as a share of a bucket' if shares else 'has no share of a bucket'}, and the plan says otherwise"
-        for when, time_s, said_s in (("", counted_s, step.time_s), (" by itself", alone_s, step.by_itself_s)):
+            yield (
+                f"it {'counts as a share of a bucket' if shares else 'has no share of a bucket'},"
+                " and the plan says otherwise"
+            )
+        for when, time_s, said_s in (
+            ("", counted_s, step.time_s),
+            (" by itself", alone_s, step.by_itself_s),
+        ):
             if not near(said_s, time_s):
                 yield f"it takes {time_s:.6g} s{when}, not {said_s:.6g} s"
 
     def _may_share(self, tensor: Tensor, step: Communication) -> bool:
-        """Whether it may be in a bucket: of equal parts of a floating tensor, that are gathered or reduced."""
-        even = all(is_even(layout, tensor.shape, self.mesh.shape) for layout in (step.source, step.target))
+        """Whether it may be in a bucket: of equal parts of a floating tensor, that are gathered
+        or reduced."""
+        even = all(
+            is_even(layout, tensor.shape, self.mesh.shape) for layout in (step.source, step.target)
+        )
         return even and step.collective.kind in SHARING and step.collective.dtype in FLOATS
 
 
-def _find_wrongly_kept(kept: Sequence[Layout], at_hand: set[Layout], read: set[Layout], rests: set[Layout]) -> Iterator[str]:
-    """What is kept and is not made or not read, is kept twice, or is read where it rests and is not said to be kept.
+def _find_wrongly_kept(
+    kept: Sequence[Layout], at_hand: set[Layout], read: set[Layout], rests: set[Layout]
+) -> Iterator[str]:
+    """What is kept and is not made or not read, is kept twice, or is read where it rests and is not
+    said to be kept.
 
     Args:
         at_hand: layouts that the tensor has in forward.
@@ -219,15 +297,27 @@ def _find_wrongly_kept(kept: Sequence[Layout], at_hand: set[Layout], read: set[L
         yield f"backward reads it where it rests, as {layout}, which is not said to be kept"
 
 
-def _check_slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:
-    """Whether steps have the slack that follows from what is there when the phase starts, and from what ops wait for."""
+def _check_slacks(
+    tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]
+) -> Iterator[Finding]:
+    """Whether steps have the slack that follows from what is there when the phase starts, and
+    from what ops wait for."""
     there, needed = _reach(at_start, steps), set(waited)
     while further := {step.source for step in steps if step.target in needed} - needed:
         needed |= further
     for step in steps:
-        slack = "prefetchable" if step.source in there else "critical" if step.target in needed else "deferrable"
+        slack = (
+            "prefetchable"
+            if step.source in there
+            else "critical"
+            if step.target in needed
+            else "deferrable"
+        )
         if step.slack != slack:
-            what = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase} is {slack}, not {step.slack}"
+            what = (
+                f"{step.collective.kind} from {step.source} to {step.target} in {step.phase} is"
+                f" {slack}, not {step.slack}"
+            )
             yield Finding("moves", what, _name(tensor.key, tensor.result))
 
 
@@ -246,3 +336,71 @@ def _name(key: str, result: int) -> str:
 
 def _list(layouts: set[Layout]) -> str:
     return ", ".join(sorted(f"{str(layout)!r}" for layout in layouts))
+
+
+# --------------------------------------------------------------------------------------------------
+# What is done once per step of several microbatches: parameters gathered before the first, sums
+# of gradients reduced after the last.
+#
+# A parameter rests in one layout. On each mesh axis microbatches read it as it rests, or whole;
+# its gradients add up as it rests, or as partial sums. Collectives lead from where it rests to
+# what is read, and from the sums to where it rests.
+
+PHASE = "step"
+
+
+def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool) -> bool:
+    """Whether a parameter that rests so may be read and added up as its strategies say: that of
+    microbatches, then that of storage."""
+    seen, stored = strategies[0], strategies[-1]
+    if any(at != rests for at in (*stored.inputs, *stored.outputs)) and len(strategies) > 1:
+        return False
+    if not accumulates:
+        return len(strategies) == 1 and all(at == rests for at in (*seen.inputs, *seen.outputs))
+    if (seen.outputs[0].host and seen.outputs[0] != rests) or any(at.host for at in seen.inputs):
+        return False
+    reads = zip(rests.placements, seen.outputs[0].placements, strict=True)
+    sums = [
+        pair for at in seen.inputs for pair in zip(rests.placements, at.placements, strict=True)
+    ]
+    whole = all(new in (old, Replicate()) for old, new in reads)
+    return whole and all(new == old or new == Partial("sum") for old, new in sums)
+
+
+def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding]:
+    """Every collective of the begin and the end of a step, and whether they lead where they
+    should."""
+    for p in trace.parameters:
+        key = storage_key(p.name)
+        seen = claims.chosen[parameter_key(p.name)]
+        rests = claims.chosen[key].outputs[0] if key in claims.chosen else seen.outputs[0]
+        yield from _led(p, walk, claims, 0, rests, seen.outputs[0])
+        yield from _led(p, walk, claims, 1, seen.inputs[0].plain if seen.inputs else rests, rests)
+
+
+def _led(
+    p: Parameter, walk: Walk, claims: Claims, result: int, source: Layout, target: Layout
+) -> Iterator[Finding]:
+    """From one layout to the other, by collectives that each start where one before it ended."""
+    key = storage_key(p.name)
+    wide = p.compute_dtype
+    if result:
+        wide = torch.float32 if p.dtype.is_floating_point and p.dtype.itemsize < 4 else p.dtype
+    tensor = Tensor(key, result, PHASE, p.view, wide, wide, False, ())
+    left = list(claims.steps.get(((key, result), PHASE), ()))
+    at = source
+    while at != target:
+        step = next((s for s in left if s.source == at), None)
+        if step is None:
+            yield Finding(
+                "moves",
+                f"nothing leads from {at} to {target} {'at the end' if result else 'at the begin'}"
+                " of a step",
+                key,
+            )
+            return
+        left.remove(step)
+        yield from walk.steps_of(tensor, step)
+        at = step.target
+    if left:
+        yield Finding("moves", f"{len(left)} collectives of a step make what nobody reads", key)

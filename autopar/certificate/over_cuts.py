@@ -1,54 +1,159 @@
-"""The bound of a plan with stages over all cuts, from the multipliers in the plan, by arithmetic alone.
+"""The bound of a plan with stages over all cuts, from the multipliers in the plan, by arithmetic
+alone.
 
-Every op and tensor of the microbatch's trace is taken by itself, so that equal layers may decide differently. Names are those of
-`autopar.certificate.bound`; a stored π is of all tensors with the same readers together, and each gets its share. Beside π there is μ ≥ 0
-of one more row, which holds of every choice, and one in place of (4) for what rests anyway:
+Every op and tensor of the microbatch's trace is taken by itself, so that equal layers may decide
+differently. Names are those of `autopar.certificate.bound`; a stored π is of all tensors with the
+same readers together, and each gets its share. Beside π there is μ ≥ 0 of one more row, which holds
+of every choice, and one in place of (4) for what rests anyway:
 
     (9) k[v,l] ≤ strategies that make l + Σ_{head(a)=l} r[a]          (4') k[v,l] ≤ strategies of forward readers that read l
 
-Given π and μ the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]) over readers c in backward, and so
+Given π and μ the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]) over readers c in
+backward, and so
 
-    op            least of   time + Σ π of what it reads − Σ κ of what forward reads − Σ π of what it supplies − Σ (κ + μ) of what it makes
-    again         min(0, least of   time + Σ π of what it reads again − Σ π in backward of what it makes)
-    collective    min(0, time − μ[head] − Σ_c max(0, Δ[c]));   where no Δ is positive, with the largest of them instead of the sum
+    op            least of   time + Σ π of what it reads − Σ κ of what forward reads − Σ π of what
+                             it supplies − Σ (κ + μ) of what it makes
+    again         min(0, least of   time + Σ π of what it reads again − Σ π in backward of what it
+                                    makes)
+    collective    min(0, time − μ[head] − Σ_c max(0, Δ[c]));   where no Δ is positive, with the
+                                                               largest of them instead of the sum
 
-A product that a kernel may do together with collectives of a tensor, in some stage, costs less by the most that it saves of one of them
-beyond max(0, time − μ[head] − …) of it, with time in full: where that is early no stage offers a kernel. What several units have for
-themselves costs less by all that its kernels save.
+A product that a kernel may do together with collectives of a tensor, in some stage, costs less by
+the most that it saves of one of them beyond max(0, time − μ[head] − …) of it, with time in full:
+where that is early no stage offers a kernel. What several units have for themselves costs less by
+all that its kernels save.
 
-Units are what lies between neighbouring places to cut. What a unit takes at least is the sum over its ops and over the tensors that these
-make. Where tensor v crosses, the problems of the two stages have ops that stand for each other: one reads v in layout L, the other makes it
-in L. With G the sum of π of the readers on the far side, these cost, for what forward makes,
+Units are what lies between neighbouring places to cut. What a unit takes at least is the sum over
+its ops and over the tensors that these make. Where tensor v crosses, the problems of the two stages
+have ops that stand for each other: one reads v in layout L, the other makes it in L. With G the sum
+of π of the readers on the far side, these cost, for what forward makes,
 
     before    G(L) − max(0, Σ π in backward of readers before it − μ)(L)
     behind    time to arrive − G(L) − Σ π in backward of readers behind it (L)
 
-and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before. What collectives' reduced costs fall
-below 0 by is taken off where the tensor arrives as well, and on both sides with what they cost in stages that it crosses between. Any cut
-into S stages, each at the prices and by the multipliers of its own devices, then takes (M − 1) · max τ + Σ τ with τ at least the sum of
-units and of what is at its two borders, in some layouts; the least over all is the bound. Of interleaved stages it is what follows from
-the least Σ τ (`autopar.certificate.interleaved.least_of_cuts`).
-"""
+and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before.
+What collectives' reduced costs fall below 0 by is taken off where the tensor arrives as well, and
+on both sides with what they cost in stages that it crosses between. Any cut into S stages, each at
+the prices and by the multipliers of its own devices, then takes (M − 1) · max τ + Σ τ with τ at
+least the sum of units and of what is at its two borders, in some layouts; the least over all is the
+bound. Of interleaved stages it is what follows from the least Σ τ
+(`autopar.certificate.schedules.least_of_cuts`).
+"""  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import Prices
-from autopar.certificate.cut_search import Pairs, few
-from autopar.certificate.places import Place, Places
-from autopar.certificate.reduced import Flags, Floats, Ints, beyond_worth, ends_of, flags, in_full, led, raise_to_ends, weighted
-from autopar.collective import HOST_KINDS
+from autopar.certificate.unit_places import (
+    Flags,
+    Floats,
+    Ints,
+    Place,
+    Places,
+    beyond_worth,
+    ends_of,
+    flags,
+    in_full,
+    led,
+    raise_to_ends,
+    weighted,
+)
+from autopar.core.collective import HOST_KINDS
+from autopar.core.layout_graph import all_layouts
+from autopar.core.problem import Value, at_best
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Priced, Wire
-from autopar.layout_graph import all_layouts
-from autopar.problem import Value, at_best
+from autopar.sharding import Forced, Ref
 from autopar.stages.placing import Placing
-from autopar.strategies import Forced, Ref
+
+# --------------------------------------------------------------------------------------------------
+# The least step over all cuts, given what each unit takes and what is at each border.
+
+Pairs = list[tuple[float, float]]
+_PAIRS = 8  # at a border; of more, neighbours are replaced by the least of both
+
+
+def few(pairs: Iterable[tuple[float, float]]) -> Pairs:
+    """Pairs of which each given one is at least one in both."""
+    found: Pairs = []
+    for pair in sorted(pairs):
+        if not found or pair[1] < found[-1][1]:
+            found.append(pair)
+    while len(found) > _PAIRS:
+        halves = [(found[i][0], found[i + 1][1]) for i in range(0, len(found) - 1, 2)]
+        found = halves + found[2 * len(halves) :]
+    return found
+
+
+def least_over_cuts(
+    units: Sequence[Sequence[float]],
+    borders: Sequence[Sequence[Pairs]],
+    num_microbatches: int,
+    allowed: Collection[int] | None,
+) -> float:
+    """The least step over all cuts before units that are `allowed`, and all pairs at borders.
+
+    With every τ below a limit, the shortest Σ τ by dynamic programming, one stage after another;
+    then with a lower limit.
+
+    Args:
+        units: per stage, what each unit takes on its devices. borders: per pair of neighbouring
+            stages, the pairs before each unit but the first.
+    """
+    num = len(units[0])
+    ends = [[(0, 0.0, 0.0)]]
+    for pairs in borders:
+        ends.append(
+            [
+                (b, *pair)
+                for b, each in enumerate(pairs, 1)
+                if allowed is None or b in allowed
+                for pair in each
+            ]
+        )
+    ends.append([(num, 0.0, 0.0)])
+    if not all(ends):
+        return float(np.inf)
+    taus = [_taus(stage, ends[n], ends[n + 1]) for n, stage in enumerate(units)]
+    slowest = taus[0][0]
+    for tau in taus[1:]:
+        slowest = np.maximum(slowest[:, None], tau).min(axis=0)
+    least, limit = np.inf, np.inf
+    while True:
+        within = [np.where(tau < limit, tau, np.inf) for tau in taus]
+        total, worst = within[0][0], within[0][0]
+        for tau in within[1:]:
+            ways = total[:, None] + tau
+            chosen = ways.argmin(axis=0), np.arange(ways.shape[1])
+            total, worst = ways[chosen], np.maximum(worst[:, None], tau)[chosen]
+        least = min(least, float((num_microbatches - 1) * worst[-1] + total[-1]))
+        if (num_microbatches - 1) * slowest[-1] + total[
+            -1
+        ] >= least:  # less for the slowest only makes the sum longer
+            return least
+        limit = worst[-1]
+
+
+def _taus(
+    units: Sequence[float],
+    begins: Sequence[tuple[int, float, float]],
+    ends: Sequence[tuple[int, float, float]],
+) -> np.ndarray:
+    """What a stage takes at least from each place that it may begin at to each that it may end
+    at."""
+    sums = np.concatenate([[0.0], np.cumsum(units)])
+    (first, _, behind), (last, before, _) = (
+        (np.array(column) for column in zip(*each, strict=True)) for each in (begins, ends)
+    )
+    taus = np.maximum(sums[last] + before - (sums[first] - behind)[:, None], 0.0)
+    taus[first[:, None] >= last] = np.inf
+    found: np.ndarray = taus
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +161,8 @@ class Pipelines:
     """What the bound is of.
 
     Attributes:
-        trace: of a microbatch. priced, forced: the problem of the whole, and what it was stated under. placing: at all places to cut.
+        trace: of a microbatch. priced, forced: the problem of the whole, and what it was stated
+            under. placing: at all places to cut.
         exposed: nodes whose results may cross. mesh_shape: of a stage.
     """
 
@@ -71,8 +177,8 @@ class Pipelines:
 
 @dataclass(frozen=True, slots=True)
 class Crosses:
-    """A tensor at a border that it may cross, forward or backward: per layout its bytes, and what it costs the stage that makes it, and the
-    one that it goes to, without the time of arriving."""
+    """A tensor at a border that it may cross, forward or backward: per layout its bytes, and what
+    it costs the stage that makes it, and the one that it goes to, without the time of arriving."""
 
     forward: bool
     bytes: tuple[int, ...]
@@ -82,7 +188,8 @@ class Crosses:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of the trace: who makes and reads it, and the multipliers of its layouts, in seconds per layout.
+    """One tensor of the trace: who makes and reads it, and the multipliers of its layouts, in
+    seconds per layout.
 
     Attributes:
         variant: its number in the problem.
@@ -151,12 +258,18 @@ class Unfolded:
         self.problem = at_best(ways.priced.problem)
         self.places = Places.of(ways.trace, ways.priced, ways.placing, ways.forced)
         self._free = bool(ways.forced.named.grid) or ways.forced.recompute is not None
-        self._shapes = {n.name: tuple(n.meta["val"].shape) for n in ways.trace.graph.nodes if n.name in ways.exposed}
+        self._shapes = {
+            n.name: tuple(n.meta["val"].shape)
+            for n in ways.trace.graph.nodes
+            if n.name in ways.exposed
+        }
         self.units, self.crosses = [0.0] * ways.num_units, [{} for _ in range(ways.num_units - 1)]
         self._at: dict[tuple[int, int, int, str, int], Ints] = {}
         self._kernels = in_any_stage(ways.trace, ways.priced, {p.op for p in self.places.again})
         for place, share in self.places.shares.items():
-            self.x[place] = share * np.array([s.time_s for s in self.problem.ops[place.op].strategies])
+            self.x[place] = share * np.array(
+                [s.time_s for s in self.problem.ops[place.op].strategies]
+            )
             if place in self.places.again:
                 self.again[place] = self.x[place].copy()
         for v, refs in enumerate(ways.priced.refs):
@@ -181,29 +294,55 @@ class Unfolded:
         if self._is_narrower(v, exposed):
             now, later = ({i: np.zeros(num) for i in each} for each in (now, later))
         made = flags(num, [self._layouts(value, value.op, "outputs", value.result)])
-        wanted = flags(num, [self._layouts(value, variant.uses[i].op, "inputs", variant.uses[i].operand) for i in forward])
+        wanted = flags(
+            num,
+            [
+                self._layouts(value, variant.uses[i].op, "inputs", variant.uses[i].operand)
+                for i in forward
+            ],
+        )
         kept = made | wanted
         if value.keepable is not None and not self._free:
             kept &= flags(num, [np.array(sorted(value.keepable), int)])
         wants = weighted(num, ((len(reads[i]), pi) for i, pi in later.items()))
         mu = np.where(kept, np.minimum(self._mu(v, num), wants), 0.0)
         has_unpriced = ref in self.places.hidden or len(now) < len(forward)
-        return _Tensor(v, ref, value, makers, reads, now, later, mu, made, wanted, kept, exposed, hidden, has_unpriced)
+        return _Tensor(
+            v,
+            ref,
+            value,
+            makers,
+            reads,
+            now,
+            later,
+            mu,
+            made,
+            wanted,
+            kept,
+            exposed,
+            hidden,
+            has_unpriced,
+        )
 
     def _read_later(self, v: int, ref: Ref, reads: Sequence[Sequence[Place]]) -> dict[int, Floats]:
-        """Use → π in backward, of uses whose instances all read the tensor as backward runs them."""
+        """Use → π in backward, of uses whose instances all read the tensor as backward runs
+        them."""
         uses, num = self.problem.variants[v].uses, len(self._value(v).graph.layouts)
         asked = [i for i, u in enumerate(uses) if (ref, u.op, u.operand) not in self.places.unasked]
         return {i: self._pi(v, i, True, reads[i], num) for i in asked if reads[i]}
 
     def _add_tensor(self, tensor: _Tensor) -> None:
-        """Add what a tensor costs or spares its makers and readers, its units, and the borders that it may cross."""
+        """Add what a tensor costs or spares its makers and readers, its units, and the borders
+        that it may cross."""
         losses, left = [0.0, 0.0], list[Floats]()
         for crosses in (False, True):
             early = tensor.exposed and (crosses or tensor.hidden)
             costs = [self._seconds(tensor.variant, early, later=late) for late in (False, True)]
             losses[crosses], beyond = self._reduce_collectives(tensor, costs)
-            left = [x + in_full(tensor.value.graph) - seconds for x, seconds in zip(beyond, costs, strict=True)]
+            left = [
+                x + in_full(tensor.value.graph) - seconds
+                for x, seconds in zip(beyond, costs, strict=True)
+            ]
         self._save_in_kernels(tensor, left)
         self._charge_readers(tensor)
         self._supply(tensor, losses[False])
@@ -211,11 +350,17 @@ class Unfolded:
             self._cross(tensor, losses)
 
     def _charge_readers(self, tensor: _Tensor) -> None:
-        """Readers pay π for what they read, less κ where forward reads it: they may supply backward.
+        """Readers pay π for what they read, less κ where forward reads it: they may supply
+        backward.
 
-        With π of the readers in backward, ``κ[l] = max(0, Σ π[l] − μ[l])`` in layouts l that may be kept.
+        With π of the readers in backward, ``κ[l] = max(0, Σ π[l] − μ[l])`` in layouts l that may be
+        kept.
         """
-        kappa = np.where(tensor.kept, np.maximum(weighted(tensor.num, tensor.terms(tensor.later)) - tensor.mu, 0.0), 0.0)
+        kappa = np.where(
+            tensor.kept,
+            np.maximum(weighted(tensor.num, tensor.terms(tensor.later)) - tensor.mu, 0.0),
+            0.0,
+        )
         for i, u in enumerate(self.problem.variants[tensor.variant].uses):
             at = self._layouts(tensor.value, u.op, "inputs", u.operand)
             late = self.again if i in tensor.now else self.x
@@ -226,32 +371,47 @@ class Unfolded:
                     late[p] += tensor.later[i][at]
 
     def borders_to(self, behind: Unfolded, wire: Wire) -> list[Pairs]:
-        """The pairs at each border between a stage at these prices and the next, at its own, over a link."""
+        """The pairs at each border between a stage at these prices and the next, at its own,
+        over a link."""
         found: list[Pairs] = []
         for mine, other in zip(self.crosses, behind.crosses, strict=True):
             pairs: Pairs = [(0.0, 0.0)]
             for ref, here in mine.items():
                 there = other[ref]
                 arrives = [wire.time_s(size) for size in here.bytes]
-                before = here.makes_s if here.forward else [s + a for s, a in zip(here.reads_s, arrives, strict=True)]
-                after = [s + a for s, a in zip(there.reads_s, arrives, strict=True)] if here.forward else there.makes_s
+                before = (
+                    here.makes_s
+                    if here.forward
+                    else [s + a for s, a in zip(here.reads_s, arrives, strict=True)]
+                )
+                after = (
+                    [s + a for s, a in zip(there.reads_s, arrives, strict=True)]
+                    if here.forward
+                    else there.makes_s
+                )
                 each = few(zip(before, after, strict=True))
                 pairs = few((a + c, b + d) for a, b in pairs for c, d in each)
             found.append(pairs)
         return found
 
     def _supply(self, tensor: _Tensor, loss: float) -> None:
-        """Take off its makers what a tensor is worth: to all readers, or, of several makers, to those in the unit of each.
+        """Take off its makers what a tensor is worth: to all readers, or, of several makers, to
+        those in the unit of each.
 
         Args:
             loss: of its collectives' reduced costs, what is below 0 (seconds).
         """
         at = self._layouts(tensor.value, tensor.value.op, "outputs", tensor.value.result)
         for p in tensor.makers:
-            mine = [sum(len(tensor.makers) == 1 or r.unit == p.unit for r in each) for each in tensor.reads]
+            mine = [
+                sum(len(tensor.makers) == 1 or r.unit == p.unit for r in each)
+                for each in tensor.reads
+            ]
             first = weighted(tensor.num, ((mine[i], pi) for i, pi in tensor.now.items()))
             then = weighted(tensor.num, ((mine[i], pi) for i, pi in tensor.later.items()))
-            self.x[p] -= (first + (then if tensor.value.resident else np.where(tensor.kept, then, 0.0)))[at]
+            self.x[p] -= (
+                first + (then if tensor.value.resident else np.where(tensor.kept, then, 0.0))
+            )[at]
             if p in self.again:
                 self.again[p] -= then[at]
             self.units[p.unit] += loss
@@ -260,37 +420,54 @@ class Unfolded:
         """Add the borders that a tensor may cross.
 
         Args:
-            losses: what its collectives' reduced costs are below 0, where it crosses nothing and where it crosses (seconds): the
-                side that makes it loses the difference, and the other side all of the second.
+            losses: what its collectives' reduced costs are below 0, where it crosses nothing and
+                where it crosses (seconds): the side that makes it loses the difference, and the
+                other side all of the second.
         """
         unit, reads, num = tensor.makers[0].unit, tensor.reads, tensor.num
         units = [p.unit for each in reads for p in each] or [unit]
         forward, more = tensor.value.phase == "forward", losses[True] - losses[False]
         graph = tensor.value.graph
-        at = [graph.index[layout] for layout in all_layouts(self._shapes[tensor.ref[0]], self.ways.mesh_shape)]
+        at = [
+            graph.index[layout]
+            for layout in all_layouts(self._shapes[tensor.ref[0]], self.ways.mesh_shape)
+        ]
         sizes = tuple(graph.bytes[n] for n in at)
-        for border in range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1):
+        for border in (
+            range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1)
+        ):
             far = [sum((p.unit >= border) == forward for p in each) for each in reads]
             gain = weighted(num, ((far[i], pi) for i, pi in tensor.now.items()))
             behind = weighted(num, ((far[i], pi) for i, pi in tensor.later.items()))
             before = weighted(num, ((len(reads[i]) - far[i], pi) for i, pi in tensor.later.items()))
             near = np.maximum(before - tensor.mu, 0.0) if forward else np.zeros(num)
-            makes_s, reads_s = gain - near + more, losses[True] - gain - (behind if forward else 0.0)
-            crosses = Crosses(forward, sizes, tuple(makes_s[at].tolist()), tuple(reads_s[at].tolist()))
+            makes_s, reads_s = (
+                gain - near + more,
+                losses[True] - gain - (behind if forward else 0.0),
+            )
+            crosses = Crosses(
+                forward, sizes, tuple(makes_s[at].tolist()), tuple(reads_s[at].tolist())
+            )
             self.crosses[border - 1][tensor.ref] = crosses
 
-    def _reduce_collectives(self, tensor: _Tensor, costs: Sequence[Floats]) -> tuple[float, list[Floats]]:
-        """The reduced costs of a tensor's collectives; π of what may cross is raised first where the whole never has it.
+    def _reduce_collectives(
+        self, tensor: _Tensor, costs: Sequence[Floats]
+    ) -> tuple[float, list[Floats]]:
+        """The reduced costs of a tensor's collectives; π of what may cross is raised first where
+        the whole never has it.
 
         Args:
             costs: seconds per collective, in the tensor's phase and later.
 
         Returns:
-            The sum of what is below 0, and what each collective costs beyond its worth, in the tensor's phase and later (seconds).
+            The sum of what is below 0, and what each collective costs beyond its worth, in the
+            tensor's phase and later (seconds).
         """
         graph = tensor.value.graph
         worth = np.where(led(graph, tensor.wanted | tensor.exposed, back=True), tensor.mu, 0.0)
-        first = tensor.terms(tensor.now) + ([(1, np.zeros(tensor.num))] if tensor.has_unpriced else [])
+        first = tensor.terms(tensor.now) + (
+            [(1, np.zeros(tensor.num))] if tensor.has_unpriced else []
+        )
         phases = (
             (first, tensor.made, worth, costs[0]),
             (tensor.terms(tensor.later), tensor.made | tensor.kept, np.zeros(tensor.num), costs[1]),
@@ -310,12 +487,18 @@ class Unfolded:
         """Take off products the most that they save together with a collective of the tensor.
 
         Args:
-            left: per phase, what each collective costs beyond its worth, its time taken in full (seconds).
+            left: per phase, what each collective costs beyond its worth, its time taken in full
+                (seconds).
         """
         for later, beyond in enumerate(left):
             for kernel in self._kernels.get((tensor.variant, bool(later)), ()):
                 most = max(h.saved_s - max(float(beyond[h.arc]), 0.0) for h in kernel.hides)
-                ends = {p for places in (tensor.makers, *tensor.reads) for p in places if p.op == kernel.op}
+                ends = {
+                    p
+                    for places in (tensor.makers, *tensor.reads)
+                    for p in places
+                    if p.op == kernel.op
+                }
                 costs = self.again if kernel.again else self.x
                 for p in ends - self.places.alone:
                     if p in costs:
@@ -323,7 +506,9 @@ class Unfolded:
 
     def _add_alone(self) -> None:
         """What products save that several units have for themselves: all that they could."""
-        kernels = [kernel for offered in self._kernels.values() for kernel in offered if not kernel.again]
+        kernels = [
+            kernel for offered in self._kernels.values() for kernel in offered if not kernel.again
+        ]
         for p in self.places.alone if kernels else ():
             for kernel in kernels:
                 if kernel.op == p.op:
@@ -337,7 +522,9 @@ class Unfolded:
         key = value.op, value.result, op, side, position
         if key not in self._at:
             strategies = self.problem.ops[op].strategies
-            self._at[key] = np.array([value.graph.index[getattr(s.layouts, side)[position]] for s in strategies])
+            self._at[key] = np.array(
+                [value.graph.index[getattr(s.layouts, side)[position]] for s in strategies]
+            )
         return self._at[key]
 
     def _pi(self, v: int, use: int, later: bool, reads: Sequence[Place], num: int) -> Floats:
@@ -354,7 +541,8 @@ class Unfolded:
         return found
 
     def _seconds(self, v: int, exposed: bool, *, later: bool) -> Floats:
-        """Of collectives, where compute hides what is early (λ = 1); of what may cross also what is early in some stage alone."""
+        """Of collectives, where compute hides what is early (λ = 1); of what may cross also what
+        is early in some stage alone."""
         variant, ops, phase = self.problem.variants[v], self.problem.ops, self._value(v).phase
         value, maker = self._value(v), ops[self._value(v).op]
         same = [x for x in self.problem.variants if x.value == variant.value]
@@ -366,10 +554,16 @@ class Unfolded:
             early = value.given or own or (exposed and phase == "backward" and trained)
         weight = self.problem.overlap_slowdown if early else 1.0
         weights = {"slice": 1.0, **dict.fromkeys(HOST_KINDS, self.problem.overlap_slowdown)}
-        return np.array([a.seconds(shares=early) * weights.get(a.collective.kind, weight) for a in value.graph.arcs])
+        return np.array(
+            [
+                a.seconds(shares=early) * weights.get(a.collective.kind, weight)
+                for a in value.graph.arcs
+            ]
+        )
 
     def _is_narrower(self, v: int, exposed: bool) -> bool:
-        """Whether a stage may reduce its partial sums in a narrower dtype, since no parameter reads it there."""
+        """Whether a stage may reduce its partial sums in a narrower dtype, since no parameter
+        reads it there."""
         alike = [x for x in self.problem.variants if x.value == self.problem.variants[v].value]
         wide = [any(self.problem.ops[u.op].kind == "parameter" for u in x.uses) for x in alike]
         return any(wide) and (exposed or not all(wide))

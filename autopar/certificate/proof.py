@@ -1,19 +1,352 @@
-"""The plan's proof: its multipliers, found again in the problem by the words they are stored under, and its figures."""
+"""The plan's proof: its multipliers, found again in the problem by the words they are stored
+under, and its figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
+from autopar import ops
+from autopar.analysis.gradients import operand_written
+from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
 from autopar.certificate.decisions import keys_of
-from autopar.certificate.facts import Facts
-from autopar.certificate.moments import Moments
+from autopar.certificate.facts import Facts, Tensor, TensorKey
 from autopar.certificate.report import NEAR, Finding, near
+from autopar.core.layout import Layout
+from autopar.core.problem import Value, at_best
 from autopar.cost.priced import Priced
 from autopar.plans import Plan, Potential, Proof
-from autopar.problem import at_best
+from autopar.rules import call_of
+from autopar.sharding import Ref
+from autopar.validation.shards import held_bytes, local_lengths
+
+# --------------------------------------------------------------------------------------------------
+# What certainly lives at a point of the step, under every plan: the rows of the bound that speak
+# of memory.
+#
+# start of backward what rests, and everything kept, of every microbatch in flight end of backward
+# what rests, and every gradient, or the sums that they were added to while a node of backward
+# runs: what rests, what its op makes there, what the op's first node reads, as it reads it, what
+# it needs for a while, what else is kept and nothing has asked for yet, and what the model has
+# returned and backward will not read just after it, where it makes partial sums that are reduced
+# in a wider dtype: what rests, these and their wide copy, what is kept and returned likewise,
+# each gradient that is done and each tensor that still has a reader, in their fewest bytes
+#
+# What forward made is asked for by its readers in backward; by a view of it in forward when that
+# is; and by an op that may run again when its own results are, since it then reads its operands.
+# When what ran again is read, an operand that nothing else reads may be gone, and of one that is
+# kept in several layouts the version that ran again read. With several microbatches the others in
+# flight are held in full at every point, and so are the sums of gradients; a gradient itself goes
+# when it is added.
+
+_WIDENED = "/widen"
+
+
+@dataclass
+class Moments:
+    """The rows of one priced model."""
+
+    trace: Trace
+    facts: Facts
+    priced: Priced
+    mesh_shape: tuple[int, ...]
+    _position: dict[str, int] = field(default_factory=dict)
+    _asked: dict[str, float] = field(default_factory=dict)
+    _read: dict[str, float] = field(default_factory=dict)
+    _again: dict[str, float] = field(default_factory=dict)
+    _last: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self.priced.problem
+        self._position = {node.name: place for place, node in enumerate(self.trace.graph.nodes)}
+        self._owner = {
+            key: n
+            for n in range(len(problem.ops))
+            for keys in keys_of(self.priced, n)
+            for key in keys
+        }
+        for node in reversed(self.trace.graph.nodes):
+            self._asked[node.name], self._read[node.name], self._again[node.name] = (
+                self._first_asked(node)
+            )
+            self._last[node.name] = self._last_asked(node)
+
+    def _first_asked(self, node: fx.Node) -> tuple[float, float, float]:
+        """Positions of the first node of backward that could ask for what forward made, of the
+        first that itself reads it, or a view of it, and of the first for which what runs again
+        could; infinite where there is none."""
+        asked, read, through = [math.inf], [math.inf], [math.inf]
+        for user in node.users:
+            if user.op != "call_function":
+                continue
+            again = self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable
+            if user.meta["phase"] == "backward":
+                read.append(self._position[user.name])
+            elif _shares_memory(user):
+                read.append(self._read[user.name])
+                asked.append(self._asked[user.name])
+                through.append(self._again[user.name])
+            elif again:
+                asked.append(self._asked[user.name])
+                through.append(self._asked[user.name])
+        return min(*asked, *read), min(read), min(through)
+
+    def _last_asked(self, node: fx.Node) -> float:
+        """Position of the last node of backward that could ask for what a node made, or for a view
+        of it; infinitely early where there is none."""
+        found, in_backward = [-math.inf], node.meta.get("phase") == "backward"
+        for user in node.users:
+            if user.op != "call_function":
+                continue
+            if user.meta["phase"] == "backward":
+                found += [
+                    self._position[user.name],
+                    self._last[user.name] if in_backward and _is_view(user) else -math.inf,
+                ]
+            elif (
+                _is_view(user)
+                or self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable
+            ):
+                found.append(self._last[user.name])
+        return max(found)
+
+    def _waits(self, name: str, now: int, value: Value) -> bool:
+        """Whether all that is kept is there for sure: nothing has asked for it yet, or what has
+        read the one version that there is."""
+        one = len(value.graph.layouts if value.keepable is None else value.keepable) == 1
+        left = self._read[name] < math.inf and (one or self._again[name] != now)
+        return now < self._asked[name] < math.inf or (now == self._asked[name] and left)
+
+    def row(self, place: str, worth_s: float) -> MemoryRow | None:
+        """The row of a point of the step, or None where there is no such point."""
+        problem = self.priced.problem
+        gradients = {
+            n: [op.count * s.gradient_bytes for s in op.strategies]
+            for n, op in enumerate(problem.ops)
+        }
+        sums = gradients if problem.accumulates else {}
+        if place == "start of backward":
+            return MemoryRow(
+                {
+                    v: variant.count * problem.num_in_flight
+                    for v, variant in enumerate(problem.variants)
+                },
+                sums,
+                worth_s,
+            )
+        if place == "end of backward":
+            return MemoryRow({}, gradients, worth_s)
+        node = self.facts.nodes.get(place.removesuffix(_WIDENED))
+        if node is None or node.meta["phase"] != "backward":
+            return None
+        row = (
+            self._widening(node, worth_s)
+            if place.endswith(_WIDENED)
+            else self._while(node, worth_s)
+        )
+        others = problem.num_in_flight - 1
+        held = (
+            {
+                v: row.held.get(v, 0) + others * variant.count
+                for v, variant in enumerate(problem.variants)
+            }
+            if others
+            else row.held
+        )
+        return MemoryRow(held, _both(row.live, sums), worth_s)
+
+    def _while(self, node: fx.Node, worth_s: float) -> MemoryRow:
+        problem, now = self.priced.problem, self._position[node.name]
+        held: dict[int, int] = {}
+        live: dict[int, list[int]] = {}
+        reads = self._reads(node)
+        for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
+            value = problem.values[variant.value]
+            if value.phase == "forward":
+                waiting = sum(self._waits(ref[0], now, value) for ref in refs if ref not in reads)
+                held |= {v: waiting} if waiting else {}
+            elif not _shares_memory(node):
+                for name, result in refs:
+                    if name == node.name:
+                        layouts = [
+                            s.layouts.outputs[value.result]
+                            for s in problem.ops[value.op].strategies
+                        ]
+                        self._count(live, value.op, (node.meta["key"], result), layouts)
+        for ref, operand in reads.items():
+            op = self._owner[node.meta["key"]]
+            layouts = [s.layouts.inputs[operand] for s in problem.ops[op].strategies]
+            self._count(live, op, (self.facts.names[ref[0]], ref[1]), layouts)
+        self._count_scratch(live, node)
+        self._count_returned(live, now)
+        return MemoryRow(held, live, worth_s)
+
+    def _count_scratch(self, live: dict[int, list[int]], node: fx.Node) -> None:
+        """What the gradient of a cross entropy needs beside its result, where its op begins with
+        it."""
+        op = self._owner[node.meta["key"]]
+        cluster = self.priced.sources[op].cluster
+        if (
+            cluster is None
+            or node.target is not ops.cross_entropy_backward
+            or cluster.first.members[0].call.target is not node.target
+        ):
+            return
+        logits = call_of(node).inputs[0]
+        parts = [
+            local_lengths(logits.shape, s.members[0].inputs[0], self.mesh_shape)
+            for s in cluster.strategies
+        ]
+        _add(live, op, [ops.cross_entropy_backward_scratch(part, logits.dtype) for part in parts])
+
+    def _widening(self, node: fx.Node, worth_s: float) -> MemoryRow:
+        """Just after a node, whose result is about to be reduced."""
+        problem, now = self.priced.problem, self._position[node.name]
+        held: dict[int, int] = {}
+        live: dict[int, list[int]] = {}
+        for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
+            value = problem.values[variant.value]
+            if value.phase == "forward":
+                waiting = sum(now < self._asked[name] < math.inf for name, _ in refs)
+                held |= {v: waiting} if waiting else {}
+                continue
+            fewest = min(value.graph.bytes)
+            for name, result in refs:
+                tensor = self.facts.tensors[self.facts.names[name], result]
+                if name == node.name:
+                    _add(live, value.op, self._while_widened(tensor, variant.value))
+                elif self._position[name] < now < self._last[name]:
+                    maker = self.facts.nodes.get(tensor.key)
+                    num = int(maker is None or not _shares_memory(maker))
+                    _add(live, value.op, [num * fewest] * len(problem.ops[value.op].strategies))
+                elif self._position[name] < now and not problem.accumulates:
+                    for n in [
+                        self._owner[r.key] for r in tensor.readers if r.key.endswith("/parameter")
+                    ][-1:]:
+                        _add(
+                            live,
+                            n,
+                            [min(fewest, s.gradient_bytes) for s in problem.ops[n].strategies],
+                        )
+        self._count_returned(live, now + 0.5)
+        return MemoryRow(held, live, worth_s)
+
+    def _while_widened(self, tensor: Tensor, v: int) -> list[int]:
+        """Bytes of partial sums and of their copy in the dtype that they are reduced in, per
+        strategy of what makes them; what need not be reduced, or is reduced in its own dtype, is
+        not counted. Where the tensor is replicated it may be cut before."""
+        ops, value = self.priced.problem.ops, self.priced.problem.values[v]
+        uses = (
+            use
+            for variant in self.priced.problem.variants
+            if variant.value == v
+            for use in variant.uses
+        )
+        read = {s.layouts.inputs[use.operand] for use in uses for s in ops[use.op].strategies}
+        found = []
+        for made in (s.layouts.outputs[value.result] for s in ops[value.op].strategies):
+            sums, first = {made}, set[Layout]()
+            while sums - first:
+                first |= sums
+                steps = (
+                    a
+                    for a in value.graph.arcs
+                    if not a.collective.reduce_op and value.graph.layouts[a.src] in first
+                )
+                sums = first | {value.graph.layouts[a.dst] for a in steps}
+            reduced = {
+                value.graph.layouts[a.src] for a in value.graph.arcs if a.collective.reduce_op
+            } & first
+            narrow = [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in reduced]
+            wide = [
+                held_bytes(tensor.shape, tensor.sum_dtype, at, self.mesh_shape) for at in reduced
+            ]
+            counts = made.has_partial and made not in read and tensor.sum_dtype != tensor.dtype
+            found.append(min(map(sum, zip(narrow, wide, strict=True)), default=0) if counts else 0)
+        return found
+
+    def _count_returned(self, live: dict[int, list[int]], now: float) -> None:
+        for name, op in () if self.priced.problem.accumulates else self._returned().items():
+            if self._last[name] < now:
+                layouts = [s.layouts.inputs[0] for s in self.priced.problem.ops[op].strategies]
+                self._count(live, op, (self.facts.names[name], 0), layouts)
+
+    def _returned(self) -> dict[str, int]:
+        """Nodes whose results the model returns, in memory of their own, and for each an op that
+        stands for the output."""
+        paths = {o.path for o in self.trace.outputs if not o.crosses}
+        outputs = (
+            (n, s)
+            for n, s in enumerate(self.priced.sources)
+            if s.kind == "output" and s.names[0] in paths
+        )
+        nodes = ((self.facts.nodes.get(self.facts.names[s.nodes[0]]), n) for n, s in outputs)
+        return {node.name: n for node, n in nodes if node is not None and not _shares_memory(node)}
+
+    def _reads(self, node: fx.Node) -> dict[Ref, int]:
+        """What a node reads, where its op begins with it, by operand of the op: tensors with
+        memory of their own that do not rest."""
+        cluster = self.priced.sources[self._owner[node.meta["key"]]].cluster
+        for instance in cluster.instances if cluster else ():
+            if instance.members[0].key == node.meta["key"]:
+                return {
+                    ref: place
+                    for place, ref in enumerate(instance.operands)
+                    if self._has_memory(ref, node.meta["key"])
+                }
+        return {}
+
+    def _has_memory(self, ref: Ref, reader: str) -> bool:
+        """Whether a tensor that a node reads is there for its readers alone."""
+        tensor = self.facts.tensors[self.facts.names[ref[0]], ref[1]]
+        maker = self.facts.nodes.get(tensor.key)
+        shares = maker is not None and _is_view(maker)
+        return (
+            not (tensor.given and tensor.resident)
+            and not shares
+            and any(r.key == reader for r in tensor.readers)
+        )
+
+    def _count(
+        self, live: dict[int, list[int]], op: int, key: TensorKey, layouts: Sequence[Layout]
+    ) -> None:
+        tensor = self.facts.tensors[key]
+        _add(
+            live,
+            op,
+            [
+                0 if at.uncast else held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape)
+                for at in layouts
+            ],
+        )
+
+
+def _add(live: dict[int, list[int]], op: int, sizes: Sequence[int]) -> None:
+    if any(sizes):
+        live[op] = [a + b for a, b in zip(live.get(op, [0] * len(sizes)), sizes, strict=True)]
+
+
+def _both(
+    a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]
+) -> dict[int, Sequence[int]]:
+    """Bytes per strategy of either."""
+    both = {n: [x + y for x, y in zip(a[n], b[n], strict=True)] for n in a.keys() & b.keys()}
+    return {**a, **b, **both}
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether what a node makes lies in the memory of its operand."""
+    return operand_written(node) is not None or _is_view(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target is not operator.getitem and is_view(node.target)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -37,15 +370,24 @@ class Stored:
         """What they prove of a plan without stages."""
         balance = self.plan.proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
-            self.findings.append(Finding("bound", f"balance {balance} is no pair of shares, and proves nothing"))
+            self.findings.append(
+                Finding("bound", f"balance {balance} is no pair of shares, and proves nothing")
+            )
             return 0.0
-        return lower_bound(at_best(self.priced.problem), self.prices(), self._rows(), balance, self.versions())
+        return lower_bound(
+            at_best(self.priced.problem), self.prices(), self._rows(), balance, self.versions()
+        )
 
     def prices(self) -> Prices:
         """The potentials."""
         num_ops = len(self.priced.problem.ops)
-        tensors, readers = self._tensors(), {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)}
-        return dict(filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials)))
+        tensors, readers = (
+            self._tensors(),
+            {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)},
+        )
+        return dict(
+            filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials))
+        )
 
     def versions(self) -> dict[int, Versions]:
         """The multipliers of versions, by variant."""
@@ -56,13 +398,23 @@ class Stored:
             index = {str(layout): i for i, layout in enumerate(graph.layouts)} if v >= 0 else {}
             worths = version.values_s, version.copies_s, version.once_s
             if set().union(*worths) <= index.keys():
-                found[v] = Versions(*({index[layout]: worth for layout, worth in each.items()} for each in worths))
+                found[v] = Versions(
+                    *({index[layout]: worth for layout, worth in each.items()} for each in worths)
+                )
             else:
-                self.findings.append(Finding("bound", "a multiplier is of layouts of which some are not among the problem's", version.node))
+                self.findings.append(
+                    Finding(
+                        "bound",
+                        "a multiplier is of layouts of which some are not among the problem's",
+                        version.node,
+                    )
+                )
         return found
 
     def _tensors(self) -> dict[tuple[str, int], int]:
-        return {(self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)}
+        return {
+            (self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)
+        }
 
     def _found(
         self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]
@@ -74,37 +426,65 @@ class Stored:
             who = readers.get(potential.reader, -1), potential.operand
             for i, use in enumerate(problem.variants[v].uses):
                 if (use.op, use.operand) == who and potential.values_s.keys() <= index.keys():
-                    by_layout = {index[layout]: worth for layout, worth in potential.values_s.items()}
+                    by_layout = {
+                        index[layout]: worth for layout, worth in potential.values_s.items()
+                    }
                     return (v, i, potential.phase != value.phase), by_layout
-        what = f"a multiplier is of {potential.reader} reading it in layouts of which some are not among the problem's"
+        what = (
+            f"a multiplier is of {potential.reader} reading it in layouts of which some are not"
+            " among the problem's"
+        )
         self.findings.append(Finding("bound", what, potential.node))
         return None
 
     def _rows(self) -> list[MemoryRow]:
         rows, worth = [], self.plan.proof.memory_s
-        moments = Moments(self.trace, self.facts, self.priced, self.plan.mesh.shape) if worth else None
+        moments = (
+            Moments(self.trace, self.facts, self.priced, self.plan.mesh.shape) if worth else None
+        )
         for place, seconds in worth.items():
             row = moments.row(place, seconds) if moments else None
             if row is None:
-                self.findings.append(Finding("bound", "no row of memory holds for every plan at this point", place))
+                self.findings.append(
+                    Finding("bound", "no row of memory holds for every plan at this point", place)
+                )
             else:
                 rows.append(row)
         return rows
 
 
 def proven(proof: Proof, bound_s: float) -> Iterator[Finding]:
-    """Whether certified bound ≤ what the multipliers prove ≤ objective, searched bound ≤ objective, and bound and gap follow from these."""
+    """Whether certified bound ≤ what the multipliers prove ≤ objective, searched bound ≤
+    objective, and bound and gap follow from these."""
     slack = NEAR * abs(proof.objective_s)
     if not proof.certified_bound_s <= bound_s + slack:
-        yield Finding("bound", f"the multipliers prove {bound_s:.9g} s, not {proof.certified_bound_s:.9g} s")
+        yield Finding(
+            "bound", f"the multipliers prove {bound_s:.9g} s, not {proof.certified_bound_s:.9g} s"
+        )
     if not bound_s <= proof.objective_s + slack:
-        yield Finding("bound", f"the multipliers prove {bound_s:.9g} s, and the objective is only {proof.objective_s:.9g} s")
+        yield Finding(
+            "bound",
+            f"the multipliers prove {bound_s:.9g} s, and the objective is only"
+            f" {proof.objective_s:.9g} s",
+        )
     if not proof.searched_bound_s <= proof.objective_s + slack:
-        yield Finding("bound", f"the search claims {proof.searched_bound_s:.9g} s, and the objective is only {proof.objective_s:.9g} s")
+        yield Finding(
+            "bound",
+            f"the search claims {proof.searched_bound_s:.9g} s, and the objective is only"
+            f" {proof.objective_s:.9g} s",
+        )
     if not abs(max(proof.certified_bound_s, proof.searched_bound_s) - proof.bound_s) <= slack:
-        searched = f"a search, by its word, {proof.searched_bound_s:.9g} s" if proof.searched_bound_s else "no search any"
+        searched = (
+            f"a search, by its word, {proof.searched_bound_s:.9g} s"
+            if proof.searched_bound_s
+            else "no search any"
+        )
         what = f"the multipliers are said to prove {proof.certified_bound_s:.9g} s, and {searched}"
         yield Finding("bound", f"the bound is said to be {proof.bound_s:.9g} s: {what}")
-    gap = max(proof.objective_s - proof.bound_s, 0.0) / proof.objective_s if proof.objective_s else 0.0
+    gap = (
+        max(proof.objective_s - proof.bound_s, 0.0) / proof.objective_s
+        if proof.objective_s
+        else 0.0
+    )
     if not near(1 - gap, 1 - proof.gap):
         yield Finding("bound", f"objective and bound are {gap:.6%} apart, not {proof.gap:.6%}")

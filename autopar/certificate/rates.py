@@ -1,8 +1,8 @@
 """What collectives, buckets and ops take on a profile, by formulas of the certificate's own.
 
-Nothing here is shared with what prices plans (`autopar.collective`, `autopar.cost`) but the figures
-of the profile. Of n ranks, with p bytes that one rank puts in and r = ⌈log₂ n⌉ rounds of latency α,
-a rank sends
+Nothing here is shared with what prices plans (`autopar.core.collective`, `autopar.cost`) but the
+figures of the profile. Of n ranks, with p bytes that one rank puts in and r = ⌈log₂ n⌉ rounds of
+latency α, a rank sends
 
     all_gather      (n−1)·p           in r rounds     (its own part goes to n−1 others)
     reduce_scatter  (n−1)·p/n         in r rounds     (each other rank gets its part)
@@ -24,11 +24,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from autopar.collective import Collective, Kind
+from autopar.core.collective import Collective, Kind
+from autopar.core.hardware import Curve, Hardware, HardwareProfile, Link, profile_of, slowest
+from autopar.core.mesh import Mesh
 from autopar.cost.priced import Wire
 from autopar.errors import HardwareError
-from autopar.hardware import Curve, Hardware, HardwareProfile, Link, profile_of, slowest
-from autopar.mesh import Mesh
 
 _MOST_IN_BUCKET = 32 * 2**20
 """Bytes of a bucket on one rank, as it goes in or comes out"""
@@ -242,10 +242,14 @@ def _copied(c: Collective, n: int) -> int:
     all_gather, and what goes into a reduce_scatter, unless it is along the leading dim.
     """
     leading: Mapping[str, int] = {
-        "all_gather": c.bytes * n * (c.dim > 0), "reduce_scatter": c.bytes * (c.dim > 0), "all_reduce": 0,
-        "all_to_all": c.bytes * (c.dim > 0) + c.bytes * (c.to_dim > 0), "slice": c.bytes // n,
-        "swap": c.bytes + (c.dim > 0) * (c.bytes // 2), "halo": c.bytes + c.halo_bytes,
-    }  # fmt: skip
+        "all_gather": c.bytes * n * (c.dim > 0),
+        "reduce_scatter": c.bytes * (c.dim > 0),
+        "all_reduce": 0,
+        "all_to_all": c.bytes * (c.dim > 0) + c.bytes * (c.to_dim > 0),
+        "slice": c.bytes // n,
+        "swap": c.bytes + (c.dim > 0) * (c.bytes // 2),
+        "halo": c.bytes + c.halo_bytes,
+    }
     return leading[c.kind]
 
 

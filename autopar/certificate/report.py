@@ -2,16 +2,246 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.certificate.fields import UNORDERED, Unverified
-from autopar.units import seconds, share, size
+from autopar.core.units import seconds, share, size
+from autopar.plans import Plan
 from autopar.validation import Validation
 
+# --------------------------------------------------------------------------------------------------
+# What a certificate says of each field of a plan: derived anew, compared, or not verified.
+#
+# Paths are relative to a plan; those of a stage are the same below ``pipeline.stages``. A field
+# of a list's entries has the path of the list in front. Options and other mappings are looked up
+# by key.
+
+DERIVED: tuple[str, ...] = (
+    "entries.key",
+    "entries.kind",
+    "entries.module",
+    "entries.op",
+    "entries.phase",
+    "entries.instances",
+    "entries.nodes.node",
+    "entries.nodes.strategy.inputs",
+    "entries.nodes.strategy.outputs",
+    "entries.recompute.node",
+    "entries.recompute.strategy.inputs",
+    "entries.recompute.strategy.outputs",
+    "entries.time_s",
+    "entries.replicated",
+    "entries.discovered",
+    "entries.again_s",
+    "kept.node",
+    "kept.result",
+    "kept.instances",
+    "kept.layouts",
+    "kept.bytes",
+    "communications.node",
+    "communications.result",
+    "communications.instances",
+    "communications.module",
+    "communications.phase",
+    "communications.source",
+    "communications.target",
+    "communications.time_s",
+    "communications.slack",
+    "communications.beside",
+    "communications.own",
+    "communications.alone_s",
+    *(
+        f"communications.collective.{name}"
+        for name in ("kind", "axis", "dim", "to_dim", "reduce_op", "dtype", "bytes", "halo_bytes")
+    ),
+    *(
+        f"communications.kernel.{name}"
+        for name in ("name", "node", "again", "num_chunks", "saved_s")
+    ),
+    "prediction.step_s",
+    "prediction.compute_s",
+    "prediction.communication_s",
+    "prediction.peak_bytes",
+    "prediction.memory_bytes",
+    "prediction.hidden_s",
+    "prediction.simulated_s",
+    "prediction.in_kernels_s",
+    "prediction.in_buckets_s",
+    "prediction.beyond_shares_s",
+    "prediction.host_bytes",
+    "proof.objective_s",
+    "proof.bound_s",
+    "proof.gap",
+    "proof.certified_bound_s",
+    "pipeline.num_in_flight",
+    "pipeline.accumulates",
+    "pipeline.positions",
+    "pipeline.modules",
+    "pipeline.crossings.node",
+    "pipeline.crossings.layout",
+    "pipeline.crossings.bytes",
+    "pipeline.crossings.returns",
+    "pipeline.rank_bytes",
+    "pipeline.handed_bytes",
+    "pipeline.handed_s",
+    "overlap.forward_bytes",
+    "overlap.backward_bytes",
+    "buckets.phase",
+    "buckets.members.node",
+    "buckets.members.result",
+    "buckets.members.target",
+    *(
+        f"buckets.collective.{name}"
+        for name in ("kind", "axis", "dim", "to_dim", "reduce_op", "dtype", "bytes", "halo_bytes")
+    ),
+    "buckets.time_s",
+    "buckets.saved_s",
+)
+"""Recomputed from the model, the hardware and what other fields decide."""
+
+COMPARED: tuple[str, ...] = (
+    "fingerprint.model",
+    "fingerprint.model_name",
+    "fingerprint.profile",
+    "fingerprint.profile_hash",
+    "fingerprint.axis",
+    "fingerprint.profiles",
+    "fingerprint.inputs",
+    "capture",
+    "loss_rows",
+    "options.precision",
+    "options.inference",
+    "options.optimizer",
+    "overlap.slowdown",
+    "pipeline.axis",
+    "pipeline.num_microbatches",
+    "pipeline.schedule",
+    "pipeline.independent",
+    "proof.on_profiles.profile",
+)
+"""Held against the model, the hardware, and what other fields say."""
+
+_ASKED = "as asked for: the claims hold for it"
+_SEARCH = "the search's word"
+_ROOM = "room that early steps are given, of which what they hold is derived"
+_WITNESS = "multipliers, of which only what they prove is checked"
+
+UNVERIFIED: Mapping[str, str] = {
+    "mesh.axes": _ASKED,
+    "mesh.devices_per_node": _ASKED,
+    "mesh.links": _ASKED,
+    **{
+        f"options.{name}": _ASKED
+        for name in (
+            "memory_bytes",
+            "constraints",
+            "strict",
+            "gap",
+            "num_microbatches",
+            "loss_rows",
+            "batch",
+            "outputs",
+        )
+    },
+    "pipeline.budgets": _ASKED,
+    "pipeline.rank_budgets": _ASKED,
+    "starts": "groups of layers, under which every decision is checked",
+    "overlap.forward_room": _ROOM,
+    "overlap.backward_room": _ROOM,
+    "entries.runner_up": "the search's word, but that the problem offers it",
+    "proof.num_variables": _SEARCH,
+    "proof.num_constraints": _SEARCH,
+    "proof.solver": _SEARCH,
+    "proof.covers": _SEARCH,
+    "proof.memory_price_s_per_gib": _SEARCH,
+    "proof.searched_bound_s": _SEARCH,
+    "communications.why": _SEARCH,
+    "alone_s": "how long unequal devices wait for the slowest is the planner's word",
+    "entries.source": "the file may have changed since",
+    "fingerprint.autopar": "what made the plan",
+    "fingerprint.torch": "what made the plan",
+    "prediction.timeline": "how seconds are divided among parts, where nothing runs beside compute",
+    "proof.balance": _WITNESS,
+    "proof.memory_s": _WITNESS,
+    "proof.potentials": _WITNESS,
+    "proof.versions": _WITNESS,
+    "proof.on_profiles.potentials": _WITNESS,
+    "proof.on_profiles.versions": _WITNESS,
+}
+"""No claims about the model, or claims that nothing here proves: path → why."""
+
+UNORDERED: tuple[str, ...] = (
+    "entries",
+    "entries.instances",
+    "kept",
+    "kept.instances",
+    "communications",
+    "communications.instances",
+    "buckets",
+    "buckets.members",
+)
+"""Lists whose order no claim depends on. Members lie in a bucket in the order of their list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unverified:
+    """Fields that a certificate does not vouch for, for one reason."""
+
+    why: str
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.paths)} ({self.why})"
+
+
+def unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified, ...]:
+    """What of a plan its certificate does not vouch for.
+
+    Args:
+        but: paths that are verified in this plan after all.
+
+    Returns:
+        The fields that hold anything in the plan or one of its stages, by reason.
+    """
+    plans = (plan, *plan.pipeline.stages) if plan.pipeline else (plan,)
+    by_reason: dict[str, list[str]] = {}
+    for path, why in UNVERIFIED.items():
+        if path not in but and any(_holds(each, path.split(".")) for each in plans):
+            by_reason.setdefault(why, []).append(path)
+    return tuple(Unverified(why, tuple(paths)) for why, paths in by_reason.items())
+
+
+def _holds(value: Any, names: Sequence[str]) -> bool:
+    """Whether there is anything at a path."""
+    return any(found not in (None, "", {}) for found in _values(value, names))
+
+
+def _values(value: Any, names: Sequence[str]) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _values(part, names)
+    elif not names:
+        yield value
+    elif value is not None:
+        is_mapping = isinstance(value, Mapping)
+        inner = value.get(names[0]) if is_mapping else getattr(value, names[0])
+        yield from _values(inner, names[1:])
+
+
 Claim = Literal[
-    "model", "layouts", "moves", "kernels", "buckets", "kept values", "emission", "overlap", "memory", "time", "bound", "words",
+    "model",
+    "layouts",
+    "moves",
+    "kernels",
+    "buckets",
+    "kept values",
+    "emission",
+    "overlap",
+    "memory",
+    "time",
+    "bound",
+    "words",
     "program",
 ]
 _SHOWN = 12  # findings of one claim that are printed
@@ -38,14 +268,18 @@ class Certificate:
     Attributes:
         title: model, mesh and profile. findings: the claims that do not hold; none where `ok`.
         notes: what does not bear on the claims, such as another torch version.
-        num_decisions, num_nodes, num_steps: how many entries, nodes under them and collectives were looked at.
-        claimed_step_s, claimed_peak_bytes: as the plan predicts. step_s, peak_bytes: as derived; None where an earlier finding
-            leaves nothing to derive them from.
+        num_decisions, num_nodes, num_steps: how many entries, nodes under them and collectives were
+            looked at.
+        claimed_step_s, claimed_peak_bytes: as the plan predicts. step_s, peak_bytes: as derived;
+            None where an earlier finding leaves nothing to derive them from.
         budget_bytes: per device, as the plan records it.
-        objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not certified is the search's word.
-        certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as above.
+        objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not
+            certified is the search's word.
+        certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as
+            above.
         unverified: the fields of the plan that no check bears on, by reason.
-        validation: how the nodes of the emitted program were justified; None where one was not, which is a finding then.
+        validation: how the nodes of the emitted program were justified; None where one was not,
+            which is a finding then.
     """
 
     title: str
@@ -79,11 +313,15 @@ class Certificate:
     @property
     def certified_gap(self) -> float | None:
         """The same, by arithmetic alone."""
-        return None if self.certified_bound_s is None else _gap(self.objective_s, self.certified_bound_s)
+        return (
+            None
+            if self.certified_bound_s is None
+            else _gap(self.objective_s, self.certified_bound_s)
+        )
 
     def vouches_for(self, path: Sequence[str | int]) -> bool:
-        """Whether a field of the plan's JSON is checked, and not among the unverified. The order of the lists in `UNORDERED`
-        (`autopar.certificate.fields`) is not checked.
+        """Whether a field of the plan's JSON is checked, and not among the unverified. The order of
+        the lists in `UNORDERED` (`autopar.certificate.report`) is not checked.
 
         Args:
             path: keys of mappings and indices of lists, from the root on.
@@ -94,37 +332,69 @@ class Certificate:
         return not any(names[: len(each)] == each for each in listed)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not derived.
+        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not
+        derived.
 
         ``unordered`` lists the fields whose entries may stand in any order.
         """
-        figures = {name: getattr(self, name) for name in self.__slots__ if name not in ("findings", "unverified", "validation")}
+        figures = {
+            name: getattr(self, name)
+            for name in self.__slots__
+            if name not in ("findings", "unverified", "validation")
+        }
         return {
             "ok": self.ok,
             **figures,
-            "findings": [{"claim": f.claim, "what": f.what, "where": f.where} for f in self.findings],
-            "unverified": [{"fields": list(each.paths), "why": each.why} for each in self.unverified],
+            "findings": [
+                {"claim": f.claim, "what": f.what, "where": f.where} for f in self.findings
+            ],
+            "unverified": [
+                {"fields": list(each.paths), "why": each.why} for each in self.unverified
+            ],
             "unordered": list(UNORDERED),
             "validation": None if self.validation is None else str(self.validation),
         }
 
     def __str__(self) -> str:
         num = len(self.findings)
-        verdict = "certified" if self.ok else f"NOT certified, {num} claim{'s do' if num > 1 else ' does'} not hold"
-        return "\n".join([f"{verdict}: {self.title}", *(f"  {line}" for line in (*self._figures(), *self._found(), *self._noted()))])
+        verdict = (
+            "certified"
+            if self.ok
+            else f"NOT certified, {num} claim{'s do' if num > 1 else ' does'} not hold"
+        )
+        return "\n".join(
+            [
+                f"{verdict}: {self.title}",
+                *(f"  {line}" for line in (*self._figures(), *self._found(), *self._noted())),
+            ]
+        )
 
     def _figures(self) -> Iterator[str]:
         if self.num_nodes:
-            yield f"layouts   {self.num_decisions} decisions over {self.num_nodes} nodes, {self.num_steps} collectives between them"
-        if self.step_s is not None:
-            yield f"step      {seconds(self.step_s)} derived, {seconds(self.claimed_step_s)} predicted"
-        if self.peak_bytes is not None:
-            yield f"peak      {size(self.peak_bytes)} derived, {size(self.claimed_peak_bytes)} predicted, budget {size(self.budget_bytes)}"
-        if self.certified_bound_s is not None and self.certified_gap is not None:
-            more = f"{seconds(self.claimed_bound_s)} by the search's word (gap {share(self.claimed_gap)}), which nothing here proves"
             yield (
-                f"bound     {seconds(self.certified_bound_s)} by arithmetic from {self.num_multipliers} multipliers"
-                f" (gap {share(self.certified_gap)}), {more if self.certified_gap - self.claimed_gap > _SAME else 'all that is claimed'}"
+                f"layouts   {self.num_decisions} decisions over {self.num_nodes} nodes,"
+                f" {self.num_steps} collectives between them"
+            )
+        if self.step_s is not None:
+            yield (
+                f"step      {seconds(self.step_s)} derived, {seconds(self.claimed_step_s)}"
+                " predicted"
+            )
+        if self.peak_bytes is not None:
+            yield (
+                f"peak      {size(self.peak_bytes)} derived, {size(self.claimed_peak_bytes)}"
+                f" predicted, budget {size(self.budget_bytes)}"
+            )
+        if self.certified_bound_s is not None and self.certified_gap is not None:
+            more = (
+                f"{seconds(self.claimed_bound_s)} by the search's word (gap"
+                f" {share(self.claimed_gap)}), which nothing here proves"
+            )
+            yield (
+                f"bound     {seconds(self.certified_bound_s)} by arithmetic from"
+                f" {self.num_multipliers} multipliers"
+                f" (gap {share(self.certified_gap)}),"
+                f" {more if self.certified_gap - self.claimed_gap > _SAME else 'all that is claimed'}"  # noqa: E501
             )
 
         if self.validation is not None:

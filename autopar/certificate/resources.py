@@ -12,41 +12,55 @@ from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.buckets import issued
-from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
-from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.facts import Claims, Context, Facts
 from autopar.certificate.report import Finding, near
-from autopar.collective import HOST_KINDS
+from autopar.core.collective import HOST_KINDS
 from autopar.cost.priced import OPTIMIZERS
 from autopar.emit import simulated
-from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
+from autopar.emit.context import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
 from autopar.kernels import dispatched, fused
 from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan, beyond_shares_s
-from autopar.run.memory import trace_peak
-from autopar.run.program import Program
-from autopar.run.rank_memory import chunk_memory, rank_peak
-from autopar.run.stage_memory import trace_stage_peak
+from autopar.program.memory import trace_peak
+from autopar.program.program import Program
+from autopar.program.stage_memory import chunk_memory, rank_peak, trace_stage_peak
 from autopar.validation.shards import held_bytes
 
 _CALLS: dict[Any, str] = {
-    kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
-    kernels.all_to_all: "all_to_all", kernels.swap: "swap", kernels.halo: "halo",
-    kernels.shard: "slice", kernels.fetch: "fetch", kernels.store: "store",
+    kernels.all_gather: "all_gather",
+    kernels.reduce_scatter: "reduce_scatter",
+    kernels.all_reduce: "all_reduce",
+    kernels.all_to_all: "all_to_all",
+    kernels.swap: "swap",
+    kernels.halo: "halo",
+    kernels.shard: "slice",
+    kernels.fetch: "fetch",
+    kernels.store: "store",
     **fused.KERNELS,
-}  # fmt: skip
+}
 
 
 def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
-    """Whether the emitted graphs hold the collectives that the plan lists, by phase, kind and axis: number and bytes."""
+    """Whether the emitted graphs hold the collectives that the plan lists, by phase, kind and
+    axis: number and bytes."""
     both = issued(plan, claims)
     listed = Counter({where: num for where, (num, _) in both.items()})
     sizes = Counter({where: size for where, (_, size) in both.items()})
-    graphs = [("forward", program.forward), ("backward", program.backward), ("step", program.begin), ("step", program.end)]
+    graphs = [
+        ("forward", program.forward),
+        ("backward", program.backward),
+        ("step", program.begin),
+        ("step", program.end),
+    ]
     for phase, module in graphs:
         for node in module.graph.nodes if module is not None else ():
             if (node.target in dispatched.TOGETHER) != bool(node.meta.get("own")):
-                yield Finding("emission", f"it does not run in {phase} as the plan has it move", node.meta["key"])
+                yield Finding(
+                    "emission",
+                    f"it does not run in {phase} as the plan has it move",
+                    node.meta["key"],
+                )
             for kind, axis, num_bytes in _read_collectives(node):
                 listed[phase, kind, axis] -= 1
                 sizes[phase, kind, axis] -= num_bytes
@@ -55,12 +69,17 @@ def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
         along = f" along axis {plan.mesh.names[axis]}" if axis >= 0 else ""
         what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase}{along}"
         more = (listed[where], sizes[where]) > (0, 0)
-        excess = "the plan lists and the program does not run" if more else "the program runs beyond the plan"
+        excess = (
+            "the plan lists and the program does not run"
+            if more
+            else "the program runs beyond the plan"
+        )
         yield Finding("emission", f"{what} {excess}")
 
 
 def _read_collectives(node: fx.Node) -> Iterator[tuple[str, int, int]]:
-    """Kind, mesh axis and bytes of each collective that an emitted node issues; the axis is −1 between host and device."""
+    """Kind, mesh axis and bytes of each collective that an emitted node issues; the axis is −1
+    between host and device."""
     for each in node.meta.get("own", ()):
         yield each.collective.kind, each.collective.axis, each.collective.bytes
     kind = _kind_of(node)
@@ -83,23 +102,50 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
     """Whether what is said of communication beside compute holds.
 
     Args:
-        program: emitted under `plan.overlap`. held: what its early steps hold at most. slowdown: of the hardware's profile.
+        program: emitted under `plan.overlap`. held: what its early steps hold at most. slowdown: of
+            the hardware's profile.
     """
     if plan.overlap.slowdown != slowdown:
-        yield Finding("overlap", f"a hidden second costs compute {slowdown} s on this hardware, not {plan.overlap.slowdown} s")
+        yield Finding(
+            "overlap",
+            f"a hidden second costs compute {slowdown} s on this hardware, not"
+            f" {plan.overlap.slowdown} s",
+        )
     if held != plan.overlap:
         said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))
-        yield Finding("overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}")
-    hidden_s = sum(phase.hidden_s for phase in simulated(program, plan)) if plan.overlap.slowdown < 1.0 else 0.0
+        yield Finding(
+            "overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}"
+        )
+    hidden_s = (
+        sum(phase.hidden_s for phase in simulated(program, plan))
+        if plan.overlap.slowdown < 1.0
+        else 0.0
+    )
     predicted = plan.prediction
-    saved_s = predicted.in_kernels_s + sum(bucket.saved_s for bucket in plan.buckets) + (1.0 - plan.overlap.slowdown) * hidden_s
-    step = predicted.compute_s + predicted.communication_s + beyond_shares_s(plan.communications) - saved_s
-    for name, derived, claimed in (("hides", hidden_s, plan.prediction.hidden_s), ("takes", step, plan.prediction.simulated_s)):
+    saved_s = (
+        predicted.in_kernels_s
+        + sum(bucket.saved_s for bucket in plan.buckets)
+        + (1.0 - plan.overlap.slowdown) * hidden_s
+    )
+    step = (
+        predicted.compute_s
+        + predicted.communication_s
+        + beyond_shares_s(plan.communications)
+        - saved_s
+    )
+    for name, derived, claimed in (
+        ("hides", hidden_s, plan.prediction.hidden_s),
+        ("takes", step, plan.prediction.simulated_s),
+    ):
         if not near(derived, claimed):
-            yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
+            yield Finding(
+                "overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s"
+            )
 
 
-def sum_resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool) -> dict[str, int]:
+def sum_resting(
+    trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool
+) -> dict[str, int]:
     """What a device holds of each kind, as it follows from layouts alone.
 
     Args:
@@ -112,9 +158,15 @@ def sum_resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accum
     Returns:
         Bytes by kind; "copies" only where parameters are held in another dtype or layout, too.
     """
-    found = Counter(dict.fromkeys(("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0))
+    found = Counter(
+        dict.fromkeys(
+            ("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0
+        )
+    )
     tensors = [("buffers", b.view, b.dtype, buffer_key(b.name)) for b in trace.buffers]
-    tensors += [("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs if not i.crosses]
+    tensors += [
+        ("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs if not i.crosses
+    ]
     for kind, shape, dtype, key in tensors:
         found[kind] += held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
     for p in trace.parameters:
@@ -124,16 +176,20 @@ def sum_resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accum
         tensor = facts.tensors[where]
         free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
         here = [at for at in layouts if at != free and not at.host]
-        found["activations"] += sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in here)
+        found["activations"] += sum(
+            held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in here
+        )
     return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes or kind != "copies"}
 
 
-def _measure_parameter(p: Parameter, claims: Claims, plan: Plan, *, accumulates: bool) -> Iterator[tuple[str, int]]:
+def _measure_parameter(
+    p: Parameter, claims: Claims, plan: Plan, *, accumulates: bool
+) -> Iterator[tuple[str, int]]:
     """What a device holds of a parameter, by kind (bytes): the hosts' memory does not count.
 
-    With P bytes where it rests: P of parameters, a copy where ops read it in another layout or, with several microbatches, in
-    another dtype, and, where it is trained, its gradient (summed over microbatches in fp32 at least) and the optimizer's state,
-    a multiple of P.
+    With P bytes where it rests: P of parameters, a copy where ops read it in another layout or,
+    with several microbatches, in another dtype, and, where it is trained, its gradient (summed over
+    microbatches in fp32 at least) and the optimizer's state, a multiple of P.
     """
     sizes, state = plan.mesh.shape, OPTIMIZERS[str(plan.options.get("optimizer"))][0]
     seen = claims.chosen[parameter_key(p.name)]
@@ -145,11 +201,16 @@ def _measure_parameter(p: Parameter, claims: Claims, plan: Plan, *, accumulates:
         yield "copies", held_bytes(p.view, p.compute_dtype, seen.outputs[0], sizes)
     if p.gradient is not None:
         wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
-        yield "gradients", 0 if seen.inputs[0].host else held_bytes(p.view, wide, seen.inputs[0], sizes)
+        yield (
+            "gradients",
+            0 if seen.inputs[0].host else held_bytes(p.view, wide, seen.inputs[0], sizes),
+        )
         yield "optimizer", state * at_rest
 
 
-def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context) -> tuple[int, list[Finding]]:
+def memory(
+    plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context
+) -> tuple[int, list[Finding]]:
     """The peak, all that rests included, and what is claimed of memory and does not hold."""
     found: list[Finding] = []
     for k in plan.kept:
@@ -157,16 +218,34 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int],
             found.append(Finding("kept values", "it stands for no tensors", k.node))
             continue
         tensor = facts.tensors[k.node.format(*k.instances[0]), k.result]
-        held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts if not at.host)
+        held = sum(
+            held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
+            for at in k.layouts
+            if not at.host
+        )
         if held != k.bytes:
-            found.append(Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node))
-    peak, budget = _peak(plan, program, context) + sizes["optimizer"] + sizes.get(KERNELS_BUFFERS, 0), plan.options.get("memory_bytes")
+            found.append(
+                Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node)
+            )
+    peak, budget = (
+        _peak(plan, program, context) + sizes["optimizer"] + sizes.get(KERNELS_BUFFERS, 0),
+        plan.options.get("memory_bytes"),
+    )
     static = sum(sizes.get(kind, 0) for kind in RESTING)
-    expected = {**sizes, "transient": max(peak - static - max(sizes["activations"], sizes["gradients"]), 0)}
+    expected = {
+        **sizes,
+        "transient": max(peak - static - max(sizes["activations"], sizes["gradients"]), 0),
+    }
     claimed = plan.prediction
     for kind in sorted({*expected, *claimed.memory_bytes}):
         if expected.get(kind) != claimed.memory_bytes.get(kind):
-            found.append(Finding("memory", f"{kind} are {expected.get(kind, 0)} bytes, not {claimed.memory_bytes.get(kind)}"))
+            found.append(
+                Finding(
+                    "memory",
+                    f"{kind} are {expected.get(kind, 0)} bytes, not"
+                    f" {claimed.memory_bytes.get(kind)}",
+                )
+            )
     if peak != claimed.peak_bytes:
         found.append(Finding("memory", f"the peak is {peak} bytes, not {claimed.peak_bytes}"))
     if not isinstance(budget, int):
@@ -180,17 +259,27 @@ def _peak(plan: Plan, program: Program, context: Context) -> int:
     """Of what the program of a step holds."""
     outputs = plan.options.get("outputs", "dtensor")
     if not context.schedule:
-        return trace_peak(program, batch=plan.options.get("batch", "global"), outputs=outputs).peak_bytes
+        return trace_peak(
+            program, batch=plan.options.get("batch", "global"), outputs=outputs
+        ).peak_bytes
     if context.actions:
         chunk = {context.stage: chunk_memory(program, outputs)}
         return rank_peak(chunk, context.actions, context.num_microbatches) + context.batch_bytes
-    stage = trace_stage_peak(program, context.schedule, context.num_in_flight, context.num_microbatches, outputs, context.returned)
+    stage = trace_stage_peak(
+        program,
+        context.schedule,
+        context.num_in_flight,
+        context.num_microbatches,
+        outputs,
+        context.returned,
+    )
     return stage.peak_bytes + context.batch_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a step takes: compute, communication, the least that both together do, and what kernels save of them."""
+    """What a step takes: compute, communication, the least that both together do, and what
+    kernels save of them."""
 
     compute_s: float
     communication_s: float
@@ -199,13 +288,17 @@ class Seconds:
 
 
 def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
-    """Entries by their layouts, collectives as listed (each is checked where it stands), and what crosses between stages.
+    """Entries by their layouts, collectives as listed (each is checked where it stands), and what
+    crosses between stages.
 
-    Per phase max(C + s·P, P) + K: C is what ops and slices take less what kernels save, P what counts as beside them; beside the rest runs
-    nothing.
+    Per phase max(C + s·P, P) + K: C is what ops and slices take less what kernels save, P what
+    counts as beside them; beside the rest runs nothing.
     """
     compute, communication, saved = 0.0, 0.0, 0.0
-    own, sent = dict.fromkeys(("forward", "backward"), 0.0), dict.fromkeys(("forward", "backward"), 0.0)
+    own, sent = (
+        dict.fromkeys(("forward", "backward"), 0.0),
+        dict.fromkeys(("forward", "backward"), 0.0),
+    )
     for entry in plan.entries:
         for choices, phase in ((entry.nodes, entry.phase), (entry.recompute, "backward")):
             time_s = len(entry.instances) * decisions.time_s(entry, choices) if choices else 0.0
@@ -224,32 +317,59 @@ def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
             saved += in_kernel
             sent[c.phase] += time_s if c.beside else 0.0
     alone = compute + communication - saved - sum(own.values()) - sum(sent.values())
-    return Seconds(compute, communication, alone + sum(max(own[p] + slowdown * sent[p], sent[p]) for p in own), saved)
+    return Seconds(
+        compute,
+        communication,
+        alone + sum(max(own[p] + slowdown * sent[p], sent[p]) for p in own),
+        saved,
+    )
 
 
 def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
     """Whether the sums are what is predicted and proven."""
-    claimed, compute_s, communication_s, step = plan.prediction, found.compute_s, found.communication_s, found.step_s
+    claimed, compute_s, communication_s, step = (
+        plan.prediction,
+        found.compute_s,
+        found.communication_s,
+        found.step_s,
+    )
     figures = [
-        ("compute", compute_s, claimed.compute_s), ("communication", communication_s, claimed.communication_s),
+        ("compute", compute_s, claimed.compute_s),
+        ("communication", communication_s, claimed.communication_s),
         ("what kernels save", found.in_kernels_s, claimed.in_kernels_s),
-        ("what is beyond shares of buckets", beyond_shares_s(plan.communications), claimed.beyond_shares_s),
-        ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(plan, compute_s, communication_s),
-    ]  # fmt: skip
+        (
+            "what is beyond shares of buckets",
+            beyond_shares_s(plan.communications),
+            claimed.beyond_shares_s,
+        ),
+        ("the step", step, claimed.step_s),
+        ("the objective", step, plan.proof.objective_s),
+        *_bars(plan, compute_s, communication_s),
+    ]
     for name, derived, said in figures:
         if not near(derived, said):
             yield Finding("time", f"{name} takes {derived:.9g} s, not {said:.9g} s")
 
 
-def _bars(plan: Plan, compute_s: float, communication_s: float) -> Iterator[tuple[str, float, float]]:
+def _bars(
+    plan: Plan, compute_s: float, communication_s: float
+) -> Iterator[tuple[str, float, float]]:
     claimed = plan.prediction
     beyond_s = beyond_shares_s(plan.communications)
     # simulated: hidden seconds stretch compute, and slices, which are local, run there
     if plan.overlap.slowdown < 1.0 or plan.buckets or beyond_s:
-        moved = [c for c in plan.communications if c.phase != "step"]  # what is done once per step is not in the graphs
+        moved = [
+            c for c in plan.communications if c.phase != "step"
+        ]  # what is done once per step is not in the graphs
         local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
         saved_s = sum(bucket.saved_s for bucket in plan.buckets)  # of communication
-        compute_s += local_s + claimed.simulated_s - claimed.serial_s - beyond_s + claimed.hidden_s + saved_s
+        compute_s += (
+            local_s + claimed.simulated_s - claimed.serial_s - beyond_s + claimed.hidden_s + saved_s
+        )
         communication_s += beyond_s - local_s - saved_s
     for kind, derived in (("compute", compute_s), ("communication", communication_s)):
-        yield f"{kind} on the time line", derived, sum(bar[4] for bar in claimed.timeline if bar[2] == kind)
+        yield (
+            f"{kind} on the time line",
+            derived,
+            sum(bar[4] for bar in claimed.timeline if bar[2] == kind),
+        )

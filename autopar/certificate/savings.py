@@ -13,10 +13,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.certificate.op_times import call_s, local_infos
-from autopar.certificate.own_work import counted, product_dtype
+from autopar.certificate.intra_op import call_s, counted, local_infos, product_dtype
 from autopar.certificate.rates import Rates
-from autopar.layout import Strategy
+from autopar.core.layout import Strategy
 from autopar.rules import Call, TensorInfo
 
 _NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}

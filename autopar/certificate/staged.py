@@ -1,9 +1,11 @@
 """`certify_staged`: a plan with a pipeline, stage by stage, and what joins the stages.
 
-Each stage is certified as a plan of its own, under the layouts in which it says that tensors cross and with its microbatches in flight.
-Beside that: that neighbours agree, what is said of the cuts (`autopar.certificate.crossings`), that copies of a parameter rest alike, how
-many microbatches a schedule holds, that step, peak and gap follow from the stages', and the bound over all cuts
-(`autopar.certificate.over_cuts`). What the stages' multipliers prove is a bound for these cuts and layouts, and is said in a note.
+Each stage is certified as a plan of its own, under the layouts in which it says that tensors cross
+and with its microbatches in flight. Beside that: that neighbours agree, what is said of the cuts
+(`autopar.certificate.crossings`), that copies of a parameter rest alike, how many microbatches a
+schedule holds, that step, peak and gap follow from the stages', and the bound over all cuts
+(`autopar.certificate.over_cuts`). What the stages' multipliers prove is a bound for these cuts and
+layouts, and is said in a note.
 """
 
 from __future__ import annotations
@@ -17,52 +19,72 @@ from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.certificate.bars import is_simulated
 from autopar.certificate.check import certify
-from autopar.certificate.context import Context
 from autopar.certificate.crossings import budgets, cuts
-from autopar.certificate.cut_search import least_over_cuts
-from autopar.certificate.facts import Facts
-from autopar.certificate.fields import unverified
-from autopar.certificate.interleaved import held_by_chunks, least_of_cuts, least_of_ranks, phases_of, step_by_longest_path
+from autopar.certificate.facts import Context, Facts
 from autopar.certificate.marks import as_asked, captured, identity, notes, of_stages
-from autopar.certificate.over_cuts import Pipelines, Unfolded
+from autopar.certificate.over_cuts import Pipelines, Unfolded, least_over_cuts
 from autopar.certificate.proof import Stored, proven
-from autopar.certificate.ranks import actions_of, interleaves, shared_memory
 from autopar.certificate.rates import handed_on_s, wire_between
-from autopar.certificate.report import Certificate, Finding, near
+from autopar.certificate.report import Certificate, Finding, near, unverified
+from autopar.certificate.schedules import (
+    actions_of,
+    held_by_chunks,
+    interleaves,
+    least_of_cuts,
+    least_of_ranks,
+    phases_of,
+    shared_memory,
+    step_by_longest_path,
+)
 from autopar.constraints import Constraint, Pipelined, read_constraint
-from autopar.cost.hosts import shared_by
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of
+from autopar.core.layout import Layout, Strategy
+from autopar.core.schedules import INTERLEAVED
+from autopar.core.units import seconds
+from autopar.cost.offload import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing
 from autopar.emit import emit_staged, returned_of
-from autopar.emit.choices import input_key, output_key, parameter_key, storage_key
+from autopar.emit.context import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
-from autopar.hardware import Hardware, HardwareProfile, profile_of
-from autopar.layout import Layout, Strategy
 from autopar.plans import Pipeline, Plan
-from autopar.run.returned import Returned
-from autopar.schedules import INTERLEAVED
+from autopar.program.executor import Returned
+from autopar.sharding import classes_of, resolve
 from autopar.stages import Cut, seams, usable_points
-from autopar.strategies import classes_of, resolve
-from autopar.units import seconds
 
 
-def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, plan: Plan, hardware: Hardware) -> Certificate:
+def certify_staged(
+    whole: Trace, part: Trace, made: Cut, how: Microbatching, plan: Plan, hardware: Hardware
+) -> Certificate:
     """Check every claim of a plan with a pipeline.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. made: `part` in stages. how: how microbatches make the batch.
+        whole, part: the traces of the batch and of one microbatch. made: `part` in stages. how: how
+            microbatches make the batch.
         hardware: each stage is certified on its own devices.
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
-    said = (*identity(whole, plan, hardware), *captured(part, plan), *of_stages(plan, pipeline), *as_asked(plan))
+    said = (
+        *identity(whole, plan, hardware),
+        *captured(part, plan),
+        *of_stages(plan, pipeline),
+        *as_asked(plan),
+    )
     report = Certificate(
-        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} in {len(pipeline.stages)} stages, {plan.fingerprint.profile}",
-        said, tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,
-        claimed_peak_bytes=plan.prediction.peak_bytes, budget_bytes=int(plan.options.get("memory_bytes", 0)),
-        objective_s=plan.proof.objective_s, claimed_bound_s=plan.proof.bound_s,
-        unverified=unverified(plan, but=("prediction.timeline",) if all(map(is_simulated, pipeline.stages)) else ()),
-    )  # fmt: skip
+        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} in {len(pipeline.stages)}"
+        f" stages, {plan.fingerprint.profile}",
+        said,
+        tuple(notes(plan)),
+        claimed_step_s=plan.prediction.step_s,
+        claimed_peak_bytes=plan.prediction.peak_bytes,
+        budget_bytes=int(plan.options.get("memory_bytes", 0)),
+        objective_s=plan.proof.objective_s,
+        claimed_bound_s=plan.proof.bound_s,
+        unverified=unverified(
+            plan, but=("prediction.timeline",) if all(map(is_simulated, pipeline.stages)) else ()
+        ),
+    )
     if report.ok:
         report = replace(report, findings=tuple(interleaves(pipeline)))
     if not report.ok:
@@ -72,15 +94,32 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
         returned = returned_of(part, how, plan.options.get("outputs", "dtensor"))
         stages = _Stages(whole, part, made, plan, pipeline, hardware, returned).certificates()
     except AutoparError as error:
-        return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
-    found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
+        return replace(
+            report,
+            findings=(
+                Finding("emission", error.what, "" if error.where is None else str(error.where)),
+            ),
+        )
+    found = [
+        replace(f, what=f"stage {n}: {f.what}")
+        for n, stage in enumerate(stages)
+        for f in stage.findings
+    ]
     found += _runs(plan, pipeline, part, returned)
     handed = returned.handed_bytes if pipeline.axis else 0
     handed_s = handed_on_s(pipeline.axis, plan.mesh, hardware, handed)
     if pipeline.handed_bytes != handed or not near(handed_s, pipeline.handed_s):
         what = f"outputs of {handed} bytes go to all stages in {handed_s:.9g} s"
-        found.append(Finding("time", f"{what}, not {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s"))
-    found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made, handed_s)]
+        found.append(
+            Finding(
+                "time", f"{what}, not {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s"
+            )
+        )
+    found += [
+        *cuts(part, made, pipeline),
+        *budgets(plan, pipeline),
+        *_joined(plan, pipeline, made, handed_s),
+    ]
     found += shared_memory(plan, program, made.stages, hardware)
     bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)
     bound_s += handed_s
@@ -90,57 +129,110 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
 
 
 def _bound_s(
-    part: Trace, plan: Plan, pipeline: Pipeline, hardware: Hardware, stages: Sequence[Certificate], found: list[Finding]
+    part: Trace,
+    plan: Plan,
+    pipeline: Pipeline,
+    hardware: Hardware,
+    stages: Sequence[Certificate],
+    found: list[Finding],
 ) -> tuple[float, int]:
-    """What is proven of all plans with so many stages and microbatches, and by how many multipliers; findings are added."""
+    """What is proven of all plans with so many stages and microbatches, and by how many
+    multipliers; findings are added."""
     if len(stages) == 1:
         return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
     points = usable_points(part, len(stages) - 1)[0]
     asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]
-    allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
+    allowed = (
+        {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
+    )
     profiles = [profile_of(hardware, pipeline.axis, stage) for stage in range(len(stages))]
     kinds = tuple(dict.fromkeys(profiles))
     said = [profile.name for profile in kinds[1:]]
     if [each.profile for each in plan.proof.on_profiles] != said:
-        found.append(Finding("bound", f"there are multipliers on {[each.profile for each in plan.proof.on_profiles]}, not on {said}"))
+        found.append(
+            Finding(
+                "bound",
+                f"there are multipliers on {[each.profile for each in plan.proof.on_profiles]}, not"
+                f" on {said}",
+            )
+        )
         return 0.0, 0
-    proofs = [plan.proof, *(replace(plan.proof, potentials=p.potentials, versions=p.versions) for p in plan.proof.on_profiles)]
+    proofs = [
+        plan.proof,
+        *(
+            replace(plan.proof, potentials=p.potentials, versions=p.versions)
+            for p in plan.proof.on_profiles
+        ),
+    ]
     parts = {}
     num = 0
     for profile, proof in zip(kinds, proofs, strict=True):
-        unfolded, stored = _unfolded(part, replace(plan, proof=proof), pipeline, profile, constraints)
+        unfolded, stored = _unfolded(
+            part, replace(plan, proof=proof), pipeline, profile, constraints
+        )
         parts[profile], num = unfolded, num + stored.num_multipliers
         found += stored.findings
     taken = [parts[profile] for profile in profiles]
-    wires = [wire_between(pipeline.axis, plan.mesh, hardware, stage, stage + 1) for stage in range(len(stages) - 1)]
+    wires = [
+        wire_between(pipeline.axis, plan.mesh, hardware, stage, stage + 1)
+        for stage in range(len(stages) - 1)
+    ]
     units = [each.units for each in taken]
-    borders = [before.borders_to(behind, link) for (before, behind), link in zip(itertools.pairwise(taken), wires, strict=True)]
+    borders = [
+        before.borders_to(behind, link)
+        for (before, behind), link in zip(itertools.pairwise(taken), wires, strict=True)
+    ]
     if pipeline.schedule != INTERLEAVED:
         return least_over_cuts(units, borders, pipeline.num_microbatches, allowed), num
-    return least_of_cuts(least_over_cuts(units, borders, 1, allowed), len(pipeline.rank_bytes), pipeline.num_microbatches), num
+    return (
+        least_of_cuts(
+            least_over_cuts(units, borders, 1, allowed),
+            len(pipeline.rank_bytes),
+            pipeline.num_microbatches,
+        ),
+        num,
+    )
 
 
 def _unfolded(
-    part: Trace, plan: Plan, pipeline: Pipeline, profile: HardwareProfile, constraints: Sequence[Constraint]
+    part: Trace,
+    plan: Plan,
+    pipeline: Pipeline,
+    profile: HardwareProfile,
+    constraints: Sequence[Constraint],
 ) -> tuple[Unfolded, Stored]:
-    """What the parts of a microbatch take at least on one kind of device, by the multipliers of the plan's proof."""
+    """What the parts of a microbatch take at least on one kind of device, by the multipliers of
+    the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
     points, placing = usable_points(part, len(pipeline.stages) - 1)
     sewn = seams(part, placing)
     forced = resolve(part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
     forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))
     priced = price(
-        part, classes_of(part, mesh.shape, forced), mesh, profile, budget_bytes=0, optimizer=str(plan.options["optimizer"]),
-        forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed,
-    )  # fmt: skip
+        part,
+        classes_of(part, mesh.shape, forced),
+        mesh,
+        profile,
+        budget_bytes=0,
+        optimizer=str(plan.options["optimizer"]),
+        forced=forced,
+        num_microbatches=pipeline.num_microbatches,
+        exposed=sewn.exposed,
+    )
     stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
     ways = Pipelines(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
-    return Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}), stored
+    return (
+        Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}),
+        stored,
+    )
 
 
-def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> int:
-    """Microbatches whose kept values a stage holds: under GPipe all; under 1F1B one per stage from here to the last."""
+def held_at_most(
+    schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> int:
+    """Microbatches whose kept values a stage holds: under GPipe all; under 1F1B one per stage
+    from here to the last."""
     if schedule == INTERLEAVED:
         return held_by_chunks(stage, num_stages // num_chunks, num_chunks, num_microbatches)
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
@@ -166,29 +258,74 @@ class _Stages:
         batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in self.whole.inputs)
         storage: dict[str, Layout] = dict(forced.storage)
         found = []
-        for number, (trace, staged) in enumerate(zip(self.made.stages, pipeline.stages, strict=True)):
+        for number, (trace, staged) in enumerate(
+            zip(self.made.stages, pipeline.stages, strict=True)
+        ):
             chosen = staged.node_choices()
-            layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
-            layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
-            flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
+            layouts = {
+                i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses
+            }
+            layouts |= {
+                o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses
+            }
+            flying = held_at_most(
+                pipeline.schedule,
+                number,
+                len(pipeline.stages),
+                pipeline.num_microbatches,
+                pipeline.num_chunks,
+            )
             num = pipeline.num_microbatches
-            before = wire_between(pipeline.axis, plan.mesh, self.hardware, max(number - 1, 0), number)
+            before = wire_between(
+                pipeline.axis, plan.mesh, self.hardware, max(number - 1, 0), number
+            )
             behind = wire_between(pipeline.axis, plan.mesh, self.hardware, number, number + 1)
             crossing = Crossing(before, behind, layouts)
             profile = profile_of(self.hardware, pipeline.axis, number)
-            here = replace(shared_by(forced, profile, pipeline.num_chunks), storage=dict(storage), starts=staged.starts)
+            here = replace(
+                shared_by(forced, profile, pipeline.num_chunks),
+                storage=dict(storage),
+                starts=staged.starts,
+            )
             actions = actions_of(pipeline, number)
-            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, self.returned, number, actions)
+            context = Context(
+                here,
+                crossing,
+                num,
+                flying,
+                pipeline.schedule,
+                batch_bytes,
+                self.returned,
+                number,
+                actions,
+            )
             if pipeline.accumulates != context.accumulates:
-                what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
+                what = (
+                    f"with {num} microbatches gradients"
+                    f" {'are' if context.accumulates else 'are not'} added to sums"
+                )
                 raise PlanError(f"{what}, and the plan says otherwise")
             budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
-            certificate = certify(trace, replace(staged, options={**plan.options, "memory_bytes": budget}), profile, context)
+            certificate = certify(
+                trace,
+                replace(staged, options={**plan.options, "memory_bytes": budget}),
+                profile,
+                context,
+            )
             if plan.budget_of(number) > profile.device_memory_bytes and pipeline.rank_budgets:
-                what = f"its devices, {profile.name}, have {profile.device_memory_bytes} bytes, not {plan.budget_of(number)}"
-                certificate = replace(certificate, findings=(*certificate.findings, Finding("memory", what)))
+                what = (
+                    f"its devices, {profile.name}, have {profile.device_memory_bytes} bytes, not"
+                    f" {plan.budget_of(number)}"
+                )
+                certificate = replace(
+                    certificate, findings=(*certificate.findings, Finding("memory", what))
+                )
             found.append(certificate)
-            storage |= {p.name: _rests(chosen, p.name) for p in trace.parameters if p.name in self.made.shared}
+            storage |= {
+                p.name: _rests(chosen, p.name)
+                for p in trace.parameters
+                if p.name in self.made.shared
+            }
         return found
 
 
@@ -196,24 +333,51 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
     """Whether the schedule waits for what it has to, and outputs come as they can."""
     alone = pipeline.schedule == INTERLEAVED and not part.differentiable
     if returned.waits and pipeline.schedule != "gpipe" and not alone:
-        yield Finding("emission", f"no backward runs among forwards, for which {pipeline.schedule} is planned: all forwards come first")
-    if returned.waits and part.differentiable and not pipeline.axis and pipeline.num_microbatches > 1:
-        yield Finding("emission", "backward waits for a loss of the whole batch, so that microbatches one after another have no use")
+        yield Finding(
+            "emission",
+            f"no backward runs among forwards, for which {pipeline.schedule} is planned: all"
+            " forwards come first",
+        )
+    if (
+        returned.waits
+        and part.differentiable
+        and not pipeline.axis
+        and pipeline.num_microbatches > 1
+    ):
+        yield Finding(
+            "emission",
+            "backward waits for a loss of the whole batch, so that microbatches one after another"
+            " have no use",
+        )
     if part.loss is None and plan.options.get("outputs", "dtensor") != "full":
-        yield Finding("emission", f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing of a model without a loss in stages")
+        yield Finding(
+            "emission",
+            f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing of a model without"
+            " a loss in stages",
+        )
 
 
 def _joined(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
     """What joins the stages; `handed_s` of a step goes into handing outputs to all of them."""
     num = len(pipeline.stages)
-    expected = tuple(held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks) for s in range(num))
+    expected = tuple(
+        held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks)
+        for s in range(num)
+    )
     if pipeline.num_in_flight != expected:
-        what = f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not {pipeline.num_in_flight}"
+        what = (
+            f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not"
+            f" {pipeline.num_in_flight}"
+        )
         yield Finding("memory", what)
     for name, held_by in made.shared.items():
         rests = {str(_rests(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
-            yield Finding("layouts", f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart", name)
+            yield Finding(
+                "layouts",
+                f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart",
+                name,
+            )
     yield from _figures(plan, pipeline, handed_s)
 
 
@@ -227,15 +391,20 @@ def _step_s(times: Sequence[float], num_microbatches: int) -> float:
 
 
 def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
-    """From what the stages claim. Under GPipe forward and backward each go through all stages, and each waits for its own slowest."""
+    """From what the stages claim. Under GPipe forward and backward each go through all stages,
+    and each waits for its own slowest."""
     if pipeline.schedule == "gpipe" and pipeline.num_microbatches > 1:
-        waves = zip(*(phases_of(stage, simulated=simulated) for stage in pipeline.stages), strict=True)
+        waves = zip(
+            *(phases_of(stage, simulated=simulated) for stage in pipeline.stages), strict=True
+        )
         return sum(_step_s(times, pipeline.num_microbatches) for times in waves)
     if pipeline.schedule == INTERLEAVED:
         phases = [phases_of(stage, simulated=simulated) for stage in pipeline.stages]
         return step_by_longest_path(phases, len(pipeline.rank_bytes), pipeline.num_microbatches)
     claims = [stage.prediction for stage in pipeline.stages]
-    return _step_s([p.simulated_s if simulated else p.step_s for p in claims], pipeline.num_microbatches)
+    return _step_s(
+        [p.simulated_s if simulated else p.step_s for p in claims], pipeline.num_microbatches
+    )
 
 
 def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
@@ -248,53 +417,100 @@ def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
 def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Finding]:
     every = [stage.prediction for stage in pipeline.stages]
     num_ranks = len(every) // pipeline.num_chunks
-    slowest = max((every[rank::num_ranks] for rank in range(num_ranks)), key=lambda chunks: sum(p.step_s for p in chunks))
+    slowest = max(
+        (every[rank::num_ranks] for rank in range(num_ranks)),
+        key=lambda chunks: sum(p.step_s for p in chunks),
+    )
     fullest = max(every, key=lambda p: p.peak_bytes)
-    step, claimed, num = _whole_step_s(pipeline) + handed_s, plan.prediction, pipeline.num_microbatches
+    step, claimed, num = (
+        _whole_step_s(pipeline) + handed_s,
+        plan.prediction,
+        pipeline.num_microbatches,
+    )
     said: Mapping[str, tuple[float, float]] = {
         "the step": (step, claimed.step_s),
         "the objective": (step, plan.proof.objective_s),
         "the slowest stage's compute": (sum(p.compute_s for p in slowest) * num, claimed.compute_s),
-        "the slowest stage's communication": (sum(p.communication_s for p in slowest) * num, claimed.communication_s),
-        "what the slowest stage's kernels save": (sum(p.in_kernels_s for p in slowest) * num, claimed.in_kernels_s),
-        "what the slowest stage's buckets save": (sum(p.in_buckets_s for p in slowest) * num, claimed.in_buckets_s),
+        "the slowest stage's communication": (
+            sum(p.communication_s for p in slowest) * num,
+            claimed.communication_s,
+        ),
+        "what the slowest stage's kernels save": (
+            sum(p.in_kernels_s for p in slowest) * num,
+            claimed.in_kernels_s,
+        ),
+        "what the slowest stage's buckets save": (
+            sum(p.in_buckets_s for p in slowest) * num,
+            claimed.in_buckets_s,
+        ),
         "what the slowest stage's collectives take beyond shares of buckets": (
-            sum(p.beyond_shares_s for p in slowest) * num, claimed.beyond_shares_s,
+            sum(p.beyond_shares_s for p in slowest) * num,
+            claimed.beyond_shares_s,
         ),
         "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
-        "the simulated step": (_whole_step_s(pipeline, simulated=True) + handed_s, claimed.simulated_s),
+        "the simulated step": (
+            _whole_step_s(pipeline, simulated=True) + handed_s,
+            claimed.simulated_s,
+        ),
     }
     for what, (derived, number) in said.items():
         if not near(derived, number):
             yield Finding("time", f"{what} takes {derived:.9g} s, not {number:.9g} s")
     alone = pipeline.num_chunks == 1  # else ranks are what is full (`shared_memory`)
-    if alone and (claimed.peak_bytes != fullest.peak_bytes or dict(claimed.memory_bytes) != dict(fullest.memory_bytes)):
+    if alone and (
+        claimed.peak_bytes != fullest.peak_bytes
+        or dict(claimed.memory_bytes) != dict(fullest.memory_bytes)
+    ):
         yield Finding(
-            "memory", f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or is made up otherwise"
+            "memory",
+            f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or"
+            " is made up otherwise",
         )
     if dict(claimed.host_bytes) != dict(pipeline.host_bytes):
-        yield Finding("memory", "what the device with most on its host has there is made up otherwise")
+        yield Finding(
+            "memory", "what the device with most on its host has there is made up otherwise"
+        )
 
 
-def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeline, num_multipliers: int, handed_s: float) -> Certificate:
+def _summed(
+    report: Certificate,
+    stages: Sequence[Certificate],
+    pipeline: Pipeline,
+    num_multipliers: int,
+    handed_s: float,
+) -> Certificate:
     """With the stages' figures, where all of them could be derived."""
     report = replace(
-        report, num_decisions=sum(s.num_decisions for s in stages), num_nodes=sum(s.num_nodes for s in stages),
-        num_steps=sum(s.num_steps for s in stages), num_multipliers=num_multipliers + sum(s.num_multipliers for s in stages),
-    )  # fmt: skip
-    steps, peaks = [s.step_s for s in stages if s.step_s is not None], [s.peak_bytes for s in stages if s.peak_bytes is not None]
+        report,
+        num_decisions=sum(s.num_decisions for s in stages),
+        num_nodes=sum(s.num_nodes for s in stages),
+        num_steps=sum(s.num_steps for s in stages),
+        num_multipliers=num_multipliers + sum(s.num_multipliers for s in stages),
+    )
+    steps, peaks = (
+        [s.step_s for s in stages if s.step_s is not None],
+        [s.peak_bytes for s in stages if s.peak_bytes is not None],
+    )
     bounds = [s.certified_bound_s for s in stages if s.certified_bound_s is not None]
     if len(steps) == len(stages):
-        shared = pipeline.num_chunks > 1  # then, and under GPipe, a stage's finding would say where its time is another than it claims
-        step_s = _whole_step_s(pipeline) if shared or pipeline.schedule == "gpipe" else _step_s(steps, pipeline.num_microbatches)
+        shared = (
+            pipeline.num_chunks > 1
+            # then, and under GPipe, a stage's finding would say where its time is another than it
+            # claims
+        )
+        step_s = (
+            _whole_step_s(pipeline)
+            if shared or pipeline.schedule == "gpipe"
+            else _step_s(steps, pipeline.num_microbatches)
+        )
         report = replace(report, step_s=step_s + handed_s)
     if len(peaks) == len(stages):
         report = replace(report, peak_bytes=max(pipeline.rank_bytes, default=max(peaks)))
     if len(bounds) == len(stages) and report.objective_s:
         least = _least_s(pipeline, [max(b, 0.0) for b in bounds]) + handed_s
         note = (
-            f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by arithmetic, "
-            f"{1 - least / report.objective_s:.2%} below the plan"
+            f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by"
+            f" arithmetic, {1 - least / report.objective_s:.2%} below the plan"
         )
         report = replace(report, notes=(*report.notes, note))
     return report

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from autopar.cli.commands import app
-from autopar.cli.flags import as_flags
+from autopar.cli.options import as_flags
+from autopar.core.terminal import complain
 from autopar.errors import AutoparError
-from autopar.terminal import complain
 
 __all__ = ["app", "main"]
 

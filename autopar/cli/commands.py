@@ -1,7 +1,8 @@
 """The command line: ``autopar plan|explain|diff|check|verify|what-if|profile|report|export|run``.
 
-`plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
-and the command exits with 1. What needs torch is imported inside of a command: help, and what is mistyped, do not wait for it.
+`plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar
+refuses is printed without a traceback, and the command exits with 1. What needs torch is imported
+inside of a command: help, and what is mistyped, do not wait for it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from autopar.cli.options import (
     check_there,
 )
 from autopar.cli.plan import plan_command
-from autopar.devices import read_mesh
-from autopar.terminal import check_writable, parse_size, progress, say, show
+from autopar.core.mesh import read_mesh
+from autopar.core.terminal import check_writable, parse_size, progress, say, show
 from autopar.version import VERSION
 
 app = typer.Typer(
@@ -48,7 +49,12 @@ def _say_version(asked: bool) -> None:
 
 @app.callback()
 def app_options(
-    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Say which version this is."
+        ),
+    ] = False,
 ) -> None:
     """What comes before a command."""
 
@@ -59,19 +65,29 @@ app.command("plan")(plan_command)
 @app.command("explain")
 def explain_command(
     plan: PlanFile,
-    only: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules of the model, with every decision.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN", help="Only these modules of the model, with every decision."
+        ),
+    ] = None,
     flips: Flips = 0,
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
-    function: Annotated[str | None, typer.Option(hidden=True)] = None,  # as --module; so it was named here
+    function: Annotated[
+        str | None, typer.Option(hidden=True)
+    ] = None,  # as --module; so it was named here
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
 ) -> None:
-    """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
+    """What a plan does and costs, module by module, and why not otherwise; with --flips and the
+    model also what would turn choices."""
     check_there(plan)
-    if module is not None and ":" not in module:  # a pattern, which --module of this command took once, and no file's function
+    if (
+        module is not None and ":" not in module
+    ):  # a pattern, which --module of this command took once, and no file's function
         only, module = only or module, None
     from autopar.cli.models import say_if_none, turning_of
     from autopar.explanation import explain
@@ -83,7 +99,10 @@ def explain_command(
     show(found)
     say_if_none(turning)
     if turning and not found.flips:
-        say(f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out to see them")
+        say(
+            f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out"
+            " to see them"
+        )
 
 
 @app.command("diff")
@@ -106,10 +125,16 @@ def check_command(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
-    hardware: Annotated[str | None, typer.Option(help="Name or path of a profile; by default the one that the plan names.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the certificate there, as JSON.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Name or path of a profile; by default the one that the plan names."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the certificate there, as JSON.")
+    ] = None,
 ) -> None:
-    """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
+    """Certify a plan without a solver: legality, every collective, memory, time, and the bound
+    by arithmetic alone."""
     check_writable(json_file)
     check_there(plan, hardware)
     from autopar.api import check
@@ -138,7 +163,8 @@ def verify_command(
     seq: Seq = None,
     dtype: Dtype = None,
 ) -> None:
-    """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
+    """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every
+    gradient with the plain model."""
     check_there(plan)
     from autopar.api import verify
     from autopar.cli.models import asked, built
@@ -157,16 +183,32 @@ def verify_command(
 @app.command("what-if")
 def what_if_command(
     plan: PlanFile,
-    hardware: Annotated[str | None, typer.Option(help="Name or path of the other hardware profile; by default the plan's.")] = None,
-    mesh: Annotated[str | None, typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Name or path of the other hardware profile; by default the plan's."),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name."),
+    ] = None,
     devices_per_node: DevicesPerNode = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Budget per device, as 72GiB; by default the plan's, or the device's less 10 %.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Budget per device, as 72GiB; by default the plan's, or the device's less 10 %.",
+        ),
     ] = None,
     constraint: Constraints = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Which of the plan's constraints need not hold: fsdp, or a whole call; several one by one."),
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "Which of the plan's constraints need not hold: fsdp, or a whole call; several one"
+                " by one."
+            ),
+        ),
     ] = None,
     hf: Hf = None,
     model: ModelName = None,
@@ -176,12 +218,13 @@ def what_if_command(
     dtype: Dtype = None,
     flips: Flips = 0,
 ) -> None:
-    """What a plan would take on other hardware, and how much a plan made there, or under other constraints, would gain."""
+    """What a plan would take on other hardware, and how much a plan made there, or under other
+    constraints, would gain."""
     check_there(plan, hardware)
     there, budget = None if mesh is None else read_mesh(mesh, devices_per_node), parse_size(memory)
     from autopar.api import what_if
     from autopar.cli.models import asked, built
-    from autopar.constraints.written import parse_constraint
+    from autopar.constraints.text import parse_constraint
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
@@ -190,22 +233,40 @@ def what_if_command(
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         more = [parse_constraint(text) for text in constraint or ()]
         found = what_if(
-            loaded, network, example, hardware=hardware, mesh=there, memory_bytes=budget, constraints=more, without=without or (),
+            loaded,
+            network,
+            example,
+            hardware=hardware,
+            mesh=there,
+            memory_bytes=budget,
+            constraints=more,
+            without=without or (),
             num_flips=flips,
-        )  # fmt: skip
+        )
     say(str(found))
 
 
 @app.command("profile")
 def profile_command(
-    device: Annotated[str, typer.Option(help="cpu or cuda: one GPU, whose links come from another profile.")] = "cpu",
-    world_size: Annotated[int | None, typer.Option(min=1, help="Processes that a run on CPUs will have, 4 by default.")] = None,
-    links: Annotated[str | None, typer.Option(help="Of a GPU: the profile whose links are taken, by default its chip's.")] = None,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Where to write; by default what --hardware local loads.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: one GPU, whose links come from another profile.")
+    ] = "cpu",
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that a run on CPUs will have, 4 by default."),
+    ] = None,
+    links: Annotated[
+        str | None,
+        typer.Option(help="Of a GPU: the profile whose links are taken, by default its chip's."),
+    ] = None,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where to write; by default what --hardware local loads."),
+    ] = None,
 ) -> None:
     """Measure this machine, half a minute; plans then take --hardware local."""
-    from autopar.hardware import HardwareProfile
-    from autopar.run.measure import measure
+    from autopar.core.hardware import HardwareProfile
+    from autopar.profiler.measure import measure
 
     profile = measure(device, world_size, out_file, links=links)
     say(profile.description)
@@ -215,7 +276,9 @@ def profile_command(
 @app.command("report")
 def report_command(
     plan: PlanFile,
-    out_file: Annotated[Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")] = Path("plan.png"),
+    out_file: Annotated[
+        Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")
+    ] = Path("plan.png"),
     flips: Flips = 0,
     hf: Hf = None,
     model: ModelName = None,
@@ -224,7 +287,8 @@ def report_command(
     seq: Seq = None,
     dtype: Dtype = None,
 ) -> None:
-    """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
+    """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and
+    its stages' memory too."""
     check_writable(out_file)
     check_there(plan)
     from autopar.cli.models import say_if_none, turning_of
@@ -239,20 +303,35 @@ def report_command(
 
 @app.command("export")
 def export_command(
-    checkpoints: Annotated[Path, typer.Argument(help="A folder that autopar.Checkpoints saved into.")],
+    checkpoints: Annotated[
+        Path, typer.Argument(help="A folder that autopar.Checkpoints saved into.")
+    ],
     folder: Annotated[Path, typer.Argument(help="Where the weights are written.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Of which checkpoint; by default the newest.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Of what is written: {', '.join(DTYPES)}; by default its own.")] = None,
-    max_file: Annotated[str, typer.Option(metavar="SIZE", help="Of a file; where there is more, there are several with an index.")] = "5GB",
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of which checkpoint; by default the newest.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Of what is written: {', '.join(DTYPES)}; by default its own."),
+    ] = None,
+    max_file: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Of a file; where there is more, there are several with an index."
+        ),
+    ] = "5GB",
 ) -> None:
-    """Write the weights of a checkpoint as safetensors, which from_pretrained reads: no mesh, no GPU."""
+    """Write the weights of a checkpoint as safetensors, which from_pretrained reads: no mesh, no
+    GPU."""
     check_dtype(dtype)
     max_file_bytes = parse_size(max_file) or 1
+    from autopar.checkpoint.manager import Checkpoints
     from autopar.cli.models import read_dtype
-    from autopar.run.saved import Checkpoints
 
     with progress("putting the parts together"):
-        done = Checkpoints(checkpoints).export(folder, step=step, dtype=read_dtype(dtype), max_file_bytes=max_file_bytes)
+        done = Checkpoints(checkpoints).export(
+            folder, step=step, dtype=read_dtype(dtype), max_file_bytes=max_file_bytes
+        )
     say(f"the weights after step {done} are in {folder}")
 
 
@@ -261,13 +340,34 @@ def run_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python file that calls autopar.compile.")],
     num_processes: Annotated[
-        int | None, typer.Option("-n", "--num-processes", min=1, help="Processes on this machine; by default one for each GPU, or one.")
+        int | None,
+        typer.Option(
+            "-n",
+            "--num-processes",
+            min=1,
+            help="Processes on this machine; by default one for each GPU, or one.",
+        ),
     ] = None,
-    nodes: Annotated[str, typer.Option(help="Machines that each run this: a number, or the fewest and the most, as 2:4.")] = "1",
-    meet: Annotated[str | None, typer.Option(help="HOST:PORT of one of several machines, where they meet.")] = None,
-    restarts: Annotated[int | None, typer.Option(min=0, help="How often all start again where one fails; 0, of 2:4 machines 10.")] = None,
+    nodes: Annotated[
+        str,
+        typer.Option(
+            help="Machines that each run this: a number, or the fewest and the most, as 2:4."
+        ),
+    ] = "1",
+    meet: Annotated[
+        str | None, typer.Option(help="HOST:PORT of one of several machines, where they meet.")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="How often all start again where one fails; 0, of 2:4 machines 10."
+        ),
+    ] = None,
 ) -> None:
-    """Start SCRIPT with its arguments in several processes, by torchrun. Where machines come or go those that are there start it again."""
-    from autopar.run.launching import launch
+    """Start SCRIPT with its arguments in several processes, by torchrun. Where machines come or
+    go those that are there start it again."""
+    from autopar.runtime.launching import launch
 
-    launch(script, context.args, num_processes=num_processes, nodes=nodes, meet=meet, restarts=restarts)
+    launch(
+        script, context.args, num_processes=num_processes, nodes=nodes, meet=meet, restarts=restarts
+    )

@@ -10,9 +10,9 @@ import torch
 from autopar import hf
 from autopar.api import flips
 from autopar.cli.options import BATCH, DTYPE, RESTING, check_dtype, check_named
+from autopar.core.terminal import progress, say
 from autopar.errors import AutoparError
 from autopar.plans import Flips, Plan
-from autopar.terminal import progress, say
 
 
 class Asked(TypedDict):
@@ -41,7 +41,14 @@ def read_dtype(name: str | None) -> torch.dtype | None:
 
 
 def turning_of(
-    plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int | None, seq: int | None, dtype: str | None
+    plan: Plan,
+    num: int,
+    config: str | None,
+    name: str | None,
+    function: str | None,
+    batch: int | None,
+    seq: int | None,
+    dtype: str | None,
 ) -> Flips:
     """What would turn close choices; nothing where that is not asked for."""
     if not num:
@@ -56,8 +63,12 @@ def turning_of(
 
 
 def asked(plan: Plan) -> Asked:
-    """What of its options bears on the model that is built for it: whether it has no backward, and in what parameters are read."""
-    return {"inference": bool(plan.options.get("inference")), "precision": plan.options.get("precision")}
+    """What of its options bears on the model that is built for it: whether it has no backward,
+    and in what parameters are read."""
+    return {
+        "inference": bool(plan.options.get("inference")),
+        "precision": plan.options.get("precision"),
+    }
 
 
 def say_if_none(found: Flips) -> None:
@@ -67,25 +78,56 @@ def say_if_none(found: Flips) -> None:
 
 
 def built(
-    config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str,
-    *, inference: bool = False, precision: str | None = None,
-) -> tuple[torch.nn.Module, Any]:  # fmt: skip
-    """The model that is named, and a batch for it; for inference without labels, in eval mode. With a precision parameters rest wider.
+    config: str | None,
+    name: str | None,
+    module: str | None,
+    batch: int | None,
+    seq: int | None,
+    dtype: str | None,
+    device: str,
+    *,
+    inference: bool = False,
+    precision: str | None = None,
+) -> tuple[torch.nn.Module, Any]:
+    """The model that is named, and a batch for it; for inference without labels, in eval mode. With
+    a precision parameters rest wider.
 
     Raises:
         AutoparError: where none is named, or several, or it cannot be built.
     """
     check_named(config, name, module, dtype)
     if module is not None:
-        ignored = [option for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype)) if value is not None]
+        ignored = [
+            option
+            for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype))
+            if value is not None
+        ]
         if ignored:
-            remedy = f"leave {' and '.join(ignored)} out, and let the function return such a model and batch"
-            raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy=remedy)
+            remedy = (
+                f"leave {' and '.join(ignored)} out, and let the function return such a model and"
+                " batch"
+            )
+            raise AutoparError(
+                f"{' and '.join(ignored)} with --module: its function makes the batch",
+                remedy=remedy,
+            )
         return hf.load_function(module)
     try:
         rests = read_dtype(dtype or (RESTING if precision else DTYPE))
-        network, example = hf.build(config or name or "", dtype=rests, device=device, batch=BATCH if batch is None else batch, seq=seq)
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of configurations that it made itself
-        return (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)
+        network, example = hf.build(
+            config or name or "",
+            dtype=rests,
+            device=device,
+            batch=BATCH if batch is None else batch,
+            seq=seq,
+        )
+        logging.getLogger("transformers").setLevel(
+            logging.ERROR
+        )  # it warns of configurations that it made itself
+        return (
+            (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)
+        )
     except ModuleNotFoundError as error:
-        raise AutoparError(f"{error.name} is not installed", remedy='pip install "autopar[hf]", or pass --module') from error
+        raise AutoparError(
+            f"{error.name} is not installed", remedy='pip install "autopar[hf]", or pass --module'
+        ) from error

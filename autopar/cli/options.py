@@ -1,4 +1,5 @@
-"""The options that several commands share: those that name a model, and what can be said of these before anything is built.
+"""The options that several commands share: those that name a model, and what can be said of these
+before anything is built.
 
 Nothing here needs torch, which takes seconds to import: help and what is mistyped come before it.
 """
@@ -6,13 +7,15 @@ Nothing here needs torch, which takes seconds to import: help and what is mistyp
 from __future__ import annotations
 
 import inspect
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from autopar.devices import read_hardware
+from autopar.core.mesh import read_hardware
 from autopar.errors import AutoparError, PlanError
 from autopar.hf.specs import KNOWN, parse
 from autopar.request import OPTIONS
@@ -20,8 +23,8 @@ from autopar.request import OPTIONS
 F = TypeVar("F", bound=Callable[..., None])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 BATCH, DTYPE, RESTING = 8, "bfloat16", "float32"
-"""What is built unless it is given: samples in the global batch, and the parameters' dtype; with --precision that in which they rest."""
-
+"""What is built unless it is given: samples in the global batch, and the parameters' dtype; with
+--precision that in which they rest."""
 
 
 def _as_typer_has_it(option: str) -> Any:
@@ -33,32 +36,74 @@ def _as_typer_has_it(option: str) -> Any:
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
 Hf = Annotated[
-    str | None, typer.Option("--hf", metavar="TYPE[/AutoClass]:JSON", help="A Hugging Face configuration, built and not downloaded.")
+    str | None,
+    typer.Option(
+        "--hf",
+        metavar="TYPE[/AutoClass]:JSON",
+        help="A Hugging Face configuration, built and not downloaded.",
+    ),
 ]
-ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(KNOWN)}.")]
-Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
-Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
-Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(KNOWN)}.")
+]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        "--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch)."
+    ),
+]
+Flips = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help=(
+            "Of so many close choices, in each stage, say at which change of the hardware they"
+            " turn."
+        ),
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says."
+    ),
+]
 DevicesPerNode = Annotated[
-    int | None, typer.Option(min=1, help="Of axes: how many ranks in a row share a node; by default as many as the last axis has.")
+    int | None,
+    typer.Option(
+        min=1,
+        help=(
+            "Of axes: how many ranks in a row share a node; by default as many as the last axis"
+            " has."
+        ),
+    ),
 ]
 Constraints = Annotated[list[str] | None, _as_typer_has_it("constraints")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help=f"Of parameters, one of {', '.join(DTYPES)}; unless given {DTYPE}, with --precision {RESTING}. Of --module the function says."
+        help=(
+            f"Of parameters, one of {', '.join(DTYPES)}; unless given {DTYPE}, with --precision"
+            f" {RESTING}. Of --module the function says."
+        )
     ),
 ]
 
 
 def takes_options(command: F) -> F:
-    """A command that takes ``**options`` has a flag for each option of planning that declares one, ahead of its keyword-only parameters."""
+    """A command that takes ``**options`` has a flag for each option of planning that declares
+    one, ahead of its keyword-only parameters."""
     here, kinds = inspect.signature(command, eval_str=True), inspect.Parameter
     first = [p for p in here.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
     last = [p for p in here.parameters.values() if p.kind is kinds.KEYWORD_ONLY]
     flags = [
-        kinds(name, kinds.KEYWORD_ONLY, default=option.flag.default, annotation=Annotated[option.flag.kind, _as_typer_has_it(name)])
+        kinds(
+            name,
+            kinds.KEYWORD_ONLY,
+            default=option.flag.default,
+            annotation=Annotated[option.flag.kind, _as_typer_has_it(name)],
+        )
         for name, option in OPTIONS.items()
         if option.flag is not None
     ]
@@ -67,28 +112,40 @@ def takes_options(command: F) -> F:
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of planning, from what their flags were given. Raises AutoparError where a value cannot be read."""
+    """The options of planning, from what their flags were given. Raises AutoparError where a
+    value cannot be read."""
     flags = {name: OPTIONS[name].flag for name in given}
-    return {name: given[name] if flag is None else flag.read(given[name]) for name, flag in flags.items()}
+    return {
+        name: given[name] if flag is None else flag.read(given[name])
+        for name, flag in flags.items()
+    }
 
 
 def check_dtype(name: str | None) -> None:
     """That it is one of `DTYPES`, or none is named. Raises AutoparError."""
     if name is not None and name not in DTYPES:
-        raise AutoparError(f"dtype {name!r} is not known", remedy=f"pass one of {', '.join(DTYPES)}")
+        raise AutoparError(
+            f"dtype {name!r} is not known", remedy=f"pass one of {', '.join(DTYPES)}"
+        )
 
 
 def check_there(plan: Path, hardware: str | None = None) -> None:
     """That there is such a file, and such a profile. Raises PlanError and HardwareError."""
     if not plan.is_file():
         why = "it is a folder" if plan.is_dir() else "there is no such file"
-        raise PlanError(f"cannot read plan '{plan}': {why}", remedy="check the path; `autopar plan --out` writes one")
+        raise PlanError(
+            f"cannot read plan '{plan}': {why}",
+            remedy="check the path; `autopar plan --out` writes one",
+        )
     if hardware is not None:
         read_hardware(hardware)
 
 
-def check_named(config: str | None, name: str | None, module: str | None, dtype: str | None) -> None:
-    """What can be said of a named model before any library is imported that builds it. Raises AutoparError as `models.built`."""
+def check_named(
+    config: str | None, name: str | None, module: str | None, dtype: str | None
+) -> None:
+    """What can be said of a named model before any library is imported that builds it. Raises
+    AutoparError as `models.built`."""
     given = [option for option in (config, name, module) if option is not None]
     if len(given) != 1:
         what = f"{len(given)} models are named" if given else "no model is named"
@@ -96,3 +153,29 @@ def check_named(config: str | None, name: str | None, module: str | None, dtype:
     check_dtype(dtype)
     if module is None:
         parse(given[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# What errors and plans advise in Python, as flags of the command line.
+
+_CONSTRAINT = re.compile(r"constraints=[\[(]+autopar\.constraints\.(\w+\([^()]*\)),?[\])]+")
+_FLAGS = (
+    (r"\bmemory_bytes=([\w.*]+)", r"--memory \1"),
+    (r"(?<!\.)\bmemory_bytes\b", "--memory"),
+    (r"\boutputs=[\"'](\w+)[\"']", r"--outputs \1"),
+    (r"\bnum_microbatches=(\d+)", r"--microbatches \1"),
+    (r"\binference=True\b", "--inference"),
+)
+
+
+def as_flags(text: str) -> str:
+    """The text, with options of `autopar.plan` as flags."""
+    text = _CONSTRAINT.sub(_constraint, text)
+    for python, flag in _FLAGS:
+        text = re.sub(python, flag, text)
+    return text
+
+
+def _constraint(found: re.Match[str]) -> str:
+    call = found[1].replace("'", '"')  # so that one pair of quotes holds it in a shell
+    return f"--constraint {shlex.quote(call)}"

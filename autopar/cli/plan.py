@@ -7,20 +7,42 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.options import Batch, DevicesPerNode, Dtype, Hf, ModelName, Module, Seq, check_named, read_options, takes_options
-from autopar.devices import hardware_of, read_mesh
+from autopar.cli.options import (
+    Batch,
+    DevicesPerNode,
+    Dtype,
+    Hf,
+    ModelName,
+    Module,
+    Seq,
+    check_named,
+    read_options,
+    takes_options,
+)
+from autopar.core.mesh import hardware_of, read_mesh
+from autopar.core.schedules import AUTO, INTERLEAVED, SCHEDULES
+from autopar.core.terminal import check_writable
 from autopar.errors import AutoparError
 from autopar.request import PlanOptions
-from autopar.schedules import AUTO, INTERLEAVED, SCHEDULES
-from autopar.terminal import check_writable
 
-LpFile = Annotated[Path | None, typer.Option("--write-lp", metavar="FILE", help="Where the integer program is written, in LP format.")]
+LpFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--write-lp", metavar="FILE", help="Where the integer program is written, in LP format."
+    ),
+]
 
 
 @takes_options
 def plan_command(
     mesh: Annotated[
-        str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8; or, to be shaped, nodes × devices, 4x8, or a count.")
+        str,
+        typer.Option(
+            help=(
+                "Axes from the slowest to the fastest, node=4,gpu=8; or, to be shaped, nodes ×"
+                " devices, 4x8, or a count."
+            )
+        ),
     ],
     devices_per_node: DevicesPerNode = None,
     hf: Hf = None,
@@ -30,18 +52,38 @@ def plan_command(
     seq: Seq = None,
     dtype: Dtype = None,
     hardware: Annotated[
-        str, typer.Option(help="Name or path of a hardware profile; of unequal devices, along an axis: stage=h100-sxm,a100-sxm-80gb.")
+        str,
+        typer.Option(
+            help=(
+                "Name or path of a hardware profile; of unequal devices, along an axis:"
+                " stage=h100-sxm,a100-sxm-80gb."
+            )
+        ),
     ] = "h100-sxm",
     *,
     pipeline: Annotated[
         str | None,
-        typer.Option(metavar="AXIS", help="Cut the model into stages along this axis; auto: any, or none, the default on GPUs of a loss."),
+        typer.Option(
+            metavar="AXIS",
+            help=(
+                "Cut the model into stages along this axis; auto: any, or none, the default on GPUs"
+                " of a loss."
+            ),
+        ),
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {AUTO}.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help=f"Stages per device of {INTERLEAVED}, 2 by default.")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")] = False,
+    schedule: Annotated[
+        str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {AUTO}.")
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help=f"Stages per device of {INTERLEAVED}, 2 by default.")
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")
+    ] = False,
     lp_file: LpFile = None,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Where the plan is written.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
@@ -55,7 +97,9 @@ def plan_command(
     from autopar.cli import planning  # with torch, for which nothing above waits
 
     chosen = planning.with_stages(chosen, pipeline, schedule, chunks, offload=offload)
-    planning.plan_named((hf, model, module, batch, seq, dtype), axes, devices, chosen, out_file, lp_file)
+    planning.plan_named(
+        (hf, model, module, batch, seq, dtype), axes, devices, chosen, out_file, lp_file
+    )
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:
@@ -63,4 +107,6 @@ def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) ->
     for option, value in (("--schedule", schedule), ("--chunks", chunks)):
         if axis is None and value is not None:
             what = f"{option} {value} is of stages, and none are asked for"
-            raise AutoparError(what, remedy=f"pass --pipeline AXIS or --pipeline {AUTO} too, or leave {option} out")
+            raise AutoparError(
+                what, remedy=f"pass --pipeline AXIS or --pipeline {AUTO} too, or leave {option} out"
+            )

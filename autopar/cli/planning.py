@@ -10,29 +10,36 @@ from pathlib import Path
 
 from autopar import constraints
 from autopar.api import as_call
+from autopar.api.options import PlanRequest
 from autopar.api.planning import plan_call
-from autopar.api.request import PlanRequest
-from autopar.cli.flags import as_flags
 from autopar.cli.models import built
+from autopar.cli.options import as_flags
 from autopar.constraints import Constraint
-from autopar.devices import Unshaped
+from autopar.core.hardware import Hardware
+from autopar.core.mesh import Mesh, Unshaped
+from autopar.core.schedules import AUTO
+from autopar.core.terminal import PHASES, progress, say
+from autopar.core.units import seconds
 from autopar.errors import PlanError
 from autopar.explanation import explain
-from autopar.hardware import Hardware
-from autopar.mesh import Mesh
 from autopar.plans import Plan
 from autopar.request import PlanOptions
-from autopar.schedules import AUTO
-from autopar.terminal import PHASES, progress, say
-from autopar.units import seconds
 
 Named = tuple[str | None, str | None, str | None, int | None, int | None, str | None]
 """A model: --hf, --model, --module, --batch, --seq and --dtype."""
 _TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
 
 
-def with_stages(options: PlanOptions, axis: str | None, schedule: str | None, chunks: int | None, *, offload: bool) -> PlanOptions:
-    """The options with what flags force beside their constraints: the pipeline along `axis` if any, the hosts' memory.
+def with_stages(
+    options: PlanOptions,
+    axis: str | None,
+    schedule: str | None,
+    chunks: int | None,
+    *,
+    offload: bool,
+) -> PlanOptions:
+    """The options with what flags force beside their constraints: the pipeline along `axis` if any,
+    the hosts' memory.
 
     Raises:
         ConstraintError: where constraints do not go together.
@@ -40,22 +47,39 @@ def with_stages(options: PlanOptions, axis: str | None, schedule: str | None, ch
     found: list[Constraint] = []
     if axis is not None:
         num = None if options.num_microbatches == "auto" else options.num_microbatches
-        found.append(constraints.pipeline(None if axis == AUTO else axis, microbatches=num, schedule=schedule, chunks=chunks))
+        found.append(
+            constraints.pipeline(
+                None if axis == AUTO else axis, microbatches=num, schedule=schedule, chunks=chunks
+            )
+        )
     if offload:
         found.append(constraints.offload())
     return replace(options, constraints=(*options.constraints, *found))
 
 
 def plan_named(
-    named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None, lp_file: Path | None = None
+    named: Named,
+    mesh: Mesh | Unshaped,
+    devices: Hardware,
+    options: PlanOptions,
+    out_file: Path | None,
+    lp_file: Path | None = None,
 ) -> None:
-    """Build a model on meta, plan it, and say what the plan is; it, and its integer program, are written where that is asked for."""
+    """Build a model on meta, plan it, and say what the plan is; it, and its integer program, are
+    written where that is asked for."""
     clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
-        network, example = built(*named, "meta", inference=options.inference, precision=options.precision)
+        network, example = built(
+            *named, "meta", inference=options.inference, precision=options.precision
+        )
         tell("capturing")
         args, kwargs = as_call(example)
-        _, planned = plan_call(PlanRequest(network, mesh, devices, options), args, kwargs, progress=lambda p: tell(clock.at(p)))
+        _, planned = plan_call(
+            PlanRequest(network, mesh, devices, options),
+            args,
+            kwargs,
+            progress=lambda p: tell(clock.at(p)),
+        )
     _tell(planned.plan, clock.phases(planned.seconds), out_file)
     if lp_file is not None:
         planned.write_lp(lp_file)
@@ -66,7 +90,10 @@ def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> Non
     """What the plan is, and what it took to make it."""
     for line in explain(plan).summary():
         say(as_flags(line))
-    say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
+    say(
+        f"planned in {seconds(sum(phases.values()))}:"
+        f" {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}"
+    )
     if out_file is not None:
         _save(plan, out_file)
         say(f"written to {out_file}: `autopar explain {out_file}` tells more")
@@ -89,11 +116,17 @@ class _Clock:
         total_s = time.perf_counter() - self._start
         captured_s = min(self._captured, total_s)
         others_s = max(total_s - captured_s - sum(of_plan.values()), 0.0)
-        return {"capture": captured_s, **of_plan, **({"plans not taken": others_s} if others_s > _TOLD * total_s else {})}
+        return {
+            "capture": captured_s,
+            **of_plan,
+            **({"plans not taken": others_s} if others_s > _TOLD * total_s else {}),
+        }
 
 
 def _save(plan: Plan, path: Path) -> None:
     try:
         plan.save(path)
     except OSError as error:
-        raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path") from error
+        raise PlanError(
+            f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path"
+        ) from error

@@ -1,20 +1,35 @@
 """What users force. Hard: a strategy that does not meet a constraint is not considered.
 
-`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`, `expert_parallel` and `megatron` name
-whole plans of the field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into
-stages along an axis. `offload` lets the planner use the hosts' memory. `rests_as` lets parameters rest as they do in another plan.
+`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`,
+`expert_parallel` and `megatron` name whole plans of the field on some mesh axes, for any model; the
+axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
+`offload` lets the planner use the hosts' memory. `rests_as` lets parameters rest as they do in
+another plan.
 """
 
 from __future__ import annotations
 
-from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
+from autopar.constraints.layouts import KINDS, LayoutConstraint, Resting, layout, rests_as
 from autopar.constraints.megatron import Megatron, Recompute, megatron
-from autopar.constraints.offloading import Offloaded, offload
-from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
-from autopar.constraints.pipelines import Pipelined, pipeline
-from autopar.constraints.reading import read_constraint
-from autopar.constraints.resting import Resting, rests_as
-from autopar.constraints.together import Constraint, check, check_number, parallelisms, pipeline_in, speak_of
+from autopar.constraints.parallel import (
+    Parallelism,
+    axes_of,
+    context_parallel,
+    ddp,
+    expert_parallel,
+    fsdp,
+    tensor_parallel,
+)
+from autopar.constraints.resources import Offloaded, Pipelined, offload, pipeline
+from autopar.constraints.text import read_constraint
+from autopar.constraints.together import (
+    Constraint,
+    check,
+    check_number,
+    parallelisms,
+    pipeline_in,
+    speak_of,
+)
 
 __all__ = [
     "KINDS",
@@ -48,5 +63,17 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """What users call; all else is the planner's."""
-    called = (context_parallel, ddp, expert_parallel, fsdp, layout, megatron, offload, pipeline, read_constraint, rests_as, tensor_parallel)
+    called = (
+        context_parallel,
+        ddp,
+        expert_parallel,
+        fsdp,
+        layout,
+        megatron,
+        offload,
+        pipeline,
+        read_constraint,
+        rests_as,
+        tensor_parallel,
+    )
     return [function.__name__ for function in called]

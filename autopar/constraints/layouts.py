@@ -1,19 +1,21 @@
 """Layouts forced by module pattern.
 
-A pattern is a module path with shell wildcards, ``model.layers.*.mlp.up_proj``. Layouts are written in the codec of
-`autopar.layout`, one placement per mesh axis, over the dims of the tensor as the model stores it.
+A pattern is a module path with shell wildcards, ``model.layers.*.mlp.up_proj``. Layouts are written
+in the codec of `autopar.core.layout`, one placement per mesh axis, over the dims of the tensor as
+the model stores it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from autopar.core.keywords import named
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.keywords import named
-from autopar.layout import Layout
-from autopar.mesh import Mesh
 
 KINDS = ("weight", "bias", "storage", "input", "output")
 
@@ -43,7 +45,10 @@ class LayoutConstraint:
 
     def to_json(self) -> dict[str, Any]:
         parts = ((name, getattr(self, name)) for name in KINDS)
-        return {"pattern": self.pattern, **{name: str(value) for name, value in parts if value is not None}}
+        return {
+            "pattern": self.pattern,
+            **{name: str(value) for name, value in parts if value is not None},
+        }
 
 
 @named("autopar.constraints.layout", "docs/constraints.md")
@@ -56,15 +61,21 @@ def layout(
     input: str | None = None,
     output: str | None = None,
 ) -> LayoutConstraint:
-    """Force layouts on the modules that match `pattern`, for example ``layout("*.mlp.up_proj", weight="R S(0)")``.
+    """Force layouts on the modules that match `pattern`, for example ``layout("*.mlp.up_proj",
+    weight="R S(0)")``.
 
     Raises:
         ConstraintError: where nothing is forced. LayoutError: where a layout cannot be read.
     """
     given = {"weight": weight, "bias": bias, "storage": storage, "input": input, "output": output}
     if all(value is None for value in given.values()):
-        raise ConstraintError(f"the constraint on {pattern!r} forces nothing", remedy="pass weight=, bias=, storage=, input= or output=")
-    return LayoutConstraint(pattern, **{name: Layout.parse(value) for name, value in given.items() if value is not None})
+        raise ConstraintError(
+            f"the constraint on {pattern!r} forces nothing",
+            remedy="pass weight=, bias=, storage=, input= or output=",
+        )
+    return LayoutConstraint(
+        pattern, **{name: Layout.parse(value) for name, value in given.items() if value is not None}
+    )
 
 
 def check_layouts(constraint: LayoutConstraint, mesh: Mesh) -> None:
@@ -77,7 +88,42 @@ def check_layouts(constraint: LayoutConstraint, mesh: Mesh) -> None:
         value = getattr(constraint, name)
         if value is not None and len(value.placements) != len(mesh.axes):
             raise ConstraintError(
-                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)} placements,"
-                f" mesh {mesh} has {len(mesh.axes)} axes",
+                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)}"
+                f" placements, mesh {mesh} has {len(mesh.axes)} axes",
                 remedy="write one placement per mesh axis",
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# `rests_as`: every parameter rests as it does in another plan, so that two programs share one set
+# of them.
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Parameter name → storage layout, over the dims that graphs see; see `rests_as`."""
+
+    storage: tuple[tuple[str, Layout], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"plan": "rests_as", "storage": {name: str(layout) for name, layout in self.storage}}
+
+    def __str__(self) -> str:
+        return f"rests_as(<{len(self.storage)} parameters>)"
+
+
+def rests_as(storage: Mapping[str, Layout | str]) -> Resting:
+    """Let parameters rest in these layouts; what is not named is the planner's.
+
+    Args:
+        storage: parameter name → its storage layout, over the dims in which graphs see it (those of
+            the model, but for fused ones).
+
+    Raises:
+        LayoutError: where a layout cannot be read.
+    """
+    return Resting(
+        tuple(
+            (name, Layout.parse(at) if isinstance(at, str) else at) for name, at in storage.items()
+        )
+    )

@@ -1,4 +1,5 @@
-"""`megatron`: tensor, context, data, expert parallelism and stages together, as Megatron-LM composes them."""
+"""`megatron`: tensor, context, data, expert parallelism and stages together, as Megatron-LM
+composes them."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.constraints.parallel import Axes, Parallelism, PlanName, names_of
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -32,18 +33,35 @@ class Megatron:
     sequence: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        degrees = [("tp", self.tp), ("dp", self.dp), *(pair for pair in (("cp", self.cp), ("ep", self.ep)) if pair[1] != 1)]
-        words = {name: list(value) if isinstance(value, tuple) else value for name, value in degrees}
+        degrees = [
+            ("tp", self.tp),
+            ("dp", self.dp),
+            *(pair for pair in (("cp", self.cp), ("ep", self.ep)) if pair[1] != 1),
+        ]
+        words = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in degrees
+        }
         again = {} if self.recompute is None else {"recompute": self.recompute}
-        stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
+        stages = (
+            {}
+            if self.pp == 1 and not self.microbatches
+            else {"pp": self.pp, "microbatches": self.microbatches}
+        )
         stages |= {"chunks": self.chunks} if self.chunks > 1 else {}
         stages |= {"sequence": True} if self.sequence else {}
         free = {"free": list(self.free)} if self.free else {}
         return {"plan": "megatron", **words, "zero": self.zero, **again, **stages, **free}
 
     def __str__(self) -> str:
-        degrees = (("tp", self.tp, 1), ("dp", self.dp, None), ("cp", self.cp, 1), ("ep", self.ep, 1))
-        arguments = [f"{word}={_text(degree)}" for word, degree, default in degrees if degree != default]
+        degrees = (
+            ("tp", self.tp, 1),
+            ("dp", self.dp, None),
+            ("cp", self.cp, 1),
+            ("ep", self.ep, 1),
+        )
+        arguments = [
+            f"{word}={_text(degree)}" for word, degree, default in degrees if degree != default
+        ]
         arguments += ["sequence=True"] if self.sequence else []
         arguments += [f"zero={self.zero}"] if self.zero else []
         arguments += [] if self.recompute is None else [f"recompute={self.recompute!r}"]
@@ -68,48 +86,77 @@ def megatron(
     free: Axes = (),
     sequence: bool = False,
 ) -> Megatron:
-    """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data parallelism of degree `dp`, `pipeline` of
-    `pp` stages; together the whole mesh, but for axes that are `free`. Over `ep` of the `dp` devices experts are split too, by
-    `expert_parallel`.
+    """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data
+    parallelism of degree `dp`, `pipeline` of `pp` stages; together the whole mesh, but for axes
+    that are `free`. Over `ep` of the `dp` devices experts are split too, by `expert_parallel`.
 
     Args:
-        tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose sizes give it as their product
-            (in a mesh written from the slowest links to the fastest these have the fastest), `cp` the last of those before them. `dp`
-            takes what is left, of which it must be the size.
-        ep: number of devices, or names of axes, among those of `dp`, by number the last of them (as in Megatron Core, where expert
-            parallelism divides data parallelism). Experts rest split over them, whatever `zero`, and over the rest of `dp` as all else.
-        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold parameters gathered through a
-            step, of several microbatches; with 1 gradients add up as partial sums, which are reduced once at its end, with 2 each
-            microbatch's is scattered, as with 1 are gradients that are summed where they are made, such as one read through a lookup
-            (`autopar.cost.held` has the volumes). Sharded are they over the axes of `cp` too.
-        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but what crosses between layers, or
-            ``selective``: in attention what lies around the softmax (Korthikanti et al., "Reducing Activation Recomputation in Large
-            Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
-            its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
-            more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
-        pp: devices in the pipeline, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`,
-            also without stages. chunks: stages per device (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
-        sequence: what `tp` leaves whole is split over its axes along the sequence (`tensor_parallel`), as Megatron Core does it.
+        tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose
+            sizes give it as their product (in a mesh written from the slowest links to the fastest
+            these have the fastest), `cp` the last of those before them. `dp` takes what is left, of
+            which it must be the size.
+        ep: number of devices, or names of axes, among those of `dp`, by number the last of them (as
+            in Megatron Core, where expert parallelism divides data parallelism). Experts rest split
+            over them, whatever `zero`, and over the rest of `dp` as all else.
+        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold
+            parameters gathered through a step, of several microbatches; with 1 gradients add up as
+            partial sums, which are reduced once at its end, with 2 each microbatch's is scattered,
+            as with 1 are gradients that are summed where they are made, such as one read through a
+            lookup (`autopar.cost.zero_stages` has the volumes). Sharded are they over the axes of
+            `cp` too.
+        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but
+            what crosses between layers, or ``selective``: in attention what lies around the softmax
+            (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+            2022, section 5), no more in either; by default what the planner likes. With ``full`` a
+            layer keeps its input, b·s·h elements, and what it gathers or reduces for what is run
+            again it does again: one all-reduce of b·s·h more in backward over the tensor axes,
+            attention's. ``selective`` keeps no tensor of [heads, s, s].
+        pp: devices in the pipeline, or the name of their axis; by number the first axis of that
+            size. microbatches: as in `pipeline`, also without stages. chunks: stages per device
+            (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
+        sequence: what `tp` leaves whole is split over its axes along the sequence
+            (`tensor_parallel`), as Megatron Core does it.
         free: names of axes of which nothing is asked; what lies on them is the planner's choice.
 
-    Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
-    has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
+    Volumes are those of the two plans, with the batch and the parameters that are left on a device:
+    each rank of a tensor group has b/dp samples, and all-reduces gradients of the part of the
+    parameters that it holds.
 
     Raises:
-        ConstraintError: on a stage or a recomputation that is not there. When a model is planned: where the axes are not in the mesh,
-            or there is no attention to run again.
+        ConstraintError: on a stage or a recomputation that is not there. When a model is planned:
+            where the axes are not in the mesh, or there is no attention to run again.
     """
     if zero not in (0, 1, 2, 3):
-        raise ConstraintError(f"megatron(zero={zero}) is not there", remedy="pass 0, or one of ZeRO's stages 1, 2 and 3")
+        raise ConstraintError(
+            f"megatron(zero={zero}) is not there",
+            remedy="pass 0, or one of ZeRO's stages 1, 2 and 3",
+        )
     if recompute not in (None, "none", "full", "selective"):
-        raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
+        raise ConstraintError(
+            f"megatron(recompute={recompute!r}) is not there",
+            remedy='pass "none", "full" or "selective"',
+        )
     if not isinstance(pp, str) and pp < 1:
-        raise ConstraintError(f"megatron(pp={pp}) is no number of stages", remedy="pass a number from 1, or the name of an axis")
+        raise ConstraintError(
+            f"megatron(pp={pp}) is no number of stages",
+            remedy="pass a number from 1, or the name of an axis",
+        )
     if chunks < 1 or (chunks > 1 and pp == 1):
         what = f"megatron(pp={pp!r}, chunks={chunks}) has no pipeline of so many stages"
         raise ConstraintError(what, remedy="pass pp too, and chunks from 1")
     degrees = _degree(tp), None if dp is None else _degree(dp)
-    return Megatron(*degrees, zero, recompute, pp, microbatches, _degree(cp), chunks, _degree(ep), names_of(free or None) or (), sequence)
+    return Megatron(
+        *degrees,
+        zero,
+        recompute,
+        pp,
+        microbatches,
+        _degree(cp),
+        chunks,
+        _degree(ep),
+        names_of(free or None) or (),
+        sequence,
+    )
 
 
 def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
@@ -124,7 +171,9 @@ def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
         if axis.size == constraint.pp:
             return axis.name
     what = f"{constraint}: no axis of mesh {mesh} has {constraint.pp} devices"
-    raise ConstraintError(what, remedy="plan for a mesh with an axis of that size, or name the axis: pp='node'")
+    raise ConstraintError(
+        what, remedy="plan for a mesh with an axis of that size, or name the axis: pp='node'"
+    )
 
 
 def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
@@ -135,27 +184,53 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     """
     wide = [axis for axis in mesh.axes if axis.size > 1 and axis.name not in constraint.free]
     tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
-    context = _last_axes(constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh)
+    context = _last_axes(
+        constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh
+    )
     left = tuple(name for name in mesh.names if name not in (*tensor, *context, *constraint.free))
-    experts = _last_axes(constraint, "ep", constraint.ep, [a.name for a in wide if a.name in left], mesh)
+    experts = _last_axes(
+        constraint, "ep", constraint.ep, [a.name for a in wide if a.name in left], mesh
+    )
     if not set(experts) <= {*left, *(a.name for a in mesh.axes if a.size == 1)}:
-        what = f"{constraint}: experts are split over axes of data parallelism, and {', '.join(experts)} are not all such"
-        raise ConstraintError(what, remedy="name axes that neither tp, cp nor pp have" + (f": {', '.join(left)}" if left else ""))
-    data = left if constraint.dp is None or isinstance(constraint.dp, int) else tuple(dict.fromkeys((*constraint.dp, *experts)))
+        what = (
+            f"{constraint}: experts are split over axes of data parallelism, and"
+            f" {', '.join(experts)} are not all such"
+        )
+        raise ConstraintError(
+            what,
+            remedy="name axes that neither tp, cp nor pp have"
+            + (f": {', '.join(left)}" if left else ""),
+        )
+    data = (
+        left
+        if constraint.dp is None or isinstance(constraint.dp, int)
+        else tuple(dict.fromkeys((*constraint.dp, *experts)))
+    )
     size = math.prod(axis.size for axis in mesh.axes if axis.name in data)
-    if (isinstance(constraint.dp, int) and size != constraint.dp) or not set(left) <= {*data, *(a.name for a in mesh.axes if a.size == 1)}:
+    if (isinstance(constraint.dp, int) and size != constraint.dp) or not set(left) <= {
+        *data,
+        *(a.name for a in mesh.axes if a.size == 1),
+    }:
         sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
-        what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
+        what = (
+            f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
+        )
         raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
-    pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (("context_parallel", context), ("expert_parallel", experts))
+    pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (
+        ("context_parallel", context),
+        ("expert_parallel", experts),
+    )
     along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
     data = tuple(name for name in data if name not in experts)
     chains = Parallelism("tensor_parallel_1d", tensor, sequence=constraint.sequence)
     return chains, *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
 
 
-def _last_axes(constraint: Megatron, word: str, degree: int | tuple[str, ...], names: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
-    """The axes that are named, or those of `names` whose sizes give the degree: the last ones where possible, as few as possible."""
+def _last_axes(
+    constraint: Megatron, word: str, degree: int | tuple[str, ...], names: Sequence[str], mesh: Mesh
+) -> tuple[str, ...]:
+    """The axes that are named, or those of `names` whose sizes give the degree: the last ones
+    where possible, as few as possible."""
     if not isinstance(degree, int):
         return degree
     wide = [axis for axis in reversed(mesh.axes) if axis.name in names]
@@ -164,13 +239,17 @@ def _last_axes(constraint: Megatron, word: str, degree: int | tuple[str, ...], n
             if math.prod(axis.size for axis in axes) == degree:
                 return tuple(axis.name for axis in axes)
     what = f"{constraint}: no axes of mesh {mesh} make {degree} devices together"
-    raise ConstraintError(what, remedy=f"plan for a mesh with an axis of that size, or name the axes: {word}='gpu'")
+    raise ConstraintError(
+        what, remedy=f"plan for a mesh with an axis of that size, or name the axes: {word}='gpu'"
+    )
 
 
 def _degree(value: int | Axes) -> int | tuple[str, ...]:
     if isinstance(value, int):
         if value < 1:
-            raise ConstraintError(f"{value} is no number of devices", remedy="pass a number from 1, or names of axes")
+            raise ConstraintError(
+                f"{value} is no number of devices", remedy="pass a number from 1, or names of axes"
+            )
         return value
     return names_of(value) or ()
 

@@ -12,4 +12,4 @@ def in_words(constraint: Constraint) -> str:
     if not isinstance(constraint, LayoutConstraint):
         return str(constraint)
     words = constraint.to_json()
-    return f"layout({', '.join([repr(words.pop('pattern')), *(f'{name}={value!r}' for name, value in words.items())])})"
+    return f"layout({', '.join([repr(words.pop('pattern')), *(f'{name}={value!r}' for name, value in words.items())])})"  # noqa: E501

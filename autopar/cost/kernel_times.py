@@ -1,23 +1,30 @@
 """What a collective-overlap kernel saves.
 
-A kernel does a matrix product together with the collective at its border, chunk by chunk (`autopar.kernels.fused`):
+A kernel does a matrix product together with the collective at its border, chunk by chunk
+(`autopar.kernels.fused`):
 
-    all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is on its way, a rank's own ones first
-    matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come first, and leave while the next is made
-    matmul_reduce_add_rmsnorm   the same, and what came is added up together with a residual and normed (`reduce_add_rmsnorm`)
+    all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is
+                            on its way, a rank's own ones first
+    matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come
+                            first, and leave while the next is made
+    matmul_reduce_add_rmsnorm   the same, and what came is added up together with a residual and
+                                normed (`reduce_add_rmsnorm`)
 
-Where what is scattered is a sum of products, as a gradient of what several read, the last of them adds the others' to each of its chunks.
-With n ranks and q chunks of each part that moves, m = (n − 1)·q of them, w seconds for the product of one, v for that of a rank's own
-part, which is not cut, c to move one, r to add up what came and o to launch one thing more:
+Where what is scattered is a sum of products, as a gradient of what several read, the last of them
+adds the others' to each of its chunks. With n ranks and q chunks of each part that moves, m = (n −
+1)·q of them, w seconds for the product of one, v for that of a rank's own part, which is not cut, c
+to move one, r to add up what came and o to launch one thing more:
 
     all_gather_matmul       max(v + m·w, m·c + w)                     c = collective's time / m + o
     matmul_reduce_scatter   max(m·w + v, m·w + c, w + m·c) + r
 
-What it saves is that against product and collective one after the other, times the share of it that the profile says kernels reach; q is
-the one of 1, 2 and 4 that saves the most. Smaller products are less efficient, which w, priced like any product, knows.
+What it saves is that against product and collective one after the other, times the share of it that
+the profile says kernels reach; q is the one of 1, 2 and 4 that saves the most. Smaller products are
+less efficient, which w, priced like any product, knows.
 
-A norm in the same pass saves, beside what matmul_reduce_scatter does, r and the sum, the squares and the norm after it, less one pass over
-n + 3 such parts: those that came, the residual, the sum and the norm. The profile says which share of a copy's bandwidth that reaches.
+A norm in the same pass saves, beside what matmul_reduce_scatter does, r and the sum, the squares
+and the norm after it, less one pass over n + 3 such parts: those that came, the residual, the sum
+and the norm. The profile says which share of a copy's bandwidth that reaches.
 """
 
 from __future__ import annotations
@@ -28,12 +35,11 @@ from dataclasses import dataclass
 import torch
 
 from autopar.analysis.work import Work, computes_in, works
-from autopar.cost.compute import compute_time
-from autopar.cost.times import call_time, local_info
-from autopar.hardware import HardwareProfile
-from autopar.kernels import equations
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Strategy
+from autopar.cost.op_times import call_time, compute_time, local_info
+from autopar.kernels import chunked
 from autopar.kernels.chunked import Shards
-from autopar.layout import Strategy
 from autopar.ops.products import bias_term
 from autopar.rules import Call, TensorInfo
 
@@ -47,8 +53,8 @@ ADDITION = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that a kernel shares with its peers along an axis, and keeps: all uses of equal shards there have it together
-    (`autopar.kernels.chunked`)."""
+    """Memory that a kernel shares with its peers along an axis, and keeps: all uses of equal shards
+    there have it together (`autopar.kernels.chunked`)."""
 
     name: str
     shards: Shards
@@ -56,7 +62,11 @@ class Region:
     @property
     def num_bytes(self) -> int:
         """On one rank."""
-        return self.shards.gather_bytes if self.name == NAMES["all_gather"] else self.shards.scatter_bytes
+        return (
+            self.shards.gather_bytes
+            if self.name == NAMES["all_gather"]
+            else self.shards.scatter_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +74,11 @@ class Site:
     """A product and a collective at its border, on one rank.
 
     Attributes:
-        call, strategy: the product, and how it runs. kind, size: of the collective, over so many ranks.
+        call, strategy: the product, and how it runs. kind, size: of the collective, over so many
+            ranks.
         result_dim: of the product's result, the rows or columns that are gathered or scattered.
-        adds: whether something like the result is added to it first. normed: the sum, the squares and the norm after it, if it does them.
+        adds: whether something like the result is added to it first. normed: the sum, the squares
+            and the norm after it, if it does them.
     """
 
     call: Call
@@ -82,12 +94,27 @@ class Site:
         """What one of `num` chunks of the product reads and makes."""
         *terms, result = terms_of(self.call)
         letter = result[self.result_dim]
-        terms += [bias_term(str(self.call.args[0]), len(info.shape)) for info in self.call.inputs[2:]]
+        terms += [
+            bias_term(str(self.call.args[0]), len(info.shape)) for info in self.call.inputs[2:]
+        ]
         tensors = zip(
-            (*self.call.inputs, *self.call.outputs), (*self.strategy.inputs, *self.strategy.outputs), (*terms, result), strict=True
+            (*self.call.inputs, *self.call.outputs),
+            (*self.strategy.inputs, *self.strategy.outputs),
+            (*terms, result),
+            strict=True,
         )
-        local = [(local_info(info, layout, self.mesh_shape), term) for info, layout, term in tensors]
-        cut = [TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in zip(t, i.shape, strict=True)), i.dtype) for i, t in local]
+        local = [
+            (local_info(info, layout, self.mesh_shape), term) for info, layout, term in tensors
+        ]
+        cut = [
+            TensorInfo(
+                tuple(
+                    -(-n // num) if at == letter else n for at, n in zip(t, i.shape, strict=True)
+                ),
+                i.dtype,
+            )
+            for i, t in local
+        ]
         return cut[:-1], cut[-1:]
 
     def region(self, operand: int, dim: int, num_chunks: int) -> Region:
@@ -98,7 +125,9 @@ class Site:
         """
         reads, makes = self.infos()
         info = (*reads[:2], *makes)[operand]
-        return Region(NAMES[self.kind], Shards.of(info.shape, dim, info.dtype, self.size, num_chunks))
+        return Region(
+            NAMES[self.kind], Shards.of(info.shape, dim, info.dtype, self.size, num_chunks)
+        )
 
     def seconds(self, profile: HardwareProfile, num: int = 1) -> float:
         """Of one of `num` chunks of the product, or of the sum."""
@@ -111,11 +140,12 @@ class Site:
 
 def terms_of(call: Call) -> tuple[str, str, str]:
     """The terms of a product's equation."""
-    return equations.terms_of(str(call.args[0]))
+    return chunked.terms_of(str(call.args[0]))
 
 
 def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
-    """Seconds that the kernel saves, and in how many chunks a rank's part goes; nothing, where that costs more than it hides.
+    """Seconds that the kernel saves, and in how many chunks a rank's part goes; nothing, where that
+    costs more than it hides.
 
     Args:
         moved_s: the collective alone; no more is saved.
@@ -124,7 +154,9 @@ def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, 
     product_s, most, best = site.seconds(profile), 0.0, 1
     for chunks in _CHUNKS if reached else ():
         if _length(site) % (site.size * chunks) == 0:
-            hidden_s = min(product_s + moved_s - _together(site, moved_s, chunks, profile), product_s, moved_s)
+            hidden_s = min(
+                product_s + moved_s - _together(site, moved_s, chunks, profile), product_s, moved_s
+            )
             if hidden_s > most:
                 most, best = hidden_s, chunks
     if not site.normed:
@@ -134,12 +166,19 @@ def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, 
 
 
 def _tail_s(site: Site, profile: HardwareProfile) -> float:
-    """Seconds that the norm saves in the pass that adds up; nothing, where no profile says what that reaches."""
+    """Seconds that the norm saves in the pass that adds up; nothing, where no profile says what
+    that reaches."""
     reached = profile.kernels.get(TAIL, 0.0)
     if not reached:
         return 0.0
-    apart_s = sum(call_time(call, strategy, site.mesh_shape, profile) for call, strategy in site.normed)
-    return _pass_s(site, site.size + 1, profile) + apart_s - _pass_s(site, site.size + 3, profile) / reached
+    apart_s = sum(
+        call_time(call, strategy, site.mesh_shape, profile) for call, strategy in site.normed
+    )
+    return (
+        _pass_s(site, site.size + 1, profile)
+        + apart_s
+        - _pass_s(site, site.size + 3, profile) / reached
+    )
 
 
 def _length(site: Site) -> int:
@@ -154,7 +193,9 @@ def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile)
     made_s, chunk_s = others * product_s + own_s, moved_s / others + profile.launch_overhead_s
     if site.kind == "all_gather":
         return max(made_s, others * chunk_s + product_s)
-    return max(made_s, others * product_s + chunk_s, product_s + others * chunk_s) + _pass_s(site, site.size + 1, profile)
+    return max(made_s, others * product_s + chunk_s, product_s + others * chunk_s) + _pass_s(
+        site, site.size + 1, profile
+    )
 
 
 def _pass_s(site: Site, num: int, profile: HardwareProfile) -> float:

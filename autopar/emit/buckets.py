@@ -1,8 +1,9 @@
 """Communications that share a bucket become one collective: pack, the step on the bucket, unpack.
 
-A bucket of what may be deferred stands where the last of its members stood in the order of the graph, and what reads an earlier member
-stands behind it then; one of what may be prefetched stands where the first did. All else keeps its order. The casts around a reduction in a
-wider dtype are done by the two passes.
+A bucket of what may be deferred stands where the last of its members stood in the order of the
+graph, and what reads an earlier member stands behind it then; one of what may be prefetched stands
+where the first did. All else keeps its order. The casts around a reduction in a wider dtype are
+done by the two passes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.collective import Collective
-from autopar.emit.calls import CALLS, Moved
+from autopar.core.collective import Collective
+from autopar.core.layout import local_shape
+from autopar.core.layout_graph import may_share
+from autopar.emit.context import CALLS, Moved
 from autopar.errors import ChangedPlanError
-from autopar.kernels.bucketed import from_bucket, into_bucket
-from autopar.kernels.buckets import BucketLayout
-from autopar.layout import local_shape
-from autopar.layout_graph import may_share
+from autopar.kernels.packing import BucketLayout, from_bucket, into_bucket
 from autopar.plans import Bucket, Plan
-from autopar.run.lazy_graph import LazyGraphModule
-from autopar.run.program import Program
+from autopar.program.program import LazyGraphModule, Program
 
 _OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that their results do not have
 
@@ -36,29 +35,42 @@ class WaitingError(ChangedPlanError):
 
 
 def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
-    """Whether a node is a step that may be in a bucket: of a floating tensor of which all ranks have equal parts, and, but at the begin
-    and the end of a step of several microbatches, one that no op waits for, or a gather that waits for none."""
+    """Whether a node is a step that may be in a bucket: of a floating tensor of which all ranks
+    have equal parts, and, but at the begin and the end of a step of several microbatches, one that
+    no op waits for, or a gather that waits for none."""
     moved: Moved | None = step.meta.get("moved")
-    if moved is None or not may_share(step.meta["collective"], moved.shape, moved.source, moved.target, mesh_shape):
+    if moved is None or not may_share(
+        step.meta["collective"], moved.shape, moved.source, moved.target, mesh_shape
+    ):
         return False
-    early = step.meta["collective"].kind == "all_gather" and step.meta.get("slack") == "prefetchable"
+    early = (
+        step.meta["collective"].kind == "all_gather" and step.meta.get("slack") == "prefetchable"
+    )
     return early or step.meta["phase"] == "step" or step.meta["slack"] == "deferrable"
 
 
 def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective:
-    """The one collective that does what these steps do, which are all of one kind, axis, dtype and reduction."""
+    """The one collective that does what these steps do, which are all of one kind, axis, dtype
+    and reduction."""
     c: Collective = steps[0].meta["collective"]
     lies = _Lying.of(steps, mesh_shape)
     shapes = tuple(size or (1,) for size in lies.sizes)
-    num_bytes = lies.count * BucketLayout(shapes, lies.dims, lies.parts).row * getattr(torch, c.dtype).itemsize
-    return Collective(c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes)
+    num_bytes = (
+        lies.count
+        * BucketLayout(shapes, lies.dims, lies.parts).row
+        * getattr(torch, c.dtype).itemsize
+    )
+    return Collective(
+        c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes
+    )
 
 
 def bucketed(program: Program, plan: Plan) -> Program:
     """The program with the buckets that the plan says.
 
     Raises:
-        PlanError: where a bucket holds what it may not. WaitingError: where members wait for each other.
+        PlanError: where a bucket holds what it may not. WaitingError: where members wait for each
+            other.
     """
     if not plan.buckets:
         return program
@@ -67,18 +79,35 @@ def bucketed(program: Program, plan: Plan) -> Program:
     changed: dict[str, fx.GraphModule] = {}
     for name in ("forward", "backward", "begin", "end"):
         module: fx.GraphModule | None = getattr(program, name)
-        steps = {} if module is None else {n.meta["moved"].name: n for n in module.graph.nodes if "moved" in n.meta}
-        found = [(left.pop(b), steps) for b, bucket in list(left.items()) if all(m in steps for m in names_of(bucket))]
+        steps = (
+            {}
+            if module is None
+            else {n.meta["moved"].name: n for n in module.graph.nodes if "moved" in n.meta}
+        )
+        found = [
+            (left.pop(b), steps)
+            for b, bucket in list(left.items())
+            if all(m in steps for m in names_of(bucket))
+        ]
         if module is not None and found:
             together = [_Together.of(bucket, steps, program.mesh.shape) for bucket, steps in found]
-            changed[name] = LazyGraphModule(module, _rebuilt(module.graph, together, program.mesh.shape))
+            changed[name] = LazyGraphModule(
+                module, _rebuilt(module.graph, together, program.mesh.shape)
+            )
             for each in together:
                 for step in each.steps:
-                    emitted.remove((step.meta["phase"], step.meta["moved"].name[1], step.meta["collective"]))
-                emitted.append((each.bucket.phase, each.bucket.members[0].node, each.bucket.collective))
+                    emitted.remove(
+                        (step.meta["phase"], step.meta["moved"].name[1], step.meta["collective"])
+                    )
+                emitted.append(
+                    (each.bucket.phase, each.bucket.members[0].node, each.bucket.collective)
+                )
     for bucket in left.values():
         first = bucket.members[0].node if bucket.members else "nothing"
-        raise ChangedPlanError(f"a bucket in {bucket.phase}, of {first} first, holds what no graph of the program moves")
+        raise ChangedPlanError(
+            f"a bucket in {bucket.phase}, of {first} first, holds what no graph of the program"
+            " moves"
+        )
     return replace(program, **changed, collectives=tuple(emitted))  # type: ignore[arg-type]
 
 
@@ -88,7 +117,8 @@ def names_of(bucket: Bucket) -> list[tuple[Any, ...]]:
 
 
 def slack_of(step: fx.Node) -> str:
-    """Of a step; at the begin and the end of a step of several microbatches it makes no difference."""
+    """Of a step; at the begin and the end of a step of several microbatches it makes no
+    difference."""
     return str(step.meta.get("slack", ""))
 
 
@@ -97,7 +127,8 @@ class _Lying:
     """How tensors lie in a bucket.
 
     Attributes:
-        sizes: shapes of all parts together. dims: those that are cut, into `parts`. count: of these, how many are put in.
+        sizes: shapes of all parts together. dims: those that are cut, into `parts`. count: of
+            these, how many are put in.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -109,7 +140,13 @@ class _Lying:
     def of(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> _Lying:
         c: Collective = steps[0].meta["collective"]
         parts = 1 if c.kind == "all_reduce" else mesh_shape[c.axis]
-        whole = [(n.meta["moved"].shape, n.meta["moved"].target if c.kind == "all_gather" else n.meta["moved"].source) for n in steps]
+        whole = [
+            (
+                n.meta["moved"].shape,
+                n.meta["moved"].target if c.kind == "all_gather" else n.meta["moved"].source,
+            )
+            for n in steps
+        ]
         sizes = tuple(local_shape(shape, layout, mesh_shape) for shape, layout in whole)
         dims = tuple(max(n.meta["collective"].dim, 0) for n in steps)
         return _Lying(sizes, dims, parts, parts if c.kind == "reduce_scatter" else 1)
@@ -117,7 +154,8 @@ class _Lying:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """A bucket and its members in a graph: their steps, what each reads and what is read of it, without casts around it."""
+    """A bucket and its members in a graph: their steps, what each reads and what is read of it,
+    without casts around it."""
 
     bucket: Bucket
     steps: tuple[fx.Node, ...]
@@ -128,16 +166,31 @@ class _Together:
     def nodes(self) -> Iterator[fx.Node]:
         """All that the bucket takes the place of."""
         yield from self.steps
-        yield from (node for step, node in zip(self.steps, self.made, strict=True) if node is not step)
-        yield from (step.args[0] for step, read in zip(self.steps, self.reads, strict=True) if step.args[0] is not read)  # type: ignore[misc]
+        yield from (
+            node for step, node in zip(self.steps, self.made, strict=True) if node is not step
+        )
+        yield from (
+            step.args[0]
+            for step, read in zip(self.steps, self.reads, strict=True)
+            if step.args[0] is not read
+        )  # type: ignore[misc]
 
     @staticmethod
     def of(bucket: Bucket, steps: Mapping[Any, fx.Node], mesh_shape: Sequence[int]) -> _Together:
         members = tuple(steps[name] for name in names_of(bucket))
-        kinds = {(c.kind, c.axis, c.dtype, c.reduce_op, slack_of(n)) for n in members for c in (n.meta["collective"],)}
-        legal = len(members) == len(set(members)) > 1 == len(kinds) and all(can_share(n, mesh_shape) for n in members)
+        kinds = {
+            (c.kind, c.axis, c.dtype, c.reduce_op, slack_of(n))
+            for n in members
+            for c in (n.meta["collective"],)
+        }
+        legal = len(members) == len(set(members)) > 1 == len(kinds) and all(
+            can_share(n, mesh_shape) for n in members
+        )
         if not legal or on_bucket(members, mesh_shape) != bucket.collective:
-            what = f"{', '.join(m.node for m in bucket.members)} cannot be one {bucket.collective.kind} in {bucket.phase}"
+            what = (
+                f"{', '.join(m.node for m in bucket.members)} cannot be one"
+                f" {bucket.collective.kind} in {bucket.phase}"
+            )
             raise ChangedPlanError(what)
         sources = [n.args[0] for n in members]
         reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)  # type: ignore[union-attr]
@@ -147,18 +200,23 @@ class _Together:
 def _made(step: fx.Node) -> fx.Node:
     """The cast behind a step, where that alone reads it, else the step."""
     users = list(step.users)
-    return users[0] if len(users) == 1 and users[0].meta.get("key", "").endswith("/narrow") else step
+    return (
+        users[0] if len(users) == 1 and users[0].meta.get("key", "").endswith("/narrow") else step
+    )
 
 
 def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequence[int]) -> fx.Graph:
-    """The graph with each bucket where its last member stood, or its first, or as soon after it as all that it reads is there."""
+    """The graph with each bucket where its last member stood, or its first, or as soon after it
+    as all that it reads is there."""
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     at = dict(place)  # a node, or all that a bucket takes the place of → where it stands
     buckets: dict[int, _Together] = {}
     taken = set[fx.Node]()
     for each in together:
-        stands = (min if slack_of(each.steps[0]) == "prefetchable" else max)(place[step] for step in each.steps)
+        stands = (min if slack_of(each.steps[0]) == "prefetchable" else max)(
+            place[step] for step in each.steps
+        )
         buckets[stands] = each
         for node in each.nodes:
             if node in taken:
@@ -171,13 +229,20 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
     try:
         waits.prepare()
     except CycleError as error:
-        inside = [buckets[number].bucket.members[0].node for number in error.args[1] if number in buckets]
-        raise WaitingError(f"members of the bucket of {', '.join(inside)} wait for each other") from error
+        inside = [
+            buckets[number].bucket.members[0].node for number in error.args[1] if number in buckets
+        ]
+        raise WaitingError(
+            f"members of the bucket of {', '.join(inside)} wait for each other"
+        ) from error
     return _written(nodes, waits, buckets, mesh_shape)
 
 
 def _written(
-    nodes: Sequence[fx.Node], waits: TopologicalSorter[int], buckets: Mapping[int, _Together], mesh_shape: Sequence[int]
+    nodes: Sequence[fx.Node],
+    waits: TopologicalSorter[int],
+    buckets: Mapping[int, _Together],
+    mesh_shape: Sequence[int],
 ) -> fx.Graph:
     """In the order of the numbers, as far as what is waited for allows."""
     found, made = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -195,21 +260,35 @@ def _written(
     return found
 
 
-def _write(graph: fx.Graph, made: dict[fx.Node, fx.Node], each: _Together, mesh_shape: Sequence[int]) -> None:
+def _write(
+    graph: fx.Graph, made: dict[fx.Node, fx.Node], each: _Together, mesh_shape: Sequence[int]
+) -> None:
     """Pack, the step, unpack, and what each member's readers read."""
     c, lies, first = each.bucket.collective, _Lying.of(each.steps, mesh_shape), each.steps[0].meta
     wide = getattr(torch, c.dtype)
     about = {name: first[name] for name in ("module", "phase", "source", "slack") if name in first}
     key = f"{each.bucket.members[0].node}/bucket"
-    packed = graph.call_function(into_bucket, ([made[x] for x in each.reads], list(lies.dims), lies.parts, lies.count, wide))
+    packed = graph.call_function(
+        into_bucket, ([made[x] for x in each.reads], list(lies.dims), lies.parts, lies.count, wide)
+    )
     packed.meta.update(about, key=f"{key}/pack")
     call, args = CALLS[c.kind](c, each.bucket.members[0].target)
     step = graph.call_function(call, (packed, *args))
-    step.meta.update(about, key=f"{key}/{c.kind}", collective=c, **({"time_s": each.bucket.time_s} if "time_s" in first else {}))
-    dtypes = [node.kwargs["dtype"] if node is not own else wide for node, own in zip(each.made, each.steps, strict=True)]
+    step.meta.update(
+        about,
+        key=f"{key}/{c.kind}",
+        collective=c,
+        **({"time_s": each.bucket.time_s} if "time_s" in first else {}),
+    )
+    dtypes = [
+        node.kwargs["dtype"] if node is not own else wide
+        for node, own in zip(each.made, each.steps, strict=True)
+    ]
     sizes = [list(size) for size in lies.sizes]
     unpacked = graph.call_function(from_bucket, (step, sizes, list(lies.dims), lies.parts, dtypes))
     unpacked.meta.update(about, key=f"{key}/unpack")
     for number, node in enumerate(each.made):
         made[node] = graph.call_function(operator.getitem, (unpacked, number))
-        made[node].meta.update({name: value for name, value in node.meta.items() if name not in _OF_STEPS})
+        made[node].meta.update(
+            {name: value for name, value in node.meta.items() if name not in _OF_STEPS}
+        )

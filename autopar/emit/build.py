@@ -1,31 +1,203 @@
-"""A plan into its program: legality, the two graphs, steps of several microbatches, buckets, what runs beside compute."""
+"""A plan into its program: legality, the two graphs, steps of several microbatches, buckets,
+what runs beside compute."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import fx
+
+from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Parameter, Trace
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout
 from autopar.emit.buckets import bucketed
-from autopar.emit.choices import PlanIndex, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
-from autopar.emit.job import Job
+from autopar.emit.context import (
+    CALLS,
+    CAST,
+    Job,
+    Moved,
+    PlanIndex,
+    buffer_key,
+    compute_nodes,
+    input_key,
+    output_key,
+    parameter_key,
+    placeholder_keys,
+    storage_key,
+)
 from autopar.emit.legality import check_legal
 from autopar.emit.overlap import overlapped
 from autopar.emit.phase import Phase
-from autopar.emit.step import with_step
-from autopar.plans import Plan
-from autopar.run.lazy_graph import LazyGraphModule
-from autopar.run.program import Program, ProgramTensor
+from autopar.errors import ChangedPlanError
+from autopar.kernels.collectives import sum_dtype
+from autopar.plans import Communication, Plan
+from autopar.program.executor import Returned, is_returned
+from autopar.program.program import (
+    Count,
+    LazyGraphModule,
+    Microbatches,
+    Program,
+    ProgramTensor,
+    StagedProgram,
+    whole_outputs,
+)
+from autopar.request import Outputs
+from autopar.stages import Cut
+
+# --------------------------------------------------------------------------------------------------
+# The graphs at the begin and at the end of a step of several microbatches.
+#
+# ``begin`` takes the local parameters as they rest and returns them as microbatches read them;
+# ``end`` takes the sums of gradients and returns gradients as parameters rest, in the parameters'
+# dtypes.
+
+PHASE = "step"
+_cast = torch.ops.aten._to_copy.default
+_Emitted = list[tuple[str, str, Collective]]
+
+
+def with_step(program: Program, trace: Trace, index: PlanIndex) -> Program:
+    """The program of a microbatch with what comes before the first and after the last.
+
+    Raises:
+        EmissionError: where the plan has no collectives that lead from one layout to another.
+    """
+    emitted: _Emitted = []
+    begin, end = [], []
+    for p, tensor in zip(trace.parameters, program.parameters, strict=True):
+        storage, wide = index.storage(p.name), sum_dtype(p.dtype)
+        begin.append(_Passing(p, 0, storage, tensor.layout))
+        if p.gradient is not None:
+            end.append(
+                _Passing(
+                    p,
+                    1,
+                    index.chosen[parameter_key(p.name)].inputs[0].plain,
+                    storage,
+                    p.dtype if wide != p.dtype else None,
+                )
+            )
+    parameters = tuple(
+        replace(t, layout=each.source) for t, each in zip(program.parameters, begin, strict=True)
+    )
+    sums = tuple(
+        ProgramTensor(e.p.name, e.p.shape, e.p.view, sum_dtype(e.p.dtype), e.source) for e in end
+    )
+    return replace(
+        program,
+        parameters=parameters,
+        begin=_Graph(program.mesh.shape, index, emitted).module(begin),
+        end=_Graph(program.mesh.shape, index, emitted).module(end),
+        sums=sums,
+        accumulates=True,
+        collectives=(*program.collectives, *emitted),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A tensor on its way: `result` 0 is a parameter, 1 the sum of its gradients. `dtype`: what
+    it is cast to at the end, if anything."""
+
+    p: Parameter
+    result: int
+    source: Layout
+    target: Layout
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class _Graph:
+    """One of the two graphs while it is built."""
+
+    mesh_shape: tuple[int, ...]
+    index: PlanIndex
+    emitted: _Emitted
+    graph: fx.Graph = field(default_factory=fx.Graph)
+
+    def module(self, passing: Sequence[_Passing]) -> fx.GraphModule:
+        """The graph in which all of these pass on."""
+        here = [
+            self.graph.placeholder(f"sum_{each.p.node}" if each.result else each.p.node)
+            for each in passing
+        ]
+        for node, each in zip(here, passing, strict=True):
+            node.meta.update(
+                key=storage_key(each.p.name), module=each.p.name, phase=PHASE, source=""
+            )
+        self.graph.output(
+            tuple(self._passed(node, each) for node, each in zip(here, passing, strict=True))
+        )
+        return LazyGraphModule({}, self.graph)
+
+    def _passed(self, node: fx.Node, each: _Passing) -> fx.Node:
+        if each.p.is_narrowed and not each.result:
+            node = self._cast(node, each.p.compute_dtype, each.p.name, CAST)
+            node.meta["on_host"] = each.source.host
+        for step in reversed(self._chain(each)):
+            c, meta = step.collective, node.meta
+            call, args = CALLS[c.kind](c, step.target)
+            node = self.graph.call_function(call, (node, *args), self._length(each.p, step))
+            moved = Moved(
+                PHASE, storage_key(each.p.name), each.result, each.p.view, step.source, step.target
+            )
+            node.meta.update(
+                meta, key=f"{storage_key(each.p.name)}/{c.kind}", collective=c, moved=moved
+            )
+            self.emitted.append((PHASE, storage_key(each.p.name), c))
+        return node if each.dtype is None else self._cast(node, each.dtype, each.p.name, "/narrow")
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype, name: str, what: str) -> fx.Node:
+        meta = {
+            name: value for name, value in node.meta.items() if name not in ("collective", "moved")
+        }
+        node = self.graph.call_function(_cast, (node,), {"dtype": dtype})
+        node.meta.update(meta, key=storage_key(name) + what)
+        return node
+
+    def _chain(self, each: _Passing) -> list[Communication]:
+        """The plan's collectives, the last first."""
+        key = storage_key(each.p.name)
+        steps = self.index.steps.get((PHASE, (key, each.result)), {})
+        chain: list[Communication] = []
+        at = each.target
+        while at != each.source:
+            step = steps.get(at)
+            if step is None or step in chain:
+                when = "at the end" if each.result else "at the begin"
+                what = (
+                    f"{key} goes from {each.source} to {each.target} {when} of a step, and the plan"
+                    " does not say how"
+                )
+                raise ChangedPlanError(what)
+            chain.append(step)
+            at = step.source
+        return chain
+
+    def _length(self, p: Parameter, step: Communication) -> dict[str, int]:
+        """How long the dim is that a step joins, where its parts differ in length."""
+        c = step.collective
+        uneven = c.kind in ("all_gather", "all_to_all") and p.view[c.dim] % step.source.num_shards(
+            c.dim, self.mesh_shape
+        )
+        return {"length": p.view[c.dim]} if uneven else {}
 
 
 def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = True) -> Program:
     """Turn a plan into a program with local shapes and explicit collectives.
 
     Args:
-        accumulates: whether gradients are added to sums that are held through a step of several microbatches.
-        named: whether the program says of which plan it is (`Program.plan_hash`); one that is only looked at need not.
+        accumulates: whether gradients are added to sums that are held through a step of several
+            microbatches.
+        named: whether the program says of which plan it is (`Program.plan_hash`); one that is only
+            looked at need not.
 
     Raises:
-        PlanError: where the plan speaks of other nodes than the trace, or of strategies that are not legal.
+        PlanError: where the plan speaks of other nodes than the trace, or of strategies that are
+            not legal.
         EmissionError: where it asks for a layout that nothing makes.
     """
     index = PlanIndex.of(plan)
@@ -49,7 +221,9 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
     program = replace(program, plan_hash=plan.hash) if named else program
-    return overlapped(bucketed(with_step(program, trace, index) if accumulates else program, plan), plan)[0]
+    return overlapped(
+        bucketed(with_step(program, trace, index) if accumulates else program, plan), plan
+    )[0]
 
 
 def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: int) -> Program:
@@ -58,22 +232,38 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
     def tensor(p: Parameter, key: str) -> ProgramTensor:
         has_gradient = p.gradient is not None
         layout = chosen[key].outputs[0]
-        return ProgramTensor(p.name, p.shape, p.view, p.dtype, layout, p.aliases, p.requires_grad, has_gradient)
+        return ProgramTensor(
+            p.name, p.shape, p.view, p.dtype, layout, p.aliases, p.requires_grad, has_gradient
+        )
 
     inputs = tuple(
         ProgramTensor(
-            i.path, i.shape, i.shape, i.dtype, chosen[input_key(i.path)].outputs[0],
-            requires_grad=i.requires_grad, has_gradient=i.gradient is not None, crosses=i.crosses, given=i.given,
+            i.path,
+            i.shape,
+            i.shape,
+            i.dtype,
+            chosen[input_key(i.path)].outputs[0],
+            requires_grad=i.requires_grad,
+            has_gradient=i.gradient is not None,
+            crosses=i.crosses,
+            given=i.given,
         )
         for i in trace.inputs
-    )  # fmt: skip
+    )
     outputs = tuple(
         ProgramTensor(
-            o.path, o.shape, o.shape, o.dtype, chosen[output_key(o.path)].inputs[0],
-            has_gradient=bool(o.tangent), is_loss=o.is_loss, crosses=o.crosses, requires_grad=o.requires_grad,
+            o.path,
+            o.shape,
+            o.shape,
+            o.dtype,
+            chosen[output_key(o.path)].inputs[0],
+            has_gradient=bool(o.tangent),
+            is_loss=o.is_loss,
+            crosses=o.crosses,
+            requires_grad=o.requires_grad,
         )
         for o in trace.outputs
-    )  # fmt: skip
+    )
     return Program(
         mesh=plan.mesh,
         forward=LazyGraphModule({}, forward.graph),
@@ -91,3 +281,68 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
         settings=trace.settings,
         attributes=trace.attributes,
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# `emit_staged`: a plan with a pipeline into the programs of its stages.
+
+
+def emit_staged(
+    part: Trace, cut: Cut, how: Microbatching, plan: Plan, *, named: bool = True
+) -> StagedProgram:
+    """Turn a plan with a pipeline into one program per stage.
+
+    Args:
+        part: the trace of one microbatch. cut: the same in stages. how: how microbatches make the
+            batch. named: as `emit`.
+
+    Raises:
+        PlanError, EmissionError: as `emit`; where neighbours do not agree on the layout in which
+            something crosses.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None, "the plan has stages"
+    pairs = zip(cut.stages, pipeline.stages, strict=True)
+    programs = tuple(
+        emit(stage, staged, accumulates=pipeline.accumulates, named=False)
+        for stage, staged in pairs
+    )
+    for number in range(len(programs) - 1):
+        leaving = {t.name: t.layout for t in programs[number].outputs if t.crosses}
+        arriving = {t.name: t.layout for t in programs[number + 1].inputs if t.crosses}
+        for name in sorted(leaving.keys() | arriving.keys()):
+            if leaving.get(name) != arriving.get(name):
+                what = (
+                    f"{name} leaves stage {number} as {leaving.get(name)} and arrives at the next"
+                    f" as {arriving.get(name)}"
+                )
+                raise ChangedPlanError(what)
+    plan_hash = plan.hash if named else ""
+    return StagedProgram(
+        plan.mesh,
+        pipeline.axis,
+        part,
+        programs,
+        microbatches_of(part, how),
+        pipeline.schedule,
+        cut.shared,
+        plan_hash,
+    )
+
+
+def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
+    """How a program works through microbatches; arguments as of `emit_staged`."""
+    outputs = {path: (label.joined, label.dim) for path, label in how.outputs.items()}
+    loss = None if part.loss is None else part.loss.path
+    counts = (
+        Count({g.path: g.kind for g in c.given}, LazyGraphModule({}, c.graph), c.buffers, c.inputs)
+        for c in how.counting
+    )
+    return Microbatches(how.num, how.inputs, outputs, loss, tuple(counts))
+
+
+def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
+    """What a call of several stages returns; arguments as of `emit_staged`."""
+    microbatches = microbatches_of(part, how)
+    kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
+    return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))

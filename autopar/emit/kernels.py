@@ -1,7 +1,9 @@
-"""Products that do a collective at their border themselves, where the plan says so (`autopar.cost.kernels`).
+"""Products that do a collective at their border themselves, where the plan says so
+(`autopar.cost.kernels`).
 
-A kernel that gathers stands where the first reader wants what is gathered: at its product's own place, or before it. One that scatters a
-sum of which its product is a part stands where the sum would be made, and so does one that norms what its product is added to.
+A kernel that gathers stands where the first reader wants what is gathered: at its product's own
+place, or before it. One that scatters a sum of which its product is a part stands where the sum
+would be made, and so does one that norms what its product is added to.
 """
 
 from __future__ import annotations
@@ -15,27 +17,26 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.analysis.normed import NORMED, normed_after
-from autopar.analysis.sums import product_added
-from autopar.collective import Collective
-from autopar.emit.choices import PlanIndex, TensorKey
-from autopar.emit.localize import local_call
+from autopar.analysis.fusable import NORMED, normed_after, product_added
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout, Strategy, local_shape
+from autopar.core.mesh import Mesh
+from autopar.emit.context import PlanIndex, TensorKey, local_call
 from autopar.errors import ChangedPlanError
 from autopar.kernels import fused
 from autopar.kernels.chunked import Shards
-from autopar.layout import Layout, Strategy, local_shape
-from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel
 from autopar.rules import call_of, operands_of, where_of
-from autopar.strategies import pattern_of
+from autopar.sharding import pattern_of
 
 Ref = tuple[str, int]  # trace node name, result index
 
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """What a kernel's node does beside its product: the collective, the key that its node would have, how long it takes alone, what is
-    saved, the tensor that ranks share, and the keys of other nodes that it does as well: what adds others to the product, or norms it."""
+    """What a kernel's node does beside its product: the collective, the key that its node would
+    have, how long it takes alone, what is saved, the tensor that ranks share, and the keys of other
+    nodes that it does as well: what adds others to the product, or norms it."""
 
     collective: Collective
     key: str
@@ -47,7 +48,11 @@ class KernelStep:
     @property
     def num_bytes(self) -> int:
         """What a rank holds of what is shared."""
-        return self.shards.gather_bytes if self.collective.kind == "all_gather" else self.shards.scatter_bytes
+        return (
+            self.shards.gather_bytes
+            if self.collective.kind == "all_gather"
+            else self.shards.scatter_bytes
+        )
 
 
 class Job(Protocol):
@@ -84,12 +89,17 @@ class Phase(Protocol):
 def product_of(made: fx.Node, step: Communication) -> fx.Node:
     """The product that does a collective of what a node made.
 
-    A gather: of the nodes of the kernel's pattern the first that reads what is gathered. Else what made it, or was added last.
+    A gather: of the nodes of the kernel's pattern the first that reads what is gathered. Else what
+    made it, or was added last.
 
     Raises:
         EmissionError: where none of them reads it, or makes it.
     """
-    pattern, gathers, place = _kernel(step).node, step.collective.kind == "all_gather", product_added(made)
+    pattern, gathers, place = (
+        _kernel(step).node,
+        step.collective.kind == "all_gather",
+        product_added(made),
+    )
     added = () if place is None else (made.args[place],)
     for node in made.users if gathers else (made, *added):
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
@@ -98,12 +108,19 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
     raise ChangedPlanError(f"the plan has {pattern} {what}", where=where_of(made))
 
 
-def emitted(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool) -> bool:
+def emitted(
+    phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool
+) -> bool:
     """Emit a product together with a collective at its border; whether there is one."""
     job: Job = phase.job
     for operand, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
         step = job.index.steps.get((phase.phase, job.key(ref)), {}).get(layout)
-        if step is None or step.kernel is None or step.kernel.again != again or layout in phase.have.get(ref, {}):
+        if (
+            step is None
+            or step.kernel is None
+            or step.kernel.again != again
+            or layout in phase.have.get(ref, {})
+        ):
             continue
         if step.collective.kind == "all_gather" and product_of(job.nodes[ref[0]], step) is node:
             _gather(phase, node, strategy, refs, operand, step)
@@ -127,51 +144,106 @@ def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
     return step is not None and product_of(total, step) is node
 
 
-def _scattering(phase: Phase, made: fx.Node, strategy: Strategy, again: bool) -> Communication | None:
+def _scattering(
+    phase: Phase, made: fx.Node, strategy: Strategy, again: bool
+) -> Communication | None:
     """The step by which a kernel scatters what a node makes."""
-    for step in phase.job.index.steps.get((phase.phase, phase.job.key((made.name, 0))), {}).values():
+    for step in phase.job.index.steps.get(
+        (phase.phase, phase.job.key((made.name, 0))), {}
+    ).values():
         scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
         if scatters and step.kernel is not None and step.kernel.again == again:
             return step  # type: ignore[no-any-return]  # a Job is invariant
     return None
 
 
-def _gather(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], operand: int, step: Communication) -> None:
+def _gather(
+    phase: Phase,
+    node: fx.Node,
+    strategy: Strategy,
+    refs: Sequence[Ref],
+    operand: int,
+    step: Communication,
+) -> None:
     c, ref = step.collective, refs[operand]
     layouts = [step.source if i == operand else layout for i, layout in enumerate(strategy.inputs)]
-    operands = [phase.get(each, layout, node.meta["key"]) for each, layout in zip(refs, layouts, strict=True)]
+    operands = [
+        phase.get(each, layout, node.meta["key"])
+        for each, layout in zip(refs, layouts, strict=True)
+    ]
     args = (*operands[:2], node.args[0], operand, c.dim, c.axis, _kernel(step).num_chunks)
-    both = _call(phase, fused.all_gather_matmul, args, node, ref, step, _bias(phase, node, strategy, operands))
+    both = _call(
+        phase,
+        fused.all_gather_matmul,
+        args,
+        node,
+        ref,
+        step,
+        _bias(phase, node, strategy, operands),
+    )
     whole, product = (phase.graph.call_function(operator.getitem, (both, i)) for i in range(2))
     source = phase.job.nodes[ref[0]].meta.get("source", "")
-    whole.meta.update(key=f"{phase.job.key(ref)[0]}/{c.kind}", module=step.module, phase=phase.phase, source=source)
+    whole.meta.update(
+        key=f"{phase.job.key(ref)[0]}/{c.kind}",
+        module=step.module,
+        phase=phase.phase,
+        source=source,
+    )
     product.meta.update({k: v for k, v in both.meta.items() if k != "kernel"})
     phase.define(ref, step.target, whole)
     phase.define_results(node, product, strategy)
 
 
-def _scatter(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication) -> None:
+def _scatter(
+    phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication
+) -> None:
     c, product, addend = step.collective, product_of(node, step), None
     if product is not node:
-        others = [(ref, layout) for ref, layout in zip(refs, strategy.inputs, strict=True) if ref[0] != product.name]
+        others = [
+            (ref, layout)
+            for ref, layout in zip(refs, strategy.inputs, strict=True)
+            if ref[0] != product.name
+        ]
         (addend,) = (phase.get(ref, layout, node.meta["key"]) for ref, layout in others)
         strategy = phase.job.index.chosen[product.meta["key"]]
         refs = [(x.name, 0) for x in operands_of(product)]
-    operands = [phase.get(ref, layout, product.meta["key"]) for ref, layout in zip(refs, strategy.inputs, strict=True)]
+    operands = [
+        phase.get(ref, layout, product.meta["key"])
+        for ref, layout in zip(refs, strategy.inputs, strict=True)
+    ]
     args = (*operands[:2], addend, product.args[0], c.dim, c.axis, _kernel(step).num_chunks)
-    here = _call(phase, fused.matmul_reduce_scatter, args, product, (node.name, 0), step, _bias(phase, product, strategy, operands))
+    here = _call(
+        phase,
+        fused.matmul_reduce_scatter,
+        args,
+        product,
+        (node.name, 0),
+        step,
+        _bias(phase, product, strategy, operands),
+    )
     if product is not node:
         here.meta["kernel"] = replace(here.meta["kernel"], others=(node.meta["key"],))
     phase.define((node.name, 0), step.target, here)
 
 
-def _bias(phase: Phase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]) -> dict[str, Any]:
+def _bias(
+    phase: Phase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]
+) -> dict[str, Any]:
     """The bias of a product and who adds it, as keywords; nothing where there is none."""
-    _, (*_, bias), named = local_call(phase.graph, call_of(product), strategy, phase.job.mesh.shape, operands)
+    _, (*_, bias), named = local_call(
+        phase.graph, call_of(product), strategy, phase.job.mesh.shape, operands
+    )
     return {"bias": bias, **named} if len(operands) > 2 else {}
 
 
-def _norm(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], place: int, step: Communication) -> None:
+def _norm(
+    phase: Phase,
+    node: fx.Node,
+    strategy: Strategy,
+    refs: Sequence[Ref],
+    place: int,
+    step: Communication,
+) -> None:
     """A sum of what a kernel scatters, `refs[place]`, and its norm."""
     c, product, chosen = step.collective, phase.job.nodes[refs[place][0]], phase.job.index.chosen
     after = normed_after(product)
@@ -182,14 +254,30 @@ def _norm(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], 
     a, b = (phase.get((x.name, 0), layout, product.meta["key"]) for x, layout in reads)
     residual = phase.get(refs[1 - place], strategy.inputs[1 - place], node.meta["key"])
     _, _, scale, *settings = after.norm.args
-    weight = phase.get((scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"])  # type: ignore[union-attr]
-    args = (a, b, residual, weight, product.args[0], c.dim, c.axis, _kernel(step).num_chunks, *settings)
+    weight = phase.get(
+        (scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"]
+    )  # type: ignore[union-attr]
+    args = (
+        a,
+        b,
+        residual,
+        weight,
+        product.args[0],
+        c.dim,
+        c.axis,
+        _kernel(step).num_chunks,
+        *settings,
+    )
     here = _call(phase, fused.matmul_reduce_add_rmsnorm, args, product, refs[place], step)
-    here.meta["kernel"] = replace(here.meta["kernel"], others=tuple(made.meta["key"] for made in after))
+    here.meta["kernel"] = replace(
+        here.meta["kernel"], others=tuple(made.meta["key"] for made in after)
+    )
     for i, made in enumerate(after):
         part = phase.graph.call_function(operator.getitem, (here, i))
         part.meta.update({k: v for k, v in here.meta.items() if k != "kernel"})
-        part.meta.update(key=made.meta["key"], module=made.meta["module"], source=made.meta.get("source", ""))
+        part.meta.update(
+            key=made.meta["key"], module=made.meta["module"], source=made.meta.get("source", "")
+        )
         phase.done.add((made.name, False))
         phase.define_results(made, part, chosen[made.meta["key"]])
 
@@ -205,10 +293,17 @@ def _call(
 ) -> fx.Node:
     kernel, key = _kernel(step), phase.job.key(moved)[0]
     here = phase.graph.call_function(target, args, named)
-    here.meta.update(key=node.meta["key"], module=node.meta["module"], phase=phase.phase, source=node.meta.get("source", ""))
+    here.meta.update(
+        key=node.meta["key"],
+        module=node.meta["module"],
+        phase=phase.phase,
+        source=node.meta.get("source", ""),
+    )
     here.meta["recomputed"] = kernel.again
     c, sizes = step.collective, phase.job.mesh.shape
-    whole = local_shape(phase.job.shape(moved), step.target if c.kind == "all_gather" else step.source, sizes)
+    whole = local_shape(
+        phase.job.shape(moved), step.target if c.kind == "all_gather" else step.source, sizes
+    )
     shards = Shards.of(whole, c.dim, phase.job.dtype(moved), sizes[c.axis], kernel.num_chunks)
     here.meta["kernel"] = KernelStep(c, f"{key}/{c.kind}", step.time_s, kernel.saved_s, shards)
     phase.job.emitted.append((phase.phase, key, c))

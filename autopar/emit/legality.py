@@ -1,8 +1,8 @@
 """Whether what a plan says is legal, whoever wrote it.
 
-Emission would turn an illegal strategy into a program that runs and computes something else. So every strategy must be one that
-the op's rule offers, every border must be split evenly, and every collective must lead from the layout that it names to the
-other.
+Emission would turn an illegal strategy into a program that runs and computes something else. So
+every strategy must be one that the op's rule offers, every border must be split evenly, and every
+collective must lead from the layout that it names to the other.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ from torch import fx
 
 from autopar.analysis.gradients import addable_uncast
 from autopar.capture.trace import Trace
-from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys, storage_key
+from autopar.core.layout import Layout, Strategy
+from autopar.core.layout_graph import neighbours
+from autopar.core.mesh import Mesh
+from autopar.emit.context import (
+    PlanIndex,
+    TensorKey,
+    input_key,
+    output_key,
+    parameter_key,
+    placeholder_keys,
+    storage_key,
+)
 from autopar.errors import ChangedPlanError, Where
-from autopar.kernels.sums import sum_dtype
-from autopar.layout import Layout, Strategy
-from autopar.layout_graph import neighbours
-from autopar.mesh import Mesh
+from autopar.kernels.collectives import sum_dtype
 from autopar.plans import Communication
 from autopar.rules import call_of, is_strategy, own_moves, where_of
-from autopar.rules.own import OWN
+from autopar.rules.dispatch import OWN
 
 _Value = tuple[torch.Size, torch.dtype]
 
@@ -41,44 +49,73 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
         if node.op == "call_function":
             for choices in (index.chosen, index.again):
                 if node.meta["key"] in choices:
-                    _check_strategy(node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast)
+                    _check_strategy(
+                        node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast
+                    )
     values = dict(_values(trace))
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
-        of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (read and key in summed)
-        if len(layouts) != 1 or of_sums or layouts[0].special or not _fits(layouts[0], value.shape, mesh):
+        of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (
+            read and key in summed
+        )
+        if (
+            len(layouts) != 1
+            or of_sums
+            or layouts[0].special
+            or not _fits(layouts[0], value.shape, mesh)
+        ):
             shown = ", ".join(map(str, layouts)) or "no layout"
-            raise ChangedPlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}")
+            raise ChangedPlanError(
+                f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}"
+            )
     for i in trace.given_back:
         at = index.chosen[input_key(i.path)].inputs[0]
         if not at.is_replicated:
-            raise ChangedPlanError(f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank")
+            raise ChangedPlanError(
+                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
+            )
     for (_, tensor), steps in index.steps.items():
         for step in steps.values():
             _check_step(tensor, step, values, mesh)
     _check_own(trace, index, mesh)
 
 
-def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor, bool]]:
-    """What goes in or out: its key, its layouts in the plan, its value, and whether the graph returns it."""
+def _borders(
+    trace: Trace, index: PlanIndex
+) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor, bool]]:
+    """What goes in or out: its key, its layouts in the plan, its value, and whether the graph
+    returns it."""
     nodes = {node.name: node for node in trace.graph.nodes}
     for name, key in placeholder_keys(trace).items():
         yield key, index.chosen[key].outputs, nodes[name].meta["val"], False
     for p in trace.parameters:
         if storage_key(p.name) in index.chosen:
-            yield storage_key(p.name), index.chosen[storage_key(p.name)].outputs, nodes[p.node].meta["val"], False
+            yield (
+                storage_key(p.name),
+                index.chosen[storage_key(p.name)].outputs,
+                nodes[p.node].meta["val"],
+                False,
+            )
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    named = [(p.gradient, parameter_key(p.name)) for p in trace.parameters if p.gradient is not None]
+    named = [
+        (p.gradient, parameter_key(p.name)) for p in trace.parameters if p.gradient is not None
+    ]
     named += [(i.gradient, input_key(i.path)) for i in trace.inputs if i.gradient is not None]
-    named += [(i, output_key(o.path)) for i, o in enumerate(trace.outputs)] + [(i, output_key(n)) for n, i in trace.mutated.items()]
+    named += [(i, output_key(o.path)) for i, o in enumerate(trace.outputs)] + [
+        (i, output_key(n)) for n, i in trace.mutated.items()
+    ]
     for position, key in named:
         yield key, index.chosen[key].inputs, results[position].meta["val"], True
 
 
 def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh, *, may_be_uncast: bool) -> None:
-    uncast = any(at.uncast for at in (*strategy.inputs, *(() if may_be_uncast else strategy.outputs)))
+    uncast = any(
+        at.uncast for at in (*strategy.inputs, *(() if may_be_uncast else strategy.outputs))
+    )
     if uncast or not is_strategy(call_of(node), strategy.plain, mesh.shape):
-        raise ChangedPlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node))
+        raise ChangedPlanError(
+            f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node)
+        )
 
 
 def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
@@ -87,17 +124,27 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
     for node in trace.graph.nodes:
         key = node.meta.get("key", "")
         for phase, choices in ((node.meta.get("phase"), index.chosen), ("backward", index.again)):
-            if node.op == "call_function" and key in choices and (node.target in OWN or (phase, key) in left):
+            if (
+                node.op == "call_function"
+                and key in choices
+                and (node.target in OWN or (phase, key) in left)
+            ):
                 said = tuple(c.collective for c in left.pop((str(phase), key), ()))
                 if said != own_moves(call_of(node), choices[key], mesh.shape):
-                    what = f"{key} moves by itself in {phase} otherwise than its strategy {choices[key]} does"
+                    what = (
+                        f"{key} moves by itself in {phase} otherwise than its strategy"
+                        f" {choices[key]} does"
+                    )
                     raise ChangedPlanError(what, where=where_of(node))
     for phase, key in left:
-        raise ChangedPlanError(f"the plan has {key} move by itself in {phase}, where it does not run")
+        raise ChangedPlanError(
+            f"the plan has {key} move by itself in {phase}, where it does not run"
+        )
 
 
 def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
-    """Shape and dtype of every tensor, and of sums of gradients, which are as wide as where they rest."""
+    """Shape and dtype of every tensor, and of sums of gradients, which are as wide as where they
+    rest."""
     keys = placeholder_keys(trace)
     for node in trace.graph.nodes:
         value = node.meta.get("val")
@@ -111,7 +158,9 @@ def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
         yield (storage_key(p.name), 1), (value.shape, sum_dtype(p.dtype))
 
 
-def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, _Value], mesh: Mesh) -> None:
+def _check_step(
+    tensor: TensorKey, step: Communication, values: dict[TensorKey, _Value], mesh: Mesh
+) -> None:
     moved = getattr(torch, str(step.collective.dtype), None)
     if tensor not in values:
         raise ChangedPlanError(f"the plan moves {tensor}, which the model does not make")
@@ -119,12 +168,17 @@ def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, 
     wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
     legal = wide and _fits(step.source, shape, mesh)
     stored = [step.target.on_device()] if step.target.host else []
-    possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.special, stored=stored) if legal else []
+    possible = (
+        neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.special, stored=stored)
+        if legal
+        else []
+    )
     if (step.collective, step.target) not in possible:
         c = step.collective
         raise ChangedPlanError(
-            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from {step.source} to {step.target} "
-            f"for {tensor} of {dtype} {tuple(shape)} on mesh {mesh}",
+            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from"
+            f" {step.source} to {step.target} for {tensor} of {dtype} {tuple(shape)} on mesh"
+            f" {mesh}",
             where=Where(module=step.module),
         )
 

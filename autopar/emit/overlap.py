@@ -1,22 +1,346 @@
-"""Communication beside compute: the orders in which a program may run (`autopar.emit.early`), tried before one of them is written."""
+"""Communication beside compute: the orders in which a program may run (`autopar.emit.overlap`),
+tried before one of them is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.emit.early import PhaseWork, Schedule
-from autopar.emit.rooms import Room
-from autopar.emit.times import node_times
-from autopar.plans import Overlap, Plan
-from autopar.run.program import Action, Program
-from autopar.run.reordered import written
+from torch import fx
+
+from autopar.core.collective import HOST_KINDS, Collective
+from autopar.core.streams import Streams
+from autopar.emit.simulation import blocked_s, node_times
+from autopar.kernels.packing import from_bucket, into_bucket
+from autopar.plans import Overlap, Piece, Plan
+from autopar.program.program import Action, Program
+from autopar.program.reorder import without_idle_starts, written
+
+# --------------------------------------------------------------------------------------------------
+# Room for early steps: how many bytes they may hold, by place in a phase.
+#
+# A place is that of a node of the spine (`autopar.emit.overlap`), counted from 0; placeholders
+# are at the first node's.
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of one phase.
+
+    Attributes:
+        most_bytes: everywhere. pieces: from a place on, so many bytes, where that is less; sorted
+            by place.
+    """
+
+    most_bytes: int
+    pieces: tuple[Piece, ...] = ()
+
+    def at(self, place: int) -> int:
+        """Bytes at a place."""
+        return self.least(place, place)
+
+    def least(self, first: int, last: int) -> int:
+        """Bytes at each of these places."""
+        begin = max(bisect_right(self.pieces, first, key=lambda piece: piece[0]) - 1, 0)
+        pieces = itertools.takewhile(lambda piece: piece[0] <= last, self.pieces[begin:])
+        return min([self.most_bytes, *(size for _, size in pieces)])
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether it belongs to steps that have slack alone, which may run elsewhere; all other
+    nodes are the spine."""
+    return node.op == "call_function" and node.meta.get("slack", "critical") != "critical"
+
+
+def places(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """The nodes of the spine, in order, each with its place."""
+    place = -1
+    for node in graph.nodes:
+        if not follows(node):
+            place += node.op != "placeholder"
+            yield node, max(place, 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Communication beside compute: steps with slack are started early and finished late, on the order
+# of an emitted graph.
+#
+# Terms. An *early* step has slack (`autopar.solve.moves`) and is communication. A *follower* is
+# what belongs to such steps alone: slices among them, the casts around a reduction in a wider
+# dtype, and what packs and unpacks buckets. All other nodes are the *spine*: they keep their
+# order. `work` is seconds of compute as it takes alone; a second of communication beside compute
+# takes 1 − s of it (`autopar.core.streams`).
+#
+# The stream of early steps is fed just in time. Before each node of the spine, while the stream
+# would run dry during it, a step is started: the next prefetchable one if it would come too late
+# otherwise, else a deferrable one whose input is there. The latest start of a prefetchable step
+# is that of a walk backwards, start ≤ min(next start, need) − duration: hidden at the least
+# lifetime. It is finished where it is read first; a deferrable one as soon as it has been done
+# for as long as it took, at the latest at the end of the phase.
+#
+# Nothing is started that would make what early steps hold more than the plan allows before it is
+# finished (`autopar.emit.overlap`): it stays where it was, as does every step whose start would
+# stand right before its finish; deferrable steps are finished where less begins to be allowed
+# than they hold. All ranks emit the same order, so they issue their steps in the same order.
+
+
+def is_early(node: fx.Node) -> bool:
+    """Whether a step may run beside compute."""
+    return follows(node) and "collective" in node.meta and node.meta["collective"].kind != "slice"
+
+
+def _feeds(node: fx.Node) -> bool:
+    """Whether it makes what an early step sends, and nothing else: it runs right before that."""
+    return follows(node) and node.meta["key"].endswith(("/widen", "/pack"))
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseWork:
+    """What is known of a phase whatever the room.
+
+    Attributes:
+        spine: its nodes, each with its place. times: seconds of nodes.
+        latest: the work after which each prefetchable step must have been started, in the order in
+            which they are read.
+        needed: the place at which each of them is read.
+    """
+
+    spine: tuple[tuple[fx.Node, int], ...]
+    times: Mapping[fx.Node, float]
+    mesh_shape: tuple[int, ...]
+    slowdown: float
+    latest: Mapping[fx.Node, float]
+    needed: Mapping[fx.Node, int]
+
+    @staticmethod
+    def of(
+        graph: fx.Graph,
+        times: Mapping[fx.Node, float],
+        mesh_shape: tuple[int, ...],
+        slowdown: float,
+    ) -> PhaseWork:
+        spine, total, place = tuple(places(graph)), 0.0, 0
+        before, read, needed = dict[fx.Node, float](), dict[fx.Node, int](), dict[fx.Node, int]()
+        for node, place in spine:
+            before[node], read[node] = total, place
+            total += 0.0 if "collective" in node.meta else times.get(node, 0.0)
+        latest: dict[fx.Node, float] = {}
+        following = total
+        for node in reversed(graph.nodes):
+            if follows(node) and node.meta["slack"] == "prefetchable":
+                need = min((before.get(user, total) for user in node.users), default=total)
+                read[node] = needed[node] = min(
+                    (read.get(user, place) for user in node.users), default=place
+                )
+                if is_early(node):
+                    following = need = min(following, need) - times[node] * (1.0 - slowdown)
+                    latest[node] = need
+                before[node] = need
+        return PhaseWork(spine, times, mesh_shape, slowdown, dict(reversed(latest.items())), needed)
+
+
+@dataclass
+class Schedule:
+    """One phase's order in the making.
+
+    Attributes:
+        room: for what early steps hold. most_held: the most that they did.
+        place: of the node of the spine that runs.
+        there: the nodes whose results are there. started: early steps on their way, in order, with
+            what they hold.
+        waiting: deferrable steps whose input is there, with what they hold.
+        pending: prefetchable steps that are not started, with the latest start of each.
+    """
+
+    phase: PhaseWork
+    room: Room
+    order: list[Action] = field(default_factory=list)
+    streams: Streams = field(init=False)
+    work_s: float = 0.0
+    held: int = 0
+    most_held: int = 0
+    there: set[fx.Node] = field(default_factory=set)
+    started: dict[fx.Node, int] = field(default_factory=dict)
+    waiting: dict[fx.Node, int] = field(default_factory=dict)
+    pending: dict[fx.Node, float] = field(init=False)
+    place: int = 0
+
+    def __post_init__(self) -> None:
+        self.slowdown, self.times = self.phase.slowdown, self.phase.times
+        self.streams = Streams(self.slowdown)
+        self.pending = dict(self.phase.latest)
+
+    def within(self, limit: int) -> Schedule:
+        """Another, not run, where early steps may hold no more than this."""
+        return Schedule(self.phase, Room(limit, self.room.pieces))
+
+    def run(self) -> list[Action]:
+        """The order, which ends with the graph's output."""
+        for node, place in self.phase.spine:
+            self.place = place
+            self._shed()
+            if node.op == "output":
+                for step in (*self.started, *self.waiting):
+                    self._demand(step)
+            for operand in node.all_input_nodes:
+                self._demand(operand)
+            self._feed(0.0 if "collective" in node.meta else self.times.get(node, 0.0))
+            self._run(node)
+            self._retire()
+        return without_idle_starts(self.order)
+
+    def _shed(self) -> None:
+        """Finish deferrable steps until no more is held than is allowed here; the others were
+        started only where they fit to their end."""
+        limit = self.room.at(self.place)
+        if self.held > limit:
+            for step in [
+                *self.waiting,
+                *(s for s in self.started if s.meta["slack"] == "deferrable"),
+            ]:
+                if self.held > limit:
+                    self._demand(step)
+
+    def _feed(self, time_s: float) -> None:
+        """Start what should run beside the next `time_s` of work."""
+        while self.streams.backlog_s * (1.0 - self.slowdown) < time_s:
+            step = self._next(time_s)
+            if step is None:
+                return
+            self._start(step)
+
+    def _next(self, time_s: float) -> fx.Node | None:
+        queued_s = self.work_s + self.streams.backlog_s * (1.0 - self.slowdown)
+        deferred = next(iter(self.waiting), None)
+        for step, latest_s in self.pending.items():
+            behind_s = queued_s + (
+                self.times[deferred] * (1.0 - self.slowdown) if deferred is not None else 0.0
+            )
+            if max(self.work_s + time_s, behind_s) <= latest_s:
+                break
+            if self._is_ready(step) and self.held + self._bytes(step) <= self.room.least(
+                self.place, self.phase.needed[step]
+            ):
+                return step
+        return deferred
+
+    def _is_ready(self, step: fx.Node) -> bool:
+        """Whether a prefetchable step could run at once: no step before it is on its way, or
+        still to come."""
+
+        def is_there(node: fx.Node) -> bool:
+            done = node in self.there or node in self.streams.done_s
+            return done or (follows(node) and not is_early(node) and self._is_ready(node))
+
+        return all(map(is_there, step.all_input_nodes))
+
+    def _start(self, step: fx.Node) -> None:
+        for operand in step.all_input_nodes:
+            self._demand(operand)
+        if step in self.waiting:
+            self.started[step] = self.waiting.pop(step)
+        else:
+            del self.pending[step]
+            self.started[step] = self._hold(self._bytes(step))
+        self.order.append(("start", step))
+        self.streams.start(step, self.times[step])
+
+    def _demand(self, node: fx.Node) -> None:
+        """Have a node's result there, now."""
+        if node in self.there:
+            return
+        assert follows(node), (
+            "the spine keeps its order, in which every node is made before it is read"
+        )
+        if node in self.started:
+            self.streams.finish(node)
+            self.order.append(("finish", node))
+            self.held -= self.started.pop(node)
+            self._made(node)
+            return
+        for operand in node.all_input_nodes:
+            self._demand(operand)
+        if node in self.there:  # it ran as soon as the last operand was there
+            return
+        self.pending.pop(node, None)
+        self.held -= self.waiting.pop(node, 0)
+        self._run(node)
+
+    def _run(self, node: fx.Node) -> None:
+        """Run a node where it stands; nobody works beside a collective that is not early."""
+        time_s = self.times.get(node, 0.0)
+        self.order.append(("run", node))
+        self.streams.block(blocked_s(node))
+        if "collective" in node.meta and node.meta["collective"].kind != "slice":
+            self.streams.block(time_s)
+        else:
+            self.streams.compute(time_s)
+            self.work_s += 0.0 if follows(node) else time_s
+        self._made(node)
+
+    def _made(self, node: fx.Node) -> None:
+        """A result is there: what can be deferred may wait from now on. Out of a bucket come all
+        its tensors, so that none is held longer than it is read."""
+        self.there.add(node)
+        for part in node.users if node.target is from_bucket else ():
+            self._demand(part)
+        for user in node.users:
+            if user in self.there or not follows(user) or user.meta["slack"] != "deferrable":
+                continue
+            if _feeds(user):
+                if all(
+                    operand in self.there for operand in user.all_input_nodes
+                ):  # of a bucket, the last is what it waits for
+                    self._wait(next(iter(user.users)))
+            elif is_early(user):
+                if not _feeds(node):  # else it is about to run
+                    self._wait(user)
+            elif all(operand in self.there for operand in user.all_input_nodes):
+                self._demand(user)
+
+    def _wait(self, step: fx.Node) -> None:
+        size = self._bytes(step)
+        if self.held + size > self.room.at(self.place):
+            self._demand(step)
+        else:
+            self.waiting[step] = self._hold(size)
+
+    def _retire(self) -> None:
+        """Finish deferrable steps that have been done for as long as they took."""
+        for step in [
+            s for s in self.started if s.meta["slack"] == "deferrable" and s in self.streams.done_s
+        ]:
+            if self.streams.now_s >= self.streams.done_s[step] + self.times[step]:
+                self._demand(step)
+
+    def _bytes(self, step: fx.Node) -> int:
+        """What a step holds until it is finished: what comes, and what is sent, which is there
+        anyway where a parameter is gathered."""
+        c: Collective = step.meta["collective"]
+        if c.kind in HOST_KINDS:  # one of the two is on the host
+            return c.bytes
+        rests = (
+            c.kind == "all_gather"
+            and step.meta["slack"] == "prefetchable"
+            and step.args[0].target is not into_bucket
+        )  # type: ignore[union-attr]
+        sent = 0 if rests else c.bytes
+        return sent + c.output_bytes(c.size_in(self.phase.mesh_shape))
+
+    def _hold(self, size: int) -> int:
+        self.held += size
+        self.most_held = max(self.most_held, self.held)
+        return size
+
 
 _ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # times what early steps hold
 
 
 def overlapped(program: Program, plan: Plan) -> tuple[Program, Overlap]:
-    """The program with its communication beside its compute, as far as `plan.overlap` says, and what early steps hold in it at most; with
+    """The program with its communication beside its compute, as far as `plan.overlap` says, and
+    what early steps hold in it at most; with
     that little room alone they may come in another order."""
     found, held = Orders(program, plan).within(plan.overlap)
     return written(found), held
@@ -29,7 +353,8 @@ def least_overlap(program: Program, plan: Plan) -> Overlap:
 
 @dataclass
 class Orders:
-    """The orders in which a program may run, of which `plan` says what its nodes take; its graphs stay as they are.
+    """The orders in which a program may run, of which `plan` says what its nodes take; its graphs
+    stay as they are.
 
     Args:
         program: in no other order yet.
@@ -40,7 +365,8 @@ class Orders:
     _phases: dict[str, PhaseWork] = field(default_factory=dict)
 
     def within(self, overlap: Overlap) -> tuple[Program, Overlap]:
-        """The program in the order that an overlap gives (`Program.orders`), and what early steps hold in it at most."""
+        """The program in the order that an overlap gives (`Program.orders`), and what early
+        steps hold in it at most."""
         orders: dict[str, list[Action]] = {}
         held = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
@@ -51,13 +377,17 @@ class Orders:
         return replace(self.program, orders=orders), _allowing(overlap, held)
 
     def least(self, overlap: Overlap) -> Overlap:
-        """The overlap that gives the same program with few bytes allowed: what early steps hold at most, or where with so little room they
+        """The overlap that gives the same program with few bytes allowed: what early steps hold at
+        most, or where with so little room they
         would come in another order, some multiple of that."""
         held = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
             order, most, limit = schedule.run(), schedule.most_held, schedule.room.most_bytes
             less = (int(most * factor) for factor in _ROOM)
-            held[phase] = next((n for n in less if most and n < limit and schedule.within(n).run() == order), limit if most else 0)
+            held[phase] = next(
+                (n for n in less if most and n < limit and schedule.within(n).run() == order),
+                limit if most else 0,
+            )
         return _allowing(overlap, held)
 
     def _schedules(self, overlap: Overlap) -> dict[str, Schedule]:
@@ -66,13 +396,22 @@ class Orders:
             "forward": Room(overlap.forward_bytes, overlap.forward_room),
             "backward": Room(overlap.backward_bytes, overlap.backward_room),
         }
-        allowed = {phase: room for phase, room in limits.items() if overlap.slowdown < 1.0 and room.most_bytes > 0}
-        return {phase: Schedule(self._phase(phase, overlap.slowdown), room) for phase, room in allowed.items()}
+        allowed = {
+            phase: room
+            for phase, room in limits.items()
+            if overlap.slowdown < 1.0 and room.most_bytes > 0
+        }
+        return {
+            phase: Schedule(self._phase(phase, overlap.slowdown), room)
+            for phase, room in allowed.items()
+        }
 
     def _phase(self, phase: str, slowdown: float) -> PhaseWork:
         if phase not in self._phases or self._phases[phase].slowdown != slowdown:
             graph = getattr(self.program, phase).graph
-            self._phases[phase] = PhaseWork.of(graph, node_times(graph, self.plan), self.program.mesh.shape, slowdown)
+            self._phases[phase] = PhaseWork.of(
+                graph, node_times(graph, self.plan), self.program.mesh.shape, slowdown
+            )
         return self._phases[phase]
 
 
@@ -80,5 +419,10 @@ def _allowing(overlap: Overlap, held: Mapping[str, int]) -> Overlap:
     if overlap.slowdown >= 1.0:
         return overlap
     room = {"forward": overlap.forward_room, "backward": overlap.backward_room}
-    room = {phase: pieces if any(size < held[phase] for _, size in pieces) else () for phase, pieces in room.items()}
-    return Overlap(overlap.slowdown, held["forward"], held["backward"], room["forward"], room["backward"])
+    room = {
+        phase: pieces if any(size < held[phase] for _, size in pieces) else ()
+        for phase, pieces in room.items()
+    }
+    return Overlap(
+        overlap.slowdown, held["forward"], held["backward"], room["forward"], room["backward"]
+    )

@@ -1,38 +1,98 @@
 """The forward or the backward graph while it is built.
 
-One invariant: a tensor is asked for in a layout and a phase (`Phase.get`), and whatever is needed to have it there is
-emitted on the way: the collective whose target it is (and before that, its source), the saved value, or the node that
-backward runs again. Collectives that shrink what they read are issued as soon as their input exists, the others as late
-as their first reader; recomputation happens when backward first asks for it, so a layer is recomputed when its own
+One invariant: a tensor is asked for in a layout and a phase (`Phase.get`), and whatever is needed
+to have it there is emitted on the way: the collective whose target it is (and before that, its
+source), the saved value, or the node that backward runs again. Collectives that shrink what they
+read are issued as soon as their input exists, the others as late as their first reader;
+recomputation happens when backward first asks for it, so a layer is recomputed when its own
 backward comes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from autopar.analysis.in_place import owner_of
-from autopar.analysis.routed import shared_rows
+from autopar.analysis.fusable import shared_rows
+from autopar.analysis.gradients import has_own_memory, operand_written, owner_of
+from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter
-from autopar.emit import in_place, kernels
-from autopar.emit.calls import CALLS, Moved
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
-from autopar.emit.job import CAST, Job, Ref, rests
-from autopar.emit.localize import local_call
+from autopar.core.layout import Layout, Strategy
+from autopar.emit import kernels
+from autopar.emit.context import (
+    CALLS,
+    CAST,
+    Job,
+    Moved,
+    Ref,
+    buffer_key,
+    input_key,
+    local_call,
+    output_key,
+    parameter_key,
+    rests,
+)
 from autopar.errors import ChangedPlanError
+from autopar.kernels.collectives import add_to
 from autopar.kernels.dispatched import with_routes
-from autopar.kernels.sums import add_to
-from autopar.layout import Layout, Strategy
+from autopar.ops.in_place import in_place_form
 from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
+# --------------------------------------------------------------------------------------------------
+# Nodes of a program that write their result into an operand, as the trace lets them, where
+# nothing else in the program has it.
+
+
+def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
+    """Say which argument a node of the program is to write its result into, where strategy and
+    trace let it: the two are split alike."""
+    place = operand_written(node)
+    if place is not None:
+        operand = strategy.inputs[operands_of(node).index(node.args[place])]  # type: ignore[arg-type]
+        here.meta.update({IN_PLACE: place} if operand.splits_like(strategy.outputs[0]) else {})
+
+
+def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]) -> None:
+    """Let a node write into the operand that it is marked for, if that may go; else take its mark
+    away.
+
+    Args:
+        saved: forward node → the placeholder that stands for it in this graph.
+    """
+    place = node.meta.pop(IN_PLACE, None)
+    form = None if place is None else in_place_form(node.target)  # type: ignore[arg-type]
+    if form is not None and _may_go(node.args[place], saved, mesh_shape):  # type: ignore[arg-type]
+        node.target, keyword = form
+        node.kwargs = {**node.kwargs, keyword: node.args[place]} if keyword else node.kwargs
+        node.meta[IN_PLACE] = place
+
+
+def _may_go(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]) -> bool:
+    """Whether a tensor has no other reader and lies where nothing else does: a step along an
+    axis of one device hands on what it reads."""
+    source = next((source for source, placeholder in saved.items() if placeholder is node), node)
+    views = (
+        user for user in source.users if user.op == "call_function" and not has_own_memory(user)
+    )
+    step = source.meta.get("collective")
+    handed_on = step is not None and step.axis >= 0 and mesh_shape[step.axis] == 1
+    return len(node.users) == 1 and has_own_memory(source) and not handed_on and not any(views)
+
+
 _cast, _clone = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
-_OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
+_OF_STEPS = (
+    "collective",
+    "slack",
+    "time_s",
+    "kernel",
+    "own",
+    "moved",
+)  # meta of steps that their results do not have
 _AT_ONCE = ("reduce_scatter", "all_reduce", "store")
 """What shrinks what it reads, or lets a device be without it."""
 Have = dict[Ref, dict[Layout, fx.Node]]
@@ -47,18 +107,33 @@ class Phase:
     graph: fx.Graph = field(default_factory=fx.Graph)
     have: Have = field(default_factory=dict)
     earlier: Phase | None = None
-    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
-    done: set[tuple[str, bool]] = field(default_factory=set)  # names of nodes that were emitted, and whether to run again
-    in_progress: set[tuple[Ref, Layout]] = field(default_factory=set)  # what steps are being emitted for
-    sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
-    wide: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)  # sums of a narrower tensor, as they were reduced
-    copied: set[str] = field(default_factory=set)  # placeholders of parameters that are cast here to what they are read in
+    saved: dict[fx.Node, fx.Node] = field(
+        default_factory=dict
+    )  # forward node → backward placeholder
+    done: set[tuple[str, bool]] = field(
+        default_factory=set
+    )  # names of nodes that were emitted, and whether to run again
+    in_progress: set[tuple[Ref, Layout]] = field(
+        default_factory=set
+    )  # what steps are being emitted for
+    sums: dict[str, fx.Node] = field(
+        default_factory=dict
+    )  # parameter → what its gradients are added to
+    wide: dict[tuple[Ref, Layout], fx.Node] = field(
+        default_factory=dict
+    )  # sums of a narrower tensor, as they were reduced
+    copied: set[str] = field(
+        default_factory=set
+    )  # placeholders of parameters that are cast here to what they are read in
 
-    def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...], *, casts: bool) -> None:
+    def placeholders(
+        self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...], *, casts: bool
+    ) -> None:
         """What the graph is given.
 
         Args:
-            casts: whether parameters come in the dtype in which they rest, and are cast here to that in which they are read.
+            casts: whether parameters come in the dtype in which they rest, and are cast here to
+                that in which they are read.
         """
         chosen = self.job.index.chosen
         narrowed = {p.node: p.compute_dtype for p in parameters if p.is_narrowed and casts}
@@ -90,7 +165,8 @@ class Phase:
         return found
 
     def hold_sums(self) -> None:
-        """One placeholder per parameter that has a gradient: what it is added to, as soon as it is there."""
+        """One placeholder per parameter that has a gradient: what it is added to, as soon as it
+        is there."""
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 here = self.graph.placeholder(f"sum_{p.node}")
@@ -98,7 +174,8 @@ class Phase:
                 self.sums[p.name] = here
 
     def add_up(self, made: str) -> None:
-        """Add what this node of the trace made to the sums of the parameters whose gradient it is."""
+        """Add what this node of the trace made to the sums of the parameters whose gradient it
+        is."""
         nodes = self.job.results()
         for p in self.job.trace.parameters if self.sums else ():
             if p.gradient is not None and nodes[p.gradient].name == made:
@@ -108,14 +185,21 @@ class Phase:
                 gradient = self.wide.get(((made, 0), layout), gradient)
                 if total.op == "placeholder":
                     self.sums[p.name] = self.graph.call_function(add_to, (total, gradient))
-                    self.sums[p.name].meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
+                    self.sums[p.name].meta.update(
+                        total.meta, key=f"{key}/add_to", slack="deferrable"
+                    )
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
-        """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
+        """The tensor is at hand in this layout; shrinking collectives from it are issued at
+        once."""
         node.meta.setdefault("holds", (ref, layout))  # what `verify` compares it with
         self.have.setdefault(ref, {})[layout] = node
         for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
-            if step.source == layout and step.collective.kind in _AT_ONCE and target not in self.have[ref]:
+            if (
+                step.source == layout
+                and step.collective.kind in _AT_ONCE
+                and target not in self.have[ref]
+            ):
                 self._step(ref, node, step)
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
@@ -130,27 +214,38 @@ class Phase:
         step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
         if step is not None and step.kernel is not None:
             made = self.job.nodes[ref[0]]
-            self.compute(kernels.product_of(made, step) if step.collective.kind == "all_gather" else made, again=step.kernel.again)
+            self.compute(
+                kernels.product_of(made, step) if step.collective.kind == "all_gather" else made,
+                again=step.kernel.again,
+            )
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
-        elif step is not None and (ref, layout) not in self.in_progress:  # else steps lead in a circle
+        elif (
+            step is not None and (ref, layout) not in self.in_progress
+        ):  # else steps lead in a circle
             self.in_progress.add((ref, layout))
             source = self.get(ref, step.source, wanted_by)
             self.in_progress.remove((ref, layout))
             at_hand = self.have.get(ref, {})
             return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
         node = self.job.nodes[ref[0]]
-        if self.phase == "backward" and node.op == "call_function" and node.meta["key"] in self.job.index.again:
+        if (
+            self.phase == "backward"
+            and node.op == "call_function"
+            and node.meta["key"] in self.job.index.again
+        ):
             self.compute(node, again=True)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
         raise ChangedPlanError(
-            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in the plan makes it",
+            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in"
+            " the plan makes it",
             where=where_of(node),
         )
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
-        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs that cross no stage)."""
+        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs
+        that cross no stage)."""
         if self.earlier is None:
             return None
         held = ref[0] in self.job.crossing or ref[0] in self.earlier.copied
@@ -158,7 +253,11 @@ class Phase:
         if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
             return None
         node = self.earlier.have.get(ref, {}).get(layout)
-        if node is None or (resident and not rests(node) and layout not in self.job.index.kept.get(self.job.key(ref), ())):
+        if node is None or (
+            resident
+            and not rests(node)
+            and layout not in self.job.index.kept.get(self.job.key(ref), ())
+        ):
             return None
         if node not in self.saved:
             self.saved[node] = self.graph.placeholder(f"saved_{node.name}")
@@ -170,7 +269,12 @@ class Phase:
         target, args = CALLS[c.kind](c, step.target)
         key, result = self.job.key(ref)
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
-        meta = {"module": step.module, "phase": self.phase, "source": source_line, "slack": step.slack}
+        meta = {
+            "module": step.module,
+            "phase": self.phase,
+            "source": source_line,
+            "slack": step.slack,
+        }
         own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
         if (ref, step.source) in self.wide and wide != own:  # by another axis before
             source = self.wide[ref, step.source]
@@ -179,7 +283,9 @@ class Phase:
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
         moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
-        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved)
+        node.meta.update(
+            meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved
+        )
         if wide != own:
             self.wide[ref, step.target] = node
             node = self.graph.call_function(_cast, (node,), {"dtype": own})
@@ -194,10 +300,15 @@ class Phase:
         if c.kind not in ("all_gather", "all_to_all"):
             return {}
         length = self.job.shape(ref)[c.dim]
-        return {"length": length} if length % step.source.num_shards(c.dim, self.job.mesh.shape) else {}
+        return (
+            {"length": length}
+            if length % step.source.num_shards(c.dim, self.job.mesh.shape)
+            else {}
+        )
 
     def compute(self, node: fx.Node, *, again: bool = False) -> None:
-        """Emit one compute node with its chosen strategy; one that stands where a kernel's collective was wanted is there already."""
+        """Emit one compute node with its chosen strategy; one that stands where a kernel's
+        collective was wanted is there already."""
         if (node.name, again) in self.done:
             return
         self.done.add((node.name, again))
@@ -207,24 +318,41 @@ class Phase:
             return
         strategy = (self.job.index.again if again else self.job.index.chosen)[key]
         refs = _reads(node)
-        if any(at.uncast for at in strategy.outputs):  # whom it is cast for adds up what it is cast from
-            self.have.setdefault((node.name, 0), {})[strategy.outputs[0]] = self.get(refs[0], strategy.inputs[0], key)
+        if any(
+            at.uncast for at in strategy.outputs
+        ):  # whom it is cast for adds up what it is cast from
+            self.have.setdefault((node.name, 0), {})[strategy.outputs[0]] = self.get(
+                refs[0], strategy.inputs[0], key
+            )
             return
         if kernels.emitted(self, node, strategy, refs, again):
             return
-        operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]
-        target, args, kwargs = local_call(self.graph, call_of(node), strategy, self.job.mesh.shape, operands)
+        operands = [
+            self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)
+        ]
+        target, args, kwargs = local_call(
+            self.graph, call_of(node), strategy, self.job.mesh.shape, operands
+        )
         own = self.job.index.own.get((self.phase, key), ())
         if any(c.kernel is not None for c in own):
             args = with_routes(args, True)
         here = self.graph.call_function(target, args, kwargs)
-        here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
+        here.meta.update(
+            key=key,
+            module=node.meta["module"],
+            phase=self.phase,
+            source=node.meta.get("source", ""),
+        )
         here.meta["recomputed"] = again
         if own:
             here.meta["own"] = own
-            here.meta["routes"] = shared_rows(call_of(node), strategy, self.job.mesh.shape) if any(c.kernel for c in own) else ()
+            here.meta["routes"] = (
+                shared_rows(call_of(node), strategy, self.job.mesh.shape)
+                if any(c.kernel for c in own)
+                else ()
+            )
             self.job.emitted += [(self.phase, key, c.collective) for c in own]
-        in_place.mark(node, here, strategy)
+        mark(node, here, strategy)
         self.define_results(node, here, strategy)
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
@@ -244,22 +372,26 @@ class Phase:
         self.define((node.name, 0), strategy.outputs[0], source)
 
     def results(self) -> list[fx.Node]:
-        """The model's outputs in the layouts that the plan gives them, then the new values of mutated buffers."""
+        """The model's outputs in the layouts that the plan gives them, then the new values of
+        mutated buffers."""
         nodes, chosen = self.job.results(), self.job.index.chosen
         wanted = [(output_key(o.path), nodes[i]) for i, o in enumerate(self.job.trace.outputs)]
         wanted += [(output_key(name), nodes[i]) for name, i in self.job.trace.mutated.items()]
         return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
 
     def gradients(self) -> list[fx.Node]:
-        """One gradient per parameter that has one, as the parameter reads it, or the sum that it was added to; then one per input that
-        has one, whole, or, where it crosses, as it lies."""
+        """One gradient per parameter that has one, as the parameter reads it, or the sum that it
+        was added to; then one per input that has one, whole, or, where it crosses, as it lies."""
         nodes, chosen = self.job.results(), self.job.index.chosen
         found = []
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 key = parameter_key(p.name)
                 self.add_up(nodes[p.gradient].name)  # where it is none of backward's own nodes
-                found.append(self.sums.get(p.name) or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key))
+                found.append(
+                    self.sums.get(p.name)
+                    or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key)
+                )
         for i in self.job.trace.inputs:
             if i.gradient is not None:
                 key = input_key(i.path)
@@ -267,24 +399,36 @@ class Phase:
         return self._apart(found)
 
     def _apart(self, gradients: list[fx.Node]) -> list[fx.Node]:
-        """Each in memory of its own, as autograd gives them: clipping and the next backward write into every one of them."""
+        """Each in memory of its own, as autograd gives them: clipping and the next backward
+        write into every one of them."""
         owners, found = set[fx.Node](self.sums.values()), []
         for gradient in gradients:
             owner, lies_over_itself = owner_of(gradient)
-            if gradient not in self.sums.values() and (owner in owners or owner.op == "placeholder" or lies_over_itself):
+            if gradient not in self.sums.values() and (
+                owner in owners or owner.op == "placeholder" or lies_over_itself
+            ):
                 meta = gradient.meta
-                gradient = self.graph.call_function(_clone, (gradient,), {"memory_format": torch.contiguous_format})
-                gradient.meta.update({name: meta[name] for name in ("key", "module", "phase", "source", "holds") if name in meta})
+                gradient = self.graph.call_function(
+                    _clone, (gradient,), {"memory_format": torch.contiguous_format}
+                )
+                gradient.meta.update(
+                    {
+                        name: meta[name]
+                        for name in ("key", "module", "phase", "source", "holds")
+                        if name in meta
+                    }
+                )
             owners.add(owner)
             found.append(gradient)
         return found
 
     def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
-        """Write the output node and drop what nobody reads; the forward nodes whose values are saved."""
+        """Write the output node and drop what nobody reads; the forward nodes whose values are
+        saved."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         for node in self.graph.nodes:
-            in_place.write(node, self.saved, self.job.mesh.shape)
+            write(node, self.saved, self.job.mesh.shape)
         saved: list[fx.Node] = []
         for source, placeholder in self.saved.items():
             if not placeholder.users:

@@ -1,4 +1,5 @@
-"""The time of an emitted program, by simulation of its two streams (`autopar.streams`), node by node in the order of its graphs."""
+"""The time of an emitted program, by simulation of its two streams (`autopar.core.streams`),
+node by node in the order of its graphs."""
 
 from __future__ import annotations
 
@@ -7,15 +8,67 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.emit.times import blocked_s, node_times
+from autopar.core.streams import Streams
 from autopar.kernels import collectives as kernels
 from autopar.plans import Plan
-from autopar.run.program import Action, Program
-from autopar.run.reordered import order_of
-from autopar.streams import Streams
+from autopar.program.program import Action, Program
+from autopar.program.reorder import order_of
+
+# --------------------------------------------------------------------------------------------------
+# Seconds of the nodes of an emitted graph, as the plan predicts them; of what a node moves by
+# itself, beside them.
+#
+# A kernel's node takes the time of its collective, beside which nothing runs, and of its product
+# what is left of it beyond what the kernel saves. That part is counted as compute: what saves
+# more than the product takes, would save part of the collective. Likewise of what a node's own
+# rows save by their route.
+
+
+def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
+    """Seconds by node: of steps their own, of an entry for the first of its nodes that the graph
+    runs, and again where it runs again.
+
+    Copies of what crosses go by its key, and take none of the time that it takes to cross.
+    """
+    computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
+    owner = {
+        c.node.format(*at): (e, i)
+        for e, entry in computed
+        for i, at in enumerate(entry.instances)
+        for c in entry.nodes
+    }
+    found: dict[fx.Node, float] = {}
+    spent: set[tuple[int, int, bool]] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if "time_s" in node.meta:
+            found[node] = node.meta["time_s"]
+            continue
+        again, kernel = bool(node.meta.get("recomputed")), node.meta.get("kernel")
+        for key in (node.meta.get("key", ""), *(kernel.others if kernel is not None else ())):
+            if (at := owner.get(key)) is not None and (*at, again) not in spent:
+                spent.add((*at, again))
+                found[node] = found.get(node, 0.0) + (
+                    plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s
+                )
+        routed_s = sum(c.kernel.saved_s for c in node.meta.get("own", ()) if c.kernel is not None)
+        if kernel is not None or routed_s:
+            found[node] = found.get(node, 0.0) - (routed_s if kernel is None else kernel.saved_s)
+    return found
+
+
+def blocked_s(node: fx.Node) -> float:
+    """Seconds of communication in a node beside which nothing runs but its own product: of a
+    kernel, and what the node moves by itself."""
+    own_s = sum(c.time_s for c in node.meta.get("own", ()))
+    return own_s + (node.meta["kernel"].time_s if "kernel" in node.meta else 0.0)
+
 
 _ROUNDING = 1e-9  # share of a sum
-Span = tuple[str, str, float, float]  # node key, kind (``compute`` or ``communication``), start, seconds
+Span = tuple[
+    str, str, float, float
+]  # node key, kind (``compute`` or ``communication``), start, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +76,10 @@ class Simulated:
     """One phase.
 
     Attributes:
-        time_s: from its start to its end. hidden_s: of this, how long compute and communication both ran.
-        spans: what ran when; a hidden second stretches compute. missing_s: compute that the plan prices and the graph does not run.
+        time_s: from its start to its end. hidden_s: of this, how long compute and communication
+            both ran.
+        spans: what ran when; a hidden second stretches compute. missing_s: compute that the plan
+            prices and the graph does not run.
     """
 
     time_s: float
@@ -34,14 +89,20 @@ class Simulated:
 
 
 def simulated(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
-    """Forward and backward; of the plan's entries those that are run in neither graph, such as the optimizer's, are in neither."""
+    """Forward and backward; of the plan's entries those that are run in neither graph, such as
+    the optimizer's, are in neither."""
     forward, backward = (
-        _phase(phase, order_of(program, phase), node_times(getattr(program, phase).graph, plan), plan) for phase in ("forward", "backward")
+        _phase(
+            phase, order_of(program, phase), node_times(getattr(program, phase).graph, plan), plan
+        )
+        for phase in ("forward", "backward")
     )
     return forward, backward
 
 
-def _phase(phase: str, order: Sequence[Action], times: Mapping[fx.Node, float], plan: Plan) -> Simulated:
+def _phase(
+    phase: str, order: Sequence[Action], times: Mapping[fx.Node, float], plan: Plan
+) -> Simulated:
     streams = Streams(plan.overlap.slowdown)
     spans: list[Span] = []
     for action, node in order:
@@ -51,7 +112,9 @@ def _phase(phase: str, order: Sequence[Action], times: Mapping[fx.Node, float], 
         elif action == "finish" or node.target is kernels.finish:
             streams.finish(node if action == "finish" else node.args[0])
         else:
-            waits = "collective" in node.meta and node.meta["collective"].kind != "slice"  # a slice is a local copy
+            waits = (
+                "collective" in node.meta and node.meta["collective"].kind != "slice"
+            )  # a slice is a local copy
             if blocked_s(node):
                 streams.block(blocked_s(node))
                 moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
@@ -59,12 +122,34 @@ def _phase(phase: str, order: Sequence[Action], times: Mapping[fx.Node, float], 
                 before_s = streams.now_s
             (streams.block if waits else streams.compute)(time_s)
             if time_s > 0.0:
-                spans.append((node.meta["key"], "communication" if waits else "compute", before_s, streams.now_s - before_s))
-    spans += [(step.meta["key"], "communication", start_s, end_s - start_s) for step, start_s, end_s in streams.ran]  # type: ignore[attr-defined]
-    priced_s = sum(len(e.instances) * e.time_s for e in plan.entries if e.kind == "compute" and e.phase == phase)
-    priced_s += sum(len(e.instances) * e.again_s for e in plan.entries) if phase == "backward" else 0.0
-    missing_s = priced_s - sum(time_s for node, time_s in times.items() if "collective" not in node.meta)
+                spans.append(
+                    (
+                        node.meta["key"],
+                        "communication" if waits else "compute",
+                        before_s,
+                        streams.now_s - before_s,
+                    )
+                )
+    for step, start_s, end_s in streams.ran:
+        assert isinstance(step, fx.Node)
+        spans.append((step.meta["key"], "communication", start_s, end_s - start_s))
+    priced_s = sum(
+        len(e.instances) * e.time_s
+        for e in plan.entries
+        if e.kind == "compute" and e.phase == phase
+    )
+    priced_s += (
+        sum(len(e.instances) * e.again_s for e in plan.entries) if phase == "backward" else 0.0
+    )
+    missing_s = priced_s - sum(
+        time_s for node, time_s in times.items() if "collective" not in node.meta
+    )
     own = (c.kernel for node in times for c in node.meta.get("own", ()) if c.kernel is not None)
-    missing_s -= sum(kernel.saved_s for kernel in (*(node.meta["kernel"] for node in times if "kernel" in node.meta), *own))
+    missing_s -= sum(
+        kernel.saved_s
+        for kernel in (*(node.meta["kernel"] for node in times if "kernel" in node.meta), *own)
+    )
     missing_s = missing_s if missing_s > _ROUNDING * priced_s else 0.0
-    return Simulated(streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s)
+    return Simulated(
+        streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s
+    )

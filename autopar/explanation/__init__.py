@@ -2,7 +2,7 @@
 
 from autopar.explanation.difference import Diff, diff
 from autopar.explanation.explain import explain
-from autopar.explanation.stages import StagedExplanation
-from autopar.explanation.whole import Explanation
+from autopar.explanation.plan_tables import Explanation
+from autopar.explanation.stage_tables import StagedExplanation
 
 __all__ = ["Diff", "Explanation", "StagedExplanation", "diff", "explain"]

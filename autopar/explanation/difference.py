@@ -1,32 +1,256 @@
 """`diff`: what changed from one plan to another, module by module.
 
-Stages that are cut alike are compared by order, by times of one microbatch. Where cuts differ, or one plan has none, modules are compared
-by their shares of the step (`autopar.explanation.shares`), and what of it is no module's has rows of its own: together they are the step.
+Stages that are cut alike are compared by order, by times of one microbatch. Where cuts differ, or
+one plan has none, modules are compared by their shares of the step
+(`autopar.explanation.difference`), and what of it is no module's has rows of its own: together they
+are the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import Part, breakdown, label
+from autopar.breakdown import CROSSING, Part, breakdown, copies_of, label, owner
 from autopar.constraints import read_constraint
 from autopar.constraints.words import in_words
-from autopar.explanation.lines import as_emitted
-from autopar.explanation.rendering import Readable, table
-from autopar.explanation.shares import Share, axes_of, beside_modules, over_axes, rows
-from autopar.plans import Pipeline, Plan
-from autopar.units import seconds, share, size
+from autopar.core.units import seconds, share, size
+from autopar.explanation.summary import Readable, as_emitted, table
+from autopar.plans import Communication, Entry, Kept, Pipeline, Plan
+
+# --------------------------------------------------------------------------------------------------
+# What each module takes of a step, in two plans that are cut into stages otherwise, or of which
+# one is not cut.
+#
+# Terms. With M microbatches and P ranks of a pipeline, P = 1 where there is none, a module that
+# takes t seconds of a microbatch on a device of its stage has a *share* of M · t / P of the step:
+# seconds per device, summed over microbatches, on average over all devices, of which those of its
+# stage alone work on it. With τ of a stage's microbatch,
+#
+# step = Σ of all shares − M / P · Σ (what a stage's parts take less τ: what is hidden) + what a
+# device waits on average + what handing outputs to all stages takes
+#
+# so shares of plans that are cut otherwise add up to the step, and compare. Copies of a module
+# that are together in both plans share a row.
+
+HIDDEN = "(hidden: communication beside compute, and what kernels save)"
+WAITING = "(waiting for other stages)"
+HANDING = "(handing outputs to all stages)"
+_Place = tuple[tuple[int, int], ...]  # stages, and in each the number of the part
+_Split = TypeVar("_Split", Entry, Communication, Kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A module's share of a step, see the module docstring.
+
+    Attributes:
+        stages: that it is in; () where the plan has none. kept_bytes: on a device of its stage, for
+            all microbatches in flight there; of several stages, where they are the most.
+        part, axes: the part that takes the most of it, with its layouts over the axes of these
+            names: those of both plans but the stages'.
+    """
+
+    stages: tuple[int, ...]
+    compute_s: float
+    communication_s: float
+    kept_bytes: int
+    part: Part
+    axes: tuple[str, ...]
+
+    @property
+    def time_s(self) -> float:
+        return self.compute_s + self.communication_s
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A module, or some of its copies, in two plans; None where one of them has no such."""
+
+    module: str
+    first: Share | None
+    second: Share | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A plan without stages, or a stage: how often a device runs it in a step, on average over
+    all, and what it keeps how often."""
+
+    plan: Plan
+    runs: float
+    flying: int
+
+
+def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
+    """All modules, in the order in which the first plan reaches them, then those of the second
+    alone."""
+    places = _places(first), _places(second)
+
+    def cell(module: str, instance: tuple[int, ...]) -> tuple[_Place, _Place]:
+        if module in CROSSING:  # named by what crosses there, which is another thing at each cut
+            return (), ()
+        return places[0].get((module, instance), ()), places[1].get((module, instance), ())
+
+    both, axes = (
+        (_collected(first, cell), _collected(second, cell)),
+        axes_of([_pieces(plan)[0].plan for plan in (first, second)]),
+    )
+    keys = list(dict.fromkeys((*both[0], *both[1])))
+    several = {module for module, _ in keys if sum(module == other for other, _ in keys) > 1}
+    found = []
+    for key in keys:
+        parts = [part for side in both for _, _, part in side.get(key, ())]
+        copies = (
+            copies_of(tuple(i for part in parts for i in part.instances))
+            if key[0] in several
+            else ""
+        )
+        shares = (
+            _share(plan, side.get(key, []), axes)
+            for plan, side in zip((first, second), both, strict=True)
+        )
+        module = (
+            parts[0].module if len({part.module for part in parts}) == 1 else key[0]
+        )  # a stage may have but one of the layers
+        found.append(Row(replace(parts[0], module=module, copies=copies).name, *shares))
+    return tuple(found)
+
+
+def beside_modules(plan: Plan) -> dict[str, float]:
+    """What of a step is no module's: name → seconds per device, on average over all."""
+    pieces = _pieces(plan)
+    parts_s = sum(
+        piece.runs * sum(p.compute_s + p.communication_s for p in breakdown(piece.plan))
+        for piece in pieces
+    )
+    busy_s = sum(piece.runs * piece.plan.prediction.step_s for piece in pieces)
+    handed_s = plan.pipeline.handed_s if plan.pipeline is not None else 0.0
+    return {
+        HIDDEN: busy_s - parts_s,
+        WAITING: plan.prediction.step_s - busy_s - handed_s,
+        HANDING: handed_s,
+    }
+
+
+def _pieces(plan: Plan) -> tuple[_Piece, ...]:
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return (_Piece(plan, 1.0, 1),)
+    runs = pipeline.num_microbatches * pipeline.num_chunks / len(pipeline.stages)
+    return tuple(
+        _Piece(stage, runs, flying)
+        for stage, flying in zip(pipeline.stages, pipeline.num_in_flight, strict=True)
+    )
+
+
+def _places(plan: Plan) -> Mapping[tuple[str, tuple[int, ...]], _Place]:
+    """(module, indices of a copy) → the parts that it is in."""
+    found: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    for stage, piece in enumerate(_pieces(plan)):
+        for number, part in enumerate(breakdown(piece.plan)):
+            for instance in part.instances:
+                found[part.pattern, instance] = (
+                    *found.get((part.pattern, instance), ()),
+                    (stage, number),
+                )
+    return found
+
+
+_Cell = Callable[[str, tuple[int, ...]], tuple[_Place, _Place]]
+_Found = dict[tuple[str, tuple[_Place, _Place]], list[tuple[int, _Piece, Part]]]
+
+
+def _collected(plan: Plan, cell: _Cell) -> _Found:
+    """(module, cell) → the stages that have it, and its part there, split such that copies of a
+    cell are together."""
+    found: _Found = {}
+    for stage, piece in enumerate(_pieces(plan)):
+        for part in breakdown(_split(piece.plan, cell)):
+            found.setdefault((part.pattern, cell(part.pattern, part.instances[0])), []).append(
+                (stage, piece, part)
+            )
+    return found
+
+
+def _split(plan: Plan, cell: _Cell) -> Plan:
+    """The plan with decisions, what is kept and what is moved apart for copies of different
+    cells."""
+
+    def each(facts: tuple[_Split, ...], node: Callable[[_Split], str]) -> Iterator[_Split]:
+        for fact in facts:
+            cells: dict[tuple[_Place, _Place], list[tuple[int, ...]]] = {}
+            for instance in fact.instances:
+                cells.setdefault(cell(owner(node(fact)), instance), []).append(instance)
+            yield from (replace(fact, instances=tuple(instances)) for instances in cells.values())
+
+    entries = tuple(each(plan.entries, lambda entry: entry.nodes[0].node))
+    moves, kept = (
+        tuple(each(plan.communications, lambda c: c.node)),
+        tuple(each(plan.kept, lambda k: k.node)),
+    )
+    return replace(plan, entries=entries, communications=moves, kept=kept)
+
+
+def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """The axes that plans, or stages, run on, if there are more devices than one on them; else
+    those of the first plan."""
+    found = (axis for plan in plans for axis in plan.mesh.axes)
+    return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or plans[0].mesh.names
+
+
+def over_axes(part: Part, names: tuple[str, ...], axes: tuple[str, ...]) -> Part:
+    """The part with its layouts over these axes; over those that its own mesh lacks all is
+    whole."""
+    own = [names.index(axis) if axis in names else None for axis in axes]
+    none = "replicated" if any(part.parallelism) else ""
+    enters, leaves = (
+        layout.over(own) if layout is not None else None for layout in (part.enters, part.leaves)
+    )
+    weights = tuple(
+        replace(
+            w,
+            storage=w.storage.over(own),
+            compute=tuple(dict.fromkeys(x.over(own) for x in w.compute)),
+            working=w.working.over(own),
+            sums=w.sums.over(own),
+        )
+        for w in part.weights
+    )
+    along = tuple(none if axis is None else part.parallelism[axis] for axis in own)
+    sharded = tuple("" if axis is None else part.sharded[axis] for axis in own)
+    return replace(
+        part, enters=enters, leaves=leaves, weights=weights, parallelism=along, sharded=sharded
+    )
+
+
+def _share(
+    plan: Plan, parts: list[tuple[int, _Piece, Part]], axes: tuple[str, ...]
+) -> Share | None:
+    if not parts:
+        return None
+    staged = plan.pipeline is not None and bool(plan.pipeline.axis)
+    _, piece, main = max(parts, key=lambda found: found[2].compute_s + found[2].communication_s)
+    return Share(
+        tuple(dict.fromkeys(stage for stage, _, _ in parts)) if staged else (),
+        sum(piece.runs * part.compute_s for _, piece, part in parts),
+        sum(piece.runs * part.communication_s for _, piece, part in parts),
+        max(piece.flying * part.kept_bytes for _, piece, part in parts),
+        over_axes(main, piece.plan.mesh.names, axes),
+        axes,
+    )
+
 
 _SHARES = (
-    "Modules; seconds of a step per device, summed over microbatches, on average over all devices: those of other stages have no part in "
-    "it; kept on a device of its stage"
+    "Modules; seconds of a step per device, summed over microbatches, on average over all devices:"
+    " those of other stages have no part in it; kept on a device of its stage"
 )
 _DIGITS = 12  # of a hash
 _ROUNDING = 1e-12  # share of the step
@@ -56,9 +280,10 @@ class Diff(Readable):
     """What differs between two plans: prints, renders in rich and in notebooks.
 
     Attributes:
-        changes: modules whose layouts, stage, recomputation or costs differ. num_equal: modules that are the same in both.
-        beside: what else of the step there is, where changes have shares of it: name, seconds in the first plan and in the second. Modules
-            that are the same are one of them.
+        changes: modules whose layouts, stage, recomputation or costs differ. num_equal: modules
+            that are the same in both.
+        beside: what else of the step there is, where changes have shares of it: name, seconds in
+            the first plan and in the second. Modules that are the same are one of them.
     """
 
     first: Plan
@@ -71,18 +296,29 @@ class Diff(Readable):
         """What the plans were made for, totals, and the modules that differ."""
         yield from map(Text, self.header())
         if self.beside:
-            yield from table(_SHARES, ("module", "change", ">of the step", ">of it communication", ">kept"), list(self._shares()))
+            yield from table(
+                _SHARES,
+                ("module", "change", ">of the step", ">of it communication", ">kept"),
+                list(self._shares()),
+            )
             return
         changed = [
             (
-                escape(c.module), "\n".join(c.said), seconds(c.compute_s, signed=True), seconds(c.communication_s, signed=True),
+                escape(c.module),
+                "\n".join(c.said),
+                seconds(c.compute_s, signed=True),
+                seconds(c.communication_s, signed=True),
                 size(c.kept_bytes, signed=True),
             )
             for c in self.changes
-        ]  # fmt: skip
+        ]
         if changed:
             of = "; times of one microbatch" if self.first.pipeline else ""
-            yield from table(f"Modules that differ{of}", ("module", "change", ">compute", ">communication", ">kept"), changed)
+            yield from table(
+                f"Modules that differ{of}",
+                ("module", "change", ">compute", ">communication", ">kept"),
+                changed,
+            )
         of = ", stages matched by order" if self.first.pipeline else ""
         yield Text(f"{_modules(self.num_equal)} the same{of}")
 
@@ -90,15 +326,25 @@ class Diff(Readable):
         """Modules that differ, what is no module's, and the step."""
         for change in self.changes:
             a, b = change.shares or (None, None)
-            times = [_pair(*(seconds(getattr(s, name)) if s else "–" for s in (a, b))) for name in ("time_s", "communication_s")]
+            times = [
+                _pair(*(seconds(getattr(s, name)) if s else "–" for s in (a, b)))
+                for name in ("time_s", "communication_s")
+            ]
             kept = _pair(*(size(s.kept_bytes) if s else "–" for s in (a, b)))
             yield escape(change.module), "\n".join(change.said), *times, kept
         for name, before_s, after_s in self.beside:
             yield name, "", _pair(seconds(before_s), seconds(after_s)), "", ""
-        yield "the step", "", _pair(*(seconds(plan.prediction.step_s) for plan in (self.first, self.second))), "", ""
+        yield (
+            "the step",
+            "",
+            _pair(*(seconds(plan.prediction.step_s) for plan in (self.first, self.second))),
+            "",
+            "",
+        )
 
     def header(self) -> Iterator[str]:
-        """How stages differ, what the plans were made for where that differs, then step time and memory, one line each."""
+        """How stages differ, what the plans were made for where that differs, then step time and
+        memory, one line each."""
         a, b = self.first, self.second
         yield from _pipelines(a.pipeline, b.pipeline)
         facts = {
@@ -108,23 +354,39 @@ class Diff(Readable):
             "hardware": (a.fingerprint.profile, b.fingerprint.profile),
         }
         options = sorted({*a.options, *b.options})
-        facts |= {name: (_option(name, a.options.get(name)), _option(name, b.options.get(name))) for name in options}
-        yield from (f"{name}: {before} → {after}" for name, (before, after) in facts.items() if before != after)
+        facts |= {
+            name: (_option(name, a.options.get(name)), _option(name, b.options.get(name)))
+            for name in options
+        }
+        yield from (
+            f"{name}: {before} → {after}"
+            for name, (before, after) in facts.items()
+            if before != after
+        )
         p, q = a.prediction, b.prediction
         yield (
             f"step {seconds(p.step_s)} → {seconds(q.step_s)} ({_relative(p.step_s, q.step_s)}):"
-            f" compute {seconds(q.compute_s - p.compute_s, signed=True)},"
-            f" communication {seconds(q.communication_s - p.communication_s, signed=True)}{self._beside_both()}"
+            f" compute {seconds(q.compute_s - p.compute_s, signed=True)}, communication"
+            f" {seconds(q.communication_s - p.communication_s, signed=True)}{self._beside_both()}"
         )
         if p.simulated_s and q.simulated_s and (as_emitted(a) or as_emitted(b)):
             pair = _pair(seconds(p.simulated_s), seconds(q.simulated_s))
             yield f"simulated as emitted {pair} ({_relative(p.simulated_s, q.simulated_s)})"
-        kinds = {k: q.memory_bytes.get(k, 0) - p.memory_bytes.get(k, 0) for k in sorted({*p.memory_bytes, *q.memory_bytes})}
-        moved = ", ".join(f"{kind} {size(delta, signed=True)}" for kind, delta in kinds.items() if delta)
-        yield f"peak {size(p.peak_bytes)} → {size(q.peak_bytes)} ({_relative(p.peak_bytes, q.peak_bytes)}){': ' + moved if moved else ''}"
+        kinds = {
+            k: q.memory_bytes.get(k, 0) - p.memory_bytes.get(k, 0)
+            for k in sorted({*p.memory_bytes, *q.memory_bytes})
+        }
+        moved = ", ".join(
+            f"{kind} {size(delta, signed=True)}" for kind, delta in kinds.items() if delta
+        )
+        yield (
+            f"peak {size(p.peak_bytes)} → {size(q.peak_bytes)}"
+            f" ({_relative(p.peak_bytes, q.peak_bytes)}){': ' + moved if moved else ''}"
+        )
 
     def _beside_both(self) -> str:
-        """What of the difference is neither compute's nor communication's; nothing where that is none."""
+        """What of the difference is neither compute's nor communication's; nothing where that is
+        none."""
         plans = self.first, self.second
         before_s, after_s = (plan.prediction.step_s - plan.prediction.serial_s for plan in plans)
         if abs(after_s - before_s) <= _ROUNDING * max(plan.prediction.step_s for plan in plans):
@@ -135,7 +397,8 @@ class Diff(Readable):
 
 
 def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
-    """What changed from `first` to `second`, plans or their files: layouts, stages, recomputation, time and memory, per module."""
+    """What changed from `first` to `second`, plans or their files: layouts, stages,
+    recomputation, time and memory, per module."""
     first, second = Plan.of(first), Plan.of(second)
     a, b = first.pipeline, second.pipeline
     if _cuts(first) != _cuts(second):
@@ -160,16 +423,33 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
     for row in rows(first, second):
         a, b = row.first, row.second
         said = tuple(_said_of(a, b))
-        times = [(s.compute_s, s.communication_s, s.kept_bytes) if s else (0.0, 0.0, 0) for s in (a, b)]
-        compute_s, moved_s, kept_bytes = (after - before for before, after in zip(*times, strict=True))
+        times = [
+            (s.compute_s, s.communication_s, s.kept_bytes) if s else (0.0, 0.0, 0) for s in (a, b)
+        ]
+        compute_s, moved_s, kept_bytes = (
+            after - before for before, after in zip(*times, strict=True)
+        )
         if said or kept_bytes or max(abs(compute_s), abs(moved_s)) > noticed_s:
-            changes.append(Change(row.module, said or ("same layouts",), compute_s, moved_s, int(kept_bytes), (a, b)))
+            changes.append(
+                Change(
+                    row.module,
+                    said or ("same layouts",),
+                    compute_s,
+                    moved_s,
+                    int(kept_bytes),
+                    (a, b),
+                )
+            )
         else:
             num_equal += 1
             equal_s = [total + sum(each[:2]) for total, each in zip(equal_s, times, strict=True)]
     before, after = beside_modules(first), beside_modules(second)
     least_s = _ROUNDING * max(plan.prediction.step_s for plan in (first, second))
-    others = tuple((name, before[name], after[name]) for name in before if max(abs(before[name]), abs(after[name])) > least_s)
+    others = tuple(
+        (name, before[name], after[name])
+        for name in before
+        if max(abs(before[name]), abs(after[name])) > least_s
+    )
     same = ((f"({_modules(num_equal, ' that')} the same)", *equal_s),) if num_equal else ()
     return Diff(first, second, tuple(changes), num_equal, (*same, *others))  # type: ignore[arg-type]
 
@@ -186,7 +466,11 @@ def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
 
 def _where(share: Share) -> str:
     """Which devices work on it."""
-    return f"stage{'s' if len(share.stages) > 1 else ''} {', '.join(map(str, share.stages))}" if share.stages else "all devices"
+    return (
+        f"stage{'s' if len(share.stages) > 1 else ''} {', '.join(map(str, share.stages))}"
+        if share.stages
+        else "all devices"
+    )
 
 
 def _pair(before: str, after: str) -> str:
@@ -194,11 +478,17 @@ def _pair(before: str, after: str) -> str:
 
 
 def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[list[Change], int]:
-    """Modules that differ between two plans or two stages, one of which may not be there, and the number of those that do not."""
+    """Modules that differ between two plans or two stages, one of which may not be there, and
+    the number of those that do not."""
     plans = [plan for plan in (first, second) if plan is not None]
     axes = axes_of(plans)
     before, after = (
-        {(p.module, p.copies): over_axes(p, plan.mesh.names, axes) for p in breakdown(plan)} if plan else {} for plan in (first, second)
+        (
+            {(p.module, p.copies): over_axes(p, plan.mesh.names, axes) for p in breakdown(plan)}
+            if plan
+            else {}
+        )
+        for plan in (first, second)
     )
     changes, equal = [], 0
     noticed_s = _NOTICED * max(plan.prediction.step_s for plan in plans)
@@ -234,9 +524,15 @@ def _said(a: Part | None, b: Part | None, axes: tuple[str, ...]) -> Iterator[str
         now = weights.get(weight.name)
         if now is not None and (weight.storage, weight.compute) != (now.storage, now.compute):
             used = (", ".join(map(str, w.compute)) for w in (weight, now))
-            yield f"{weight.name}: {weight.storage} used as {next(used)}, now {now.storage} used as {next(used)}"
+            yield (
+                f"{weight.name}: {weight.storage} used as {next(used)}, now {now.storage} used as"
+                f" {next(used)}"
+            )
     if a.recomputed != b.recomputed:
-        yield f"run again in backward: {', '.join(a.recomputed) or 'nothing'}, now {', '.join(b.recomputed) or 'nothing'}"
+        yield (
+            f"run again in backward: {', '.join(a.recomputed) or 'nothing'}, now"
+            f" {', '.join(b.recomputed) or 'nothing'}"
+        )
 
 
 def _pipelines(a: Pipeline | None, b: Pipeline | None) -> Iterator[str]:
@@ -253,7 +549,13 @@ def _facts(p: Pipeline | None) -> tuple[str, ...]:
         return "none", "nothing", "1", "none", "1"
     flying = " ".join(map(str, p.num_in_flight))
     along = f"{len(p.stages)} along {p.axis}" if p.axis else "one, on the whole mesh"
-    return along, ", ".join(p.modules) or "nothing", str(p.num_microbatches), p.schedule if p.axis else "none", flying
+    return (
+        along,
+        ", ".join(p.modules) or "nothing",
+        str(p.num_microbatches),
+        p.schedule if p.axis else "none",
+        flying,
+    )
 
 
 def _option(name: str, value: object) -> str:

@@ -6,26 +6,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.breakdown import Part, breakdown
+from autopar.core.hardware import Hardware
 from autopar.errors import PlanError
+from autopar.explanation.plan_tables import Explanation
 from autopar.explanation.prices import Worth, worth
-from autopar.explanation.stages import StagedExplanation, sections_of
-from autopar.explanation.whole import Explanation
-from autopar.hardware import Hardware
+from autopar.explanation.stage_tables import StagedExplanation, sections_of
 from autopar.plans import Flip, Plan
 
 
 def explain(
-    plan: Plan | str | Path, *, module: str | None = None, profile: Hardware | None = None, flips: Sequence[Flip] = ()
+    plan: Plan | str | Path,
+    *,
+    module: str | None = None,
+    profile: Hardware | None = None,
+    flips: Sequence[Flip] = (),
 ) -> Explanation | StagedExplanation:
-    """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the best other choice. Of a plan with a
-    pipeline also its schedule and what crosses between stages, then the same per stage.
+    """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the
+    best other choice. Of a plan with a pipeline also its schedule and what crosses between stages,
+    then the same per stage.
 
-    Which parallelism a module has is derived from its layouts; `autopar.breakdown.words` states the criteria.
+    Which parallelism a module has is derived from its layouts; `autopar.breakdown.parts` states the
+    criteria.
 
     Args:
-        plan: or its file. module: a module path with shell wildcards; only these modules, with every decision taken in them.
-        profile: the one that the plan was made for, where it is not a shipped one; it tells what faster links are worth.
-        flips: at which change of the hardware close choices turn, as `autopar.flips` finds them for the plan and its model.
+        plan: or its file. module: a module path with shell wildcards; only these modules, with
+            every decision taken in them.
+        profile: the one that the plan was made for, where it is not a shipped one; it tells what
+            faster links are worth.
+        flips: at which change of the hardware close choices turn, as `autopar.flips` finds them for
+            the plan and its model.
 
     Raises:
         PlanError: where no module matches.
@@ -36,13 +45,24 @@ def explain(
     if pipeline is None:
         parts = breakdown(plan)
         mine = tuple(p for p in parts if module is None or p.matches(module))
-        found: Explanation | StagedExplanation = Explanation(plan, mine, module, worth=priced, flips=_of(flips, None, mine))
+        found: Explanation | StagedExplanation = Explanation(
+            plan, mine, module, worth=priced, flips=_of(flips, None, mine)
+        )
     else:
         broken = [breakdown(stage) for stage in pipeline.stages]
         parts = tuple(part for stage in broken for part in stage)
-        chosen = [tuple(p for p in stage if module is None or p.matches(module)) for stage in broken]
+        chosen = [
+            tuple(p for p in stage if module is None or p.matches(module)) for stage in broken
+        ]
         each = tuple(
-            Explanation(stage, mine, module, "microbatch", flips=_of(flips, number, mine), stage_of=(plan, number))
+            Explanation(
+                stage,
+                mine,
+                module,
+                "microbatch",
+                flips=_of(flips, number, mine),
+                stage_of=(plan, number),
+            )
             for number, (stage, mine) in enumerate(zip(pipeline.stages, chosen, strict=True))
         )
         found = StagedExplanation(plan, sections_of(each), module, priced)

@@ -1,9 +1,11 @@
-"""What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
+"""What faster links are worth to a plan as it is: its own communication, priced again on a link
+that is a little faster.
 
-The difference is exact for the plan's decisions, with what compute hides in it; where stages are interleaved, devices are taken to wait
-for as large a share of the step as in the plan, and under GPipe the slowest stage in forward to be the slowest in backward. A plan made
-for the faster link is at least as fast as this one is on it, so planning anew gains no less. What a faster link is,
-`autopar.collective.faster` says.
+The difference is exact for the plan's decisions, with what compute hides in it; where stages are
+interleaved, devices are taken to wait for as large a share of the step as in the plan, and under
+GPipe the slowest stage in forward to be the slowest in backward. A plan made for the faster link is
+at least as fast as this one is on it, so planning anew gains no less. What a faster link is,
+`autopar.core.collective.faster` says.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.collective import with_faster
+from autopar.core.collective import with_faster
+from autopar.core.hardware import Hardware, HardwareProfile, Mixed, profile_of, slowest
+from autopar.core.mesh import Mesh
+from autopar.core.units import seconds
 from autopar.cost.priced import Wire, handing_s, wire
-from autopar.emit.choices import input_key, output_key
+from autopar.emit.context import input_key, output_key
 from autopar.errors import PlanError
-from autopar.explanation.rendering import table
-from autopar.hardware import Hardware, HardwareProfile, Mixed, profile_of, slowest
-from autopar.mesh import Mesh
+from autopar.explanation.summary import table
 from autopar.plans import Pipeline, Plan, counted_time, load_of, moved_load
-from autopar.units import seconds
 
 _SHARE = 1e-3  # by which a link is made faster
 _GB = 1e9
@@ -30,11 +32,14 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class LinkWorth:
-    """One mesh axis: its link, the time of a step that the plan communicates over it, and what a GB/s more per device would save.
+    """One mesh axis: its link, the time of a step that the plan communicates over it, and what a
+    GB/s more per device would save.
 
     Attributes:
-        devices: the kind of devices whose links it is about, where stages have several kinds; else empty.
-        communication_s: of one step, on the stages' critical path: what the step would be shorter by if it took no time.
+        devices: the kind of devices whose links it is about, where stages have several kinds; else
+            empty.
+        communication_s: of one step, on the stages' critical path: what the step would be shorter
+            by if it took no time.
     """
 
     axis: str
@@ -63,16 +68,30 @@ class Worth:
             yield Text(self.missing)
             return
         rows = [
-            (w.name, w.link, f"{w.bandwidth_bytes_per_s / _GB:.4g} GB/s", seconds(w.communication_s), seconds(w.saved_s_per_gb_per_s))
+            (
+                w.name,
+                w.link,
+                f"{w.bandwidth_bytes_per_s / _GB:.4g} GB/s",
+                seconds(w.communication_s),
+                seconds(w.saved_s_per_gb_per_s),
+            )
             for w in self.links
         ]
         if rows:
-            title = "What faster links are worth to this plan as it is, a step; a plan made for them gains no less"
-            yield from table(title, ("axis", "link", ">now", ">communicates", ">saved per GB/s more, at first"), rows)
+            title = (
+                "What faster links are worth to this plan as it is, a step; a plan made for them"
+                " gains no less"
+            )
+            yield from table(
+                title,
+                ("axis", "link", ">now", ">communicates", ">saved per GB/s more, at first"),
+                rows,
+            )
 
 
 def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
-    """What a GB/s more on the link of each axis saves this plan; of stages on several kinds of devices, on each kind.
+    """What a GB/s more on the link of each axis saves this plan; of stages on several kinds of
+    devices, on each kind.
 
     Args:
         hardware: what the plan was made for; by default the shipped profiles of its names.
@@ -81,45 +100,73 @@ def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
     named = [name for name, _ in mark.profiles] or [mark.profile]
     unknown = [name for name in named if name not in HardwareProfile.names()]
     if hardware is None and unknown:
-        return Worth(missing=f"what faster links are worth is not known: profile {unknown[0]} is not at hand")
+        return Worth(
+            missing=f"what faster links are worth is not known: profile {unknown[0]} is not at hand"
+        )
     if hardware is None:
         profiles = tuple(map(HardwareProfile.load, named))
         hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
     if hardware.hash != mark.profile_hash:
-        return Worth(missing=f"what faster links are worth is not known: profile {mark.profile} is not the one that the plan was made for")
+        return Worth(
+            missing=(
+                f"what faster links are worth is not known: profile {mark.profile} is not the one"
+                " that the plan was made for"
+            )
+        )
     num, along = (len(plan.pipeline.stages), plan.pipeline.axis) if plan.pipeline else (1, "")
     kinds = tuple(dict.fromkeys(profile_of(hardware, along, stage) for stage in range(num)))
     axes = [axis for axis in plan.mesh.names if _size(plan.mesh, axis) > 1]
-    return Worth(tuple(_of_axis(plan, axis, hardware, kind, several=len(kinds) > 1) for axis in axes for kind in kinds))
+    return Worth(
+        tuple(
+            _of_axis(plan, axis, hardware, kind, several=len(kinds) > 1)
+            for axis in axes
+            for kind in kinds
+        )
+    )
 
 
-def _of_axis(plan: Plan, axis: str, hardware: Hardware, kind: HardwareProfile, *, several: bool) -> LinkWorth:
+def _of_axis(
+    plan: Plan, axis: str, hardware: Hardware, kind: HardwareProfile, *, several: bool
+) -> LinkWorth:
     name = plan.mesh.link(plan.mesh.names.index(axis))
     link = kind.links[name]
     quicker = _with_faster(hardware, kind, name) if several else with_faster(kind, name, _SHARE)
     now_s = _step_s(plan, axis, hardware)
-    saved_s, moved_s = now_s - _step_s(plan, axis, quicker), now_s - _step_s(plan, axis, hardware, free=kind)
+    saved_s, moved_s = (
+        now_s - _step_s(plan, axis, quicker),
+        now_s - _step_s(plan, axis, hardware, free=kind),
+    )
     per_gb = saved_s / (_SHARE * link.bandwidth_bytes_per_s / _GB)
-    return LinkWorth(axis, name, link.bandwidth_bytes_per_s, moved_s, per_gb, kind.name if several else "")
+    return LinkWorth(
+        axis, name, link.bandwidth_bytes_per_s, moved_s, per_gb, kind.name if several else ""
+    )
 
 
 def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardware:
     """The same with one kind's link a little faster."""
     assert isinstance(hardware, Mixed), "there are several kinds"
-    return Mixed(hardware.axis, tuple(with_faster(p, link, _SHARE) if p == kind else p for p in hardware.profiles))
+    return Mixed(
+        hardware.axis,
+        tuple(with_faster(p, link, _SHARE) if p == kind else p for p in hardware.profiles),
+    )
 
 
 def step_with(plan: Plan, times: Sequence[float]) -> float:
-    """Seconds of the step, for times of the step or of a microbatch per stage; see the module docstring for interleaved stages."""
+    """Seconds of the step, for times of the step or of a microbatch per stage; see the module
+    docstring for interleaved stages."""
     num = plan.pipeline.num_microbatches if plan.pipeline else 1
     if plan.pipeline and plan.pipeline.num_chunks > 1:
-        then, planned = (_busiest(plan.pipeline, each) for each in (times, [s.prediction.step_s for s in plan.pipeline.stages]))
+        then, planned = (
+            _busiest(plan.pipeline, each)
+            for each in (times, [s.prediction.step_s for s in plan.pipeline.stages])
+        )
         return plan.prediction.step_s * then / planned
     return (num - 1) * max(times) + sum(times)
 
 
 def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
-    """By how much the step of a plan with stages is longer where one stage's microbatch takes so much longer."""
+    """By how much the step of a plan with stages is longer where one stage's microbatch takes so
+    much longer."""
     assert plan.pipeline is not None, "the plan has stages"
     now = [s.prediction.step_s for s in plan.pipeline.stages]
     then = [time_s + delta_s * (number == stage) for number, time_s in enumerate(now)]
@@ -132,9 +179,13 @@ def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
     return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
 
 
-def _step_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None) -> float:
+def _step_s(
+    plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None
+) -> float:
     """Of the step, but for what does not depend on links along `axis`; arguments as of `_times`."""
-    return step_with(plan, _times(plan, axis, hardware, free)) + _handed_s(plan, axis, hardware, free)
+    return step_with(plan, _times(plan, axis, hardware, free)) + _handed_s(
+        plan, axis, hardware, free
+    )
 
 
 def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None) -> float:
@@ -146,28 +197,43 @@ def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile |
         if not others:
             return 0.0
         assert isinstance(hardware, Mixed), "there are several kinds"
-        hardware = Mixed(hardware.axis, tuple(others[0] if profile == free else profile for profile in hardware.profiles))
+        hardware = Mixed(
+            hardware.axis,
+            tuple(others[0] if profile == free else profile for profile in hardware.profiles),
+        )
     return handing_s(axis, plan.mesh, hardware, plan.pipeline.handed_bytes)
 
 
-def _times(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None) -> list[float]:
-    """Times of the step, or of a microbatch per stage, where what is sent along `axis` is priced on its devices; on the kind `free` it is
-    free."""
+def _times(
+    plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None
+) -> list[float]:
+    """Times of the step, or of a microbatch per stage, where what is sent along `axis` is priced on
+    its devices; on the kind `free` it is free."""
     if plan.pipeline is None:
         profile = slowest(hardware)
-        return [plan.prediction.step_s - _shorter_s(plan, axis, None if profile == free else profile, 1)]
+        return [
+            plan.prediction.step_s - _shorter_s(plan, axis, None if profile == free else profile, 1)
+        ]
     stages, along, num = plan.pipeline.stages, plan.pipeline.axis, plan.pipeline.num_microbatches
     if axis == along:
         received = zip(stages, *_received(plan.pipeline, plan.mesh, hardware, free), strict=True)
         return [s.prediction.step_s - planned_s + priced_s for s, planned_s, priced_s in received]
     profiles = [profile_of(hardware, along, number) for number in range(len(stages))]
-    shorter = [_shorter_s(stage, axis, None if p == free else p, num) for stage, p in zip(stages, profiles, strict=True)]
-    return [stage.prediction.step_s - shorter_s for stage, shorter_s in zip(stages, shorter, strict=True)]
+    shorter = [
+        _shorter_s(stage, axis, None if p == free else p, num)
+        for stage, p in zip(stages, profiles, strict=True)
+    ]
+    return [
+        stage.prediction.step_s - shorter_s
+        for stage, shorter_s in zip(stages, shorter, strict=True)
+    ]
 
 
-def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_microbatches: int) -> float:
-    """By how much a step or a microbatch is shorter where what is sent along `axis` is priced on `profile`; what is done once per step is
-    shared among microbatches."""
+def _shorter_s(
+    plan: Plan, axis: str, profile: HardwareProfile | None, num_microbatches: int
+) -> float:
+    """By how much a step or a microbatch is shorter where what is sent along `axis` is priced on
+    `profile`; what is done once per step is shared among microbatches."""
     number, slowdown = plan.mesh.names.index(axis), plan.overlap.slowdown
     size, link = plan.mesh.shape[number], plan.mesh.link(number)
     load = changed = load_of(plan)
@@ -175,31 +241,57 @@ def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_micro
         if c.collective.axis == number and c.collective.kind != "slice":
             once_s = counted_time(c, size, link, profile) if profile else 0.0
             once_s /= num_microbatches if c.phase == "step" else 1
-            # what kernels save goes with the collective: exact where their products hide nearly all of it; routes save passes over memory
-            saved_s = c.kernel.saved_s * (once_s / c.time_s - 1.0) if c.kernel and not c.own else 0.0
-            changed += moved_load(c, len(c.instances) * (once_s - c.time_s), len(c.instances) * saved_s)
+            # what kernels save goes with the collective: exact where their products hide nearly all
+            # of it; routes save passes over memory
+            saved_s = (
+                c.kernel.saved_s * (once_s / c.time_s - 1.0) if c.kernel and not c.own else 0.0
+            )
+            changed += moved_load(
+                c, len(c.instances) * (once_s - c.time_s), len(c.instances) * saved_s
+            )
     return load.least_s(slowdown) - changed.least_s(slowdown)
 
 
 def _received(
     pipeline: Pipeline, mesh: Mesh, hardware: Hardware, free: HardwareProfile | None = None
 ) -> tuple[list[float], list[float]]:
-    """Per stage seconds of a microbatch that it receives, in the plan and on its devices: forward from the stage before, gradients from
-    the one behind; from and to the kind of devices `free` for nothing."""
+    """Per stage seconds of a microbatch that it receives, in the plan and on its devices: forward
+    from the stage before, gradients from the one behind; from and to the kind of devices `free` for
+    nothing."""
     wires = []
     for first in range(len(pipeline.stages) - 1):
         ends = [profile_of(hardware, pipeline.axis, end) for end in (first, first + 1)]
-        wires.append(Wire() if free in ends else wire(pipeline.axis, mesh, hardware, first, first + 1))
+        wires.append(
+            Wire() if free in ends else wire(pipeline.axis, mesh, hardware, first, first + 1)
+        )
     before, after = [], []
     for number, stage in enumerate(pipeline.stages):
         arriving = pipeline.crossings[number - 1] if number else ()
-        returning = [c for c in pipeline.crossings[number] if c.returns] if number < len(pipeline.crossings) else []
-        after.append(sum(wires[number - 1].time_s(c.bytes) for c in arriving) + sum(wires[number].time_s(c.bytes) for c in returning))
-        times = {e.nodes[0].node.format(*i): e.time_s for e in stage.entries if e.kind in ("input", "output") for i in e.instances}
+        returning = (
+            [c for c in pipeline.crossings[number] if c.returns]
+            if number < len(pipeline.crossings)
+            else []
+        )
+        after.append(
+            sum(wires[number - 1].time_s(c.bytes) for c in arriving)
+            + sum(wires[number].time_s(c.bytes) for c in returning)
+        )
+        times = {
+            e.nodes[0].node.format(*i): e.time_s
+            for e in stage.entries
+            if e.kind in ("input", "output")
+            for i in e.instances
+        }
         keys = [*(input_key(c.node) for c in arriving), *(output_key(c.node) for c in returning)]
         for key in (key for key in keys if key not in times):
-            what = f"{key.rpartition('/')[0]} is said to cross a cut, and stage {number} decides nothing about it"
-            raise PlanError(what, remedy="plan again; the file was changed by hand or belongs to another version")
+            what = (
+                f"{key.rpartition('/')[0]} is said to cross a cut, and stage {number} decides"
+                " nothing about it"
+            )
+            raise PlanError(
+                what,
+                remedy="plan again; the file was changed by hand or belongs to another version",
+            )
         before.append(sum(times[key] for key in keys))
     return before, after
 

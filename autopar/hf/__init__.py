@@ -1,26 +1,27 @@
-"""Models by name: a Hugging Face configuration, a known size or a function of the user's, each with a batch that fits it.
+"""Models by name: a Hugging Face configuration, a known size or a function of the user's, each with
+a batch that fits it.
 
-A *spec* is ``TYPE:JSON`` (``llama:{"hidden_size": 64}``), ``TYPE/AutoClass:JSON`` for another head than the causal LM's, or
-one of the names in `KNOWN`. Nothing is downloaded: a model is built from its configuration, on meta unless asked otherwise.
-transformers is imported at the first build, torch with the first name that needs it.
+A *spec* is ``TYPE:JSON`` (``llama:{"hidden_size": 64}``), ``TYPE/AutoClass:JSON`` for another head
+than the causal LM's, or one of the names in `KNOWN`. Nothing is downloaded: a model is built from
+its configuration, on meta unless asked otherwise. transformers is imported at the first build,
+torch with the first name that needs it.
 """
 
 from typing import TYPE_CHECKING
 
+from autopar.core.lazy import lazily
 from autopar.hf.specs import KNOWN, parse
-from autopar.lazy import lazily
 
 if TYPE_CHECKING:
     from autopar.hf.batches import unlabelled
-    from autopar.hf.building import Built, build
-    from autopar.hf.functions import load_function
+    from autopar.hf.building import Built, build, load_function
 else:
     __getattr__, __dir__ = lazily(
         "autopar.hf",
         {
             "Built": "autopar.hf.building",
             "build": "autopar.hf.building",
-            "load_function": "autopar.hf.functions",
+            "load_function": "autopar.hf.building",
             "unlabelled": "autopar.hf.batches",
         },
     )

@@ -1,34 +1,136 @@
-"""A batch that fits a transformers model: its inputs by what it reads first, its labels by its head."""
+"""A batch that fits a transformers model: its inputs by what it reads first, its labels by its
+head."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
-from autopar.hf import images
+
+# --------------------------------------------------------------------------------------------------
+# How a model that reads texts and images takes its images: it is asked with one image and no
+# values.
+
+Form = Mapping[str, Any]
+"""Argument → shape of a sample, or, of `image_sizes`, the plain numbers of a sample."""
+
+
+def forms(model: Any, channels: int, sides: Sequence[int]) -> Iterator[Form]:
+    """What models take, the most common first: an image, one of several images, or an image with
+    its size; of an image that is cut into tiles, the whole of it comes before the tiles."""
+    image = (channels, *sides)
+    if "image_sizes" in inspect.signature(model.get_image_features).parameters:
+        for shape in (image, (2, *image)):
+            yield {"pixel_values": shape, "image_sizes": list(sides)}
+    else:
+        yield {"pixel_values": image}
+        yield {"pixel_values": (1, *image)}
+
+
+def made(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
+    """`batch` samples of a form, on the device of the context."""
+    return {
+        name: (
+            torch.randn(batch, *sample).to(dtype)
+            if name == "pixel_values"
+            else [list(sample) for _ in range(batch)]
+        )
+        for name, sample in form.items()
+    }
+
+
+def form_and_tokens(
+    model: Any, dtype: torch.dtype, channels: int, sides: Sequence[int], width: int
+) -> tuple[Form, int]:
+    """The form that a model takes, and the number of a text's tokens that an image stands for: one
+    for each feature made of it.
+
+    Args:
+        width: of a token.
+
+    Raises:
+        AutoparError: it takes none of those known.
+    """
+    refusals = []
+    for device in ("meta", str(next(model.parameters()).device)):
+        with torch.device(device), torch.no_grad():
+            # On meta a twin is free; some models look at values, which the model itself has.
+            asked = type(model)(model.config).to(dtype).eval() if device == "meta" else model
+            for form in forms(model, channels, sides):
+                try:
+                    found = asked.get_image_features(**made(form, 1, dtype))
+                except (
+                    Exception
+                ) as error:  # whatever a model raises of a form that it does not take
+                    refusals.append(f"{type(error).__name__}: {error}")
+                    continue
+                pooled = getattr(found, "pooler_output", None)
+                return (
+                    form,
+                    sum(
+                        x.numel()
+                        for x in tree_leaves(found if pooled is None else pooled)
+                        if x is not None
+                    )
+                    // width,
+                )
+    raise not_known(
+        f"how {type(model).__name__} takes images is not known; the first form that was tried"
+        f" raised {refusals[0]}"
+    )
+
+
+def not_known(what: str) -> AutoparError:
+    """The error of a model of which it is not known what its batches hold."""
+    return AutoparError(
+        what,
+        remedy="pass --module FILE.py:FUNCTION, a function of yours that returns (model, batch)",
+    )
+
 
 LABELS = "labels"
 _SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # a second of sound, of which speech fills four tokens
-_PER_TOKEN = ("CausalLM", "MaskedLM", "Seq2SeqLM", "PreTraining", "SpeechSeq2Seq", "ImageTextToText")
-_PER_SAMPLE = ("ImageClassification", "SequenceClassification", "AudioClassification", "VideoClassification")
-# Of these the loss is computed by the caller, or by a matching of boxes and masks that no graph has: they come without labels.
+_PER_TOKEN = (
+    "CausalLM",
+    "MaskedLM",
+    "Seq2SeqLM",
+    "PreTraining",
+    "SpeechSeq2Seq",
+    "ImageTextToText",
+)
+_PER_SAMPLE = (
+    "ImageClassification",
+    "SequenceClassification",
+    "AudioClassification",
+    "VideoClassification",
+)
+# Of these the loss is computed by the caller, or by a matching of boxes and masks that no graph
+# has: they come without labels.
 _UNLABELLED = (
-    "AutoModel", "AutoBackbone", "DepthEstimation", "ImageToImage", "KeypointDetection", "ObjectDetection", "InstanceSegmentation",
-    "UniversalSegmentation", "TimeSeriesPrediction",
-)  # fmt: skip
+    "AutoModel",
+    "AutoBackbone",
+    "DepthEstimation",
+    "ImageToImage",
+    "KeypointDetection",
+    "ObjectDetection",
+    "InstanceSegmentation",
+    "UniversalSegmentation",
+    "TimeSeriesPrediction",
+)
 _WIDTHS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
 
 
 def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch of a call without labels, of which the model would compute its loss; a decoder that reads them shifted reads them as they
-    are."""
+    """The batch of a call without labels, of which the model would compute its loss; a decoder that
+    reads them shifted reads them as they are."""
     left = {name: x for name, x in batch.items() if name != LABELS}
     if LABELS in batch and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         left.setdefault("decoder_input_ids", batch[LABELS].clamp(min=0))
@@ -36,9 +138,12 @@ def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Sizes:
-    """What a batch is made from: the model, its configuration and that of its text part, and the sizes asked for."""
+    """What a batch is made from: the model, its configuration and that of its text part, and the
+    sizes asked for."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, batch: int, seq: int | None, image: int) -> None:
+    def __init__(
+        self, model: Any, dtype: torch.dtype, batch: int, seq: int | None, image: int
+    ) -> None:
         self.model, self.dtype, self.batch, self.seq, self.image = model, dtype, batch, seq, image
         self.config = model.config
         self.text = self.config.get_text_config()
@@ -48,21 +153,39 @@ class _Sizes:
         """Tokens of a sample; beside a raw sound those of its transcript."""
         if self.model.main_input_name == "input_values":
             return max(1, (self.seq or _SAMPLES) // _SAMPLES_PER_TOKEN)
-        name = next((name for name in ("max_position_embeddings", "max_target_positions") if getattr(self.text, name, None)), "")
+        name = next(
+            (
+                name
+                for name in ("max_position_embeddings", "max_target_positions")
+                if getattr(self.text, name, None)
+            ),
+            "",
+        )
         most = getattr(self.text, name, 0)
-        if self.seq is not None and 0 < most < self.seq and getattr(self.text, "rope_parameters", None) is None:
-            remedy = f'pass --seq of at most {most}, or set "{name}": {self.seq} in the configuration'
-            raise AutoparError(f"the model has {most} positions, the batch {self.seq}", remedy=remedy)
+        if (
+            self.seq is not None
+            and 0 < most < self.seq
+            and getattr(self.text, "rope_parameters", None) is None
+        ):
+            remedy = (
+                f'pass --seq of at most {most}, or set "{name}": {self.seq} in the configuration'
+            )
+            raise AutoparError(
+                f"the model has {most} positions, the batch {self.seq}", remedy=remedy
+            )
         return self.seq or min(512, most or 512)
 
     def vocabulary(self) -> int:
-        """Number of tokens; without a vocabulary a model reads characters, of which these are ASCII."""
+        """Number of tokens; without a vocabulary a model reads characters, of which these are
+        ASCII."""
         return getattr(self.text, "vocab_size", None) or 128
 
     def sides(self) -> tuple[int, ...]:
         """Height and width of an image."""
         config = self.config.vision_config if self.reads_images else self.config
-        return _pair(getattr(config, "image_size", None) or getattr(config, "crop_size", None) or self.image)
+        return _pair(
+            getattr(config, "image_size", None) or getattr(config, "crop_size", None) or self.image
+        )
 
     def frames(self) -> tuple[int, ...]:
         """How many images a film has, of a model that reads films; else nothing."""
@@ -74,20 +197,27 @@ class _Sizes:
         config = self.config.vision_config if self.reads_images else self.config
         return getattr(config, "num_channels", 3)
 
-    def images(self) -> tuple[images.Form, int]:
-        """What the model takes of an image beside a text, and the number of the text's tokens that it stands for."""
+    def images(self) -> tuple[Form, int]:
+        """What the model takes of an image beside a text, and the number of the text's tokens
+        that it stands for."""
         if not hasattr(self.model, "get_image_features"):
             patches = _pair(self.config.vision_config.patch_size)
-            num_tokens = math.prod(side // patch for side, patch in zip(self.sides(), patches, strict=True))
+            num_tokens = math.prod(
+                side // patch for side, patch in zip(self.sides(), patches, strict=True)
+            )
             return {"pixel_values": (self.channels(), *self.sides())}, num_tokens
-        return images.form_and_tokens(self.model, self.dtype, self.channels(), self.sides(), self.text.hidden_size)
+        return form_and_tokens(
+            self.model, self.dtype, self.channels(), self.sides(), self.text.hidden_size
+        )
 
 
 def _pair(sizes: int | Sequence[int]) -> tuple[int, ...]:
     return (sizes, sizes) if isinstance(sizes, int) else tuple(sizes)
 
 
-def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int | None, image: int) -> dict[str, Any]:
+def make_batch(
+    model: Any, head: str, dtype: torch.dtype, batch: int, seq: int | None, image: int
+) -> dict[str, Any]:
     """Inputs and labels on the device of the context.
 
     Raises:
@@ -96,7 +226,7 @@ def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int |
     sizes = _Sizes(model, dtype, batch, seq, image)
     make = _INPUTS.get(model.main_input_name)
     if make is None:
-        raise images.not_known(f"no batch is known for {model.main_input_name!r}")
+        raise not_known(f"no batch is known for {model.main_input_name!r}")
     inputs = make(sizes)
     if sizes.reads_images and "input_ids" not in inputs and sizes.text is not sizes.config:
         inputs |= _tokens(sizes)  # a model that reads both may call either its main input
@@ -106,7 +236,8 @@ def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int |
 
 
 def _tokens(sizes: _Sizes) -> dict[str, Any]:
-    """Token ids; of a model that reads images, the first are the image's own, which comes with them."""
+    """Token ids; of a model that reads images, the first are the image's own, which comes with
+    them."""
     ids = torch.randint(0, sizes.vocabulary(), (sizes.batch, sizes.length()))
     mark = getattr(sizes.config, "image_token_id", None)
     if mark is None or not sizes.reads_images:
@@ -117,11 +248,17 @@ def _tokens(sizes: _Sizes) -> dict[str, Any]:
         raise AutoparError(what, remedy=f"pass --seq of more than {num_tokens}")
     ids = torch.where(ids == mark, (mark + 1) % sizes.vocabulary(), ids)
     ids[:, :num_tokens] = mark
-    return {"input_ids": ids, **images.made(form, sizes.batch, sizes.dtype)}
+    return {"input_ids": ids, **made(form, sizes.batch, sizes.dtype)}
 
 
 def _pixels(sizes: _Sizes) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(sizes.batch, *sizes.frames(), sizes.channels(), *sizes.sides()).to(sizes.dtype)}
+    return {
+        "pixel_values": (
+            torch.randn(sizes.batch, *sizes.frames(), sizes.channels(), *sizes.sides()).to(
+                sizes.dtype
+            )
+        )
+    }
 
 
 def _film(sizes: _Sizes) -> dict[str, Tensor]:
@@ -129,17 +266,23 @@ def _film(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
-    """Frames of a sound: of the length that the configuration asks for, channels first, or of any length."""
+    """Frames of a sound: of the length that the configuration asks for, channels first, or of
+    any length."""
     config = sizes.config
     inside = getattr(config, "encoder_config", None)
     if inside is not None and not any(hasattr(config, name) for name in _WIDTHS):
         config = inside
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        shape = config.num_mel_bins, 2 * config.max_source_positions  # the encoder's second convolution halves them
+        shape = (
+            config.num_mel_bins,
+            2 * config.max_source_positions,
+        )  # the encoder's second convolution halves them
     else:
         width = next((getattr(config, name) for name in _WIDTHS if hasattr(config, name)), None)
         if width is None:
-            raise images.not_known(f"nothing in the configuration says how wide a {config.model_type} spectrum is")
+            raise not_known(
+                f"nothing in the configuration says how wide a {config.model_type} spectrum is"
+            )
         most = getattr(config, "max_source_positions", None) or 512
         shape = min(sizes.seq or 512, most), width * getattr(config, "input_channels", 1)
     return {"input_features": torch.randn(sizes.batch, *shape).to(sizes.dtype)}
@@ -154,7 +297,8 @@ def _sound(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _series(sizes: _Sizes) -> dict[str, Tensor]:
-    """Values that came before, and, as forward asks for them, what goes with them and what comes next."""
+    """Values that came before, and, as forward asks for them, what goes with them and what comes
+    next."""
     config, names = sizes.config, inspect.signature(sizes.model.forward).parameters
     past = config.context_length + max(getattr(config, "lags_sequence", None) or [0])
     channels = getattr(config, "num_input_channels", None) or getattr(config, "input_size", 1)
@@ -163,7 +307,11 @@ def _series(sizes: _Sizes) -> dict[str, Tensor]:
     for name, length in (("past", past), ("future", getattr(config, "prediction_length", 0))):
         parts[f"{name}_time_features"] = (length, getattr(config, "num_time_features", 0))
         parts[f"{name}_values"] = (length, *width)
-    made = {name: torch.randn(sizes.batch, *shape).to(sizes.dtype) for name, shape in parts.items() if name in names and all(shape)}
+    made = {
+        name: torch.randn(sizes.batch, *shape).to(sizes.dtype)
+        for name, shape in parts.items()
+        if name in names and all(shape)
+    }
     if "past_observed_mask" in names:
         made["past_observed_mask"] = torch.ones(sizes.batch, past, *width)
     return made
@@ -194,7 +342,9 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
     if head.endswith(_PER_TOKEN):
         return {"labels": torch.randint(0, sizes.vocabulary(), (*shape, sizes.length()))}
     if head.endswith("TextToSpectrogram"):
-        return {"labels": torch.randn(*shape, sizes.length(), sizes.config.num_mel_bins).to(sizes.dtype)}
+        return {
+            "labels": torch.randn(*shape, sizes.length(), sizes.config.num_mel_bins).to(sizes.dtype)
+        }
     if head.endswith("CTC"):  # shorter than the sound; 0 is mostly the blank
         return {"labels": torch.randint(1, sizes.vocabulary(), (*shape, 2))}
     if head.endswith(_PER_SAMPLE):
@@ -202,9 +352,12 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
     if head.endswith("SemanticSegmentation"):
         return {"labels": torch.randint(0, num_labels, (*shape, *sizes.sides()))}
     if head.endswith("QuestionAnswering"):
-        return {name: torch.randint(0, sizes.length(), shape) for name in ("start_positions", "end_positions")}
+        return {
+            name: torch.randint(0, sizes.length(), shape)
+            for name in ("start_positions", "end_positions")
+        }
     if head == "AutoModel" and "return_loss" in inspect.signature(sizes.model.forward).parameters:
         return {"return_loss": True}  # pairs of texts and images
     if head.endswith(_UNLABELLED):
         return {}
-    raise images.not_known(f"no labels are known for {head}")
+    raise not_known(f"no labels are known for {head}")

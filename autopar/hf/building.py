@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, Where
 from autopar.hf.batches import make_batch
 from autopar.hf.specs import parse
 
@@ -26,7 +30,11 @@ _HEADS = (
     "AutoModelForSemanticSegmentation",
     "AutoModelForAudioClassification",
 )
-_READ_ELSEWHERE = ("attn_implementation", "experts_implementation", "decoder_start_token_id")  # known, though no type lists them
+_READ_ELSEWHERE = (
+    "attn_implementation",
+    "experts_implementation",
+    "decoder_start_token_id",
+)  # known, though no type lists them
 
 
 def build(
@@ -40,19 +48,22 @@ def build(
     dropout: float | None = 0.0,
     seed: int = 0,
 ) -> Built:
-    """The model of `spec`, in training mode, and a batch with labels: keyword arguments of its forward.
+    """The model of `spec`, in training mode, and a batch with labels: keyword arguments of its
+    forward.
 
     Weights and batch are drawn from `seed`, or hold nothing on meta.
 
     Args:
         batch: samples in the global batch.
-        seq: tokens of a sample; by default 512 or the most that the model has positions for. Images have no length; of a raw
-            sound it is the number of samples.
+        seq: tokens of a sample; by default 512 or the most that the model has positions for. Images
+            have no length; of a raw sound it is the number of samples.
         image: side of the images of a type whose configuration names no size.
-        dropout: every dropout that the spec does not set; None for the type's defaults. Whole layers are never dropped.
+        dropout: every dropout that the spec does not set; None for the type's defaults. Whole
+            layers are never dropped.
 
     Raises:
-        AutoparError: where the spec cannot be read, or names a type, a head or a setting that transformers does not know.
+        AutoparError: where the spec cannot be read, or names a type, a head or a setting that
+            transformers does not know.
     """
     kind, head, settings = parse(spec)
     config = _config(kind, settings)
@@ -60,18 +71,36 @@ def build(
     if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # labels are shifted, and what is ignored becomes padding
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0  # T5's own, which its configuration leaves to checkpoints
-    config.architectures = config.architectures or []  # where a head has several classes, transformers looks for names in it
+        config.decoder_start_token_id = (
+            config.pad_token_id or 0
+        )  # T5's own, which its configuration leaves to checkpoints
+    config.architectures = (
+        config.architectures or []
+    )  # where a head has several classes, transformers looks for names in it
     builder = _head(kind, head, config)
-    gpu = [torch.cuda.current_device()] if torch.device(device).type == "cuda" else []  # no other is touched, nor draws from the seed
+    gpu = (
+        [torch.cuda.current_device()] if torch.device(device).type == "cuda" else []
+    )  # no other is touched, nor draws from the seed
     with torch.random.fork_rng(gpu), torch.device(device):
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[number] for number in gpu)):
+        for generator in (
+            torch.default_generator,
+            *(torch.cuda.default_generators[number] for number in gpu),
+        ):
             generator.manual_seed(seed)
         try:
             model = builder.from_config(config, dtype=dtype)
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            AssertionError,
+            ImportError,
+        ) as error:
             remedy = "correct the head or the settings, or pass --module"
-            raise AutoparError(f"transformers cannot build {spec!r}: {error}", remedy=remedy) from error
+            raise AutoparError(
+                f"transformers cannot build {spec!r}: {error}", remedy=remedy
+            ) from error
         example = make_batch(model, builder.__name__, dtype, batch, seq, image)
     return model.train(), example
 
@@ -84,23 +113,33 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
         default = AutoConfig.for_model(kind)
     except ValueError as error:
         raise AutoparError(
-            f"transformers knows no model type {kind!r}", remedy="name one, for example llama, gpt2, bert, vit, t5, mixtral"
+            f"transformers knows no model type {kind!r}",
+            remedy="name one, for example llama, gpt2, bert, vit, t5, mixtral",
         ) from error
     known = default.to_dict()
-    for name in settings:  # transformers would keep an unknown one as an attribute that nothing reads
+    for (
+        name
+    ) in settings:  # transformers would keep an unknown one as an attribute that nothing reads
         # Asked first: of what layers may differ in, a configuration of the whole model raises.
         if name not in known and not hasattr(default, name) and name not in _READ_ELSEWHERE:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            remedy = f"did you mean {' or '.join(close)}?" if close else f"name one of transformers.{type(default).__name__}"
+            remedy = (
+                f"did you mean {' or '.join(close)}?"
+                if close
+                else f"name one of transformers.{type(default).__name__}"
+            )
             raise AutoparError(f"a {kind} configuration has no setting {name!r}", remedy=remedy)
     try:
         return AutoConfig.for_model(kind, **settings)
     except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
-        raise AutoparError(f"transformers cannot build {kind}: {error}", remedy="correct the settings") from error
+        raise AutoparError(
+            f"transformers cannot build {kind}: {error}", remedy="correct the settings"
+        ) from error
 
 
 def _quieten(config: Any, settings: Mapping[str, Any], dropout: float | None) -> None:
-    """Set every dropout that the settings do not name, in nested configurations too; nothing random beside it."""
+    """Set every dropout that the settings do not name, in nested configurations too; nothing
+    random beside it."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "model_type"):
             nested = settings.get(name)
@@ -126,11 +165,84 @@ def _head(kind: str, head: str, config: Any) -> Any:
     if head:
         builder = getattr(transformers, head, None)
         if not head.startswith("AutoModel") or builder is None:
-            raise AutoparError(f"transformers has no class {head!r}", remedy="name one, for example AutoModelForMaskedLM")
+            raise AutoparError(
+                f"transformers has no class {head!r}",
+                remedy="name one, for example AutoModelForMaskedLM",
+            )
         return builder
-    for name in sorted(_HEADS, key=lambda name: config.is_encoder_decoder and "Seq2Seq" not in name):
+    for name in sorted(
+        _HEADS, key=lambda name: config.is_encoder_decoder and "Seq2Seq" not in name
+    ):
         builder = getattr(transformers, name)
         if type(config) in builder._model_mapping:
             return builder
     remedy = f"name its head: {kind}/AutoModelFor...:JSON, or {kind}/AutoModel:JSON"
     raise AutoparError(f"{kind} has none of the heads {', '.join(_HEADS)}", remedy=remedy)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models of the user's own: what ``FILE.py:FUNCTION`` returns.
+
+
+def load_function(spec: str) -> tuple[nn.Module, Any]:
+    """(model, batch) as ``FILE.py:FUNCTION`` returns them.
+
+    Raises:
+        AutoparError: where the file or the function is missing, or it returns something else.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
+    if not file or not name:
+        raise AutoparError(
+            f"{spec!r} is no FILE.py:FUNCTION",
+            remedy="name a Python file and a function in it that returns (model, batch)",
+        )
+    if not path.is_file():
+        raise AutoparError(
+            f"there is no file {file!r}",
+            remedy="name one, then a colon and a function in it that returns (model, batch)",
+        )
+    module_spec = importlib.util.spec_from_file_location(f"autopar_function_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise AutoparError(f"{file!r} is no Python file", remedy="name a file that ends in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    beside = str(path.resolve().parent)
+    if beside not in sys.path:  # as of a script: what lies beside it can be imported
+        sys.path.insert(0, beside)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    load = module_spec.loader.exec_module
+    _of_users(spec, lambda: load(module))
+    function: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise AutoparError(
+            f"{file} has no function {name!r}", remedy="name a function that returns (model, batch)"
+        )
+    built = _of_users(spec, function)
+    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], nn.Module):
+        raise AutoparError(
+            f"{spec} returned {type(built).__name__}, not (model, batch)",
+            remedy="return an nn.Module and its example inputs",
+        )
+    return built
+
+
+def _of_users(spec: str, run: Callable[[], Any]) -> Any:
+    """What `run` returns of the user's file; what that raises is told with its last line there."""
+    try:
+        return run()
+    except AutoparError:
+        raise
+    except Exception as error:
+        file = Path(spec.rpartition(":")[0]).resolve()
+        frames = [
+            f
+            for f in traceback.extract_tb(error.__traceback__)
+            if Path(f.filename).resolve() == file
+        ]
+        line = f"{file.name}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(file)
+        where = Where(source=line)
+        raise AutoparError(
+            f"{spec} raised {type(error).__name__}: {error}",
+            where=where,
+            remedy="correct the function",
+        ) from error

@@ -17,26 +17,56 @@ def _gpt2(num_layers: int, hidden_size: int, num_heads: int) -> tuple[str, dict[
     return "gpt2", {"n_layer": num_layers, "n_embd": hidden_size, "n_head": num_heads}
 
 
-def _llama3(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> tuple[str, dict[str, Any]]:
-    sizes = {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+def _llama3(
+    num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int
+) -> tuple[str, dict[str, Any]]:
+    sizes = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+    }
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": 8, "vocab_size": 128256}
-    rope = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    rope = {
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
     return "llama", {**sizes, **heads, **rope}
 
 
-def _encoder(kind: str, num_layers: int, hidden_size: int, num_heads: int) -> tuple[str, dict[str, Any]]:
-    sizes = {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
+def _encoder(
+    kind: str, num_layers: int, hidden_size: int, num_heads: int
+) -> tuple[str, dict[str, Any]]:
+    sizes = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+    }
     return kind, {**sizes, "num_attention_heads": num_heads}
 
 
 _MIXTRAL = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
-}  # fmt: skip
-_T5_11B = {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128, "vocab_size": 32128}
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+_T5_11B = {
+    "d_model": 1024,
+    "d_kv": 128,
+    "d_ff": 65536,
+    "num_layers": 24,
+    "num_heads": 128,
+    "vocab_size": 32128,
+}
 
-# Sizes as published: GPT-2 (Radford et al., 2019), BERT (Devlin et al., 2018), ViT (Dosovitskiy et al., 2020), Llama 3
-# (Grattafiori et al., 2024, table 3), Mixtral (Jiang et al., 2024, table 1), T5 (Raffel et al., 2020, section 3.7).
+# Sizes as published: GPT-2 (Radford et al., 2019), BERT (Devlin et al., 2018), ViT (Dosovitskiy et
+# al., 2020), Llama 3 (Grattafiori et al., 2024, table 3), Mixtral (Jiang et al., 2024, table 1), T5
+# (Raffel et al., 2020, section 3.7).
 KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "gpt2": _gpt2(12, 768, 12),
@@ -68,13 +98,19 @@ def parse(spec: str) -> tuple[str, str, dict[str, Any]]:
     match = _SPEC.match(spec)
     if match is None or match["settings"] is None:
         names = ", ".join(KNOWN)
-        raise AutoparError(f"{spec!r} is no model", remedy=f"""write TYPE:JSON, as in llama:'{{"hidden_size": 64}}', or one of {names}""")
+        raise AutoparError(
+            f"{spec!r} is no model",
+            remedy=f"""write TYPE:JSON, as in llama:'{{"hidden_size": 64}}', or one of {names}""",
+        )
     try:
         settings = json.loads(match["settings"] or "{}")
     except ValueError as error:
         raise AutoparError(
-            f"the settings of {spec!r} are no JSON: {error}", remedy="quote the spec, names and texts in double quotes"
+            f"the settings of {spec!r} are no JSON: {error}",
+            remedy="quote the spec, names and texts in double quotes",
         ) from error
     if not isinstance(settings, dict):
-        raise AutoparError(f"the settings of {spec!r} are no JSON object", remedy='write {"name": value, ...}')
+        raise AutoparError(
+            f"the settings of {spec!r} are no JSON object", remedy='write {"name": value, ...}'
+        )
     return match["type"], match["head"] or "", settings

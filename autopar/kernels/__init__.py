@@ -1,1 +1,2 @@
-"""Kernels: the communication steps of emitted graphs, and custom operators with their reference implementations."""
+"""Kernels: the communication steps of emitted graphs, and custom operators with their reference
+implementations."""

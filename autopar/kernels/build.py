@@ -1,15 +1,20 @@
-"""Compile the kernels of `autopar_csrc`: at first use, or ahead by ``python -m autopar.kernels.build``.
+"""Compile the kernels of `autopar_csrc`: at first use, or ahead by ``python -m
+autopar.kernels.build``.
 
-Every ``*.cu`` of the folder goes into one library per kind: *host* by the C++ compiler (``$CXX`` or g++), *cuda* by nvcc (``$NVCC`` or the
-one on the path). A library lies in the cache (``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is
-a hash of sources, headers, command and compiler; so a changed source is compiled anew and an old library is never loaded for it. It is
-compiled beside its place and renamed into it under a lock: processes that build at once compile once, and none sees half a library. Beside
-each library lie what the compiler said (``.log``; for cuda ptxas's report of registers and spills) and its checksum (``.sha256``).
-A library that is not as it was written is compiled again. Libraries are code: a cache that another user can write to is not used.
+Every ``*.cu`` of the folder goes into one library per kind: *host* by the C++ compiler (``$CXX`` or
+g++), *cuda* by nvcc (``$NVCC`` or the one on the path). A library lies in the cache
+(``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is a
+hash of sources, headers, command and compiler; so a changed source is compiled anew and an old
+library is never loaded for it. It is compiled beside its place and renamed into it under a lock:
+processes that build at once compile once, and none sees half a library. Beside each library lie
+what the compiler said (``.log``; for cuda ptxas's report of registers and spills) and its checksum
+(``.sha256``). A library that is not as it was written is compiled again. Libraries are code: a
+cache that another user can write to is not used.
 
-Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
-ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``), or ``emulated-thread``, likewise for
-ThreadSanitizer: for tests.
+Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``);
+of the host alone ``thread``, for ThreadSanitizer, and ``emulated``, in which the device's code runs
+on the CPU (``include/emulated.h``), or ``emulated-thread``, likewise for ThreadSanitizer: for
+tests.
 """
 
 from __future__ import annotations
@@ -30,9 +35,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.core.private_folder import find_foreign, private_folder, warn_once
+from autopar.core.terminal import complain, err, say
 from autopar.errors import KernelError
-from autopar.private_folder import find_foreign, private_folder, warn_once
-from autopar.terminal import complain, err, say
 
 SOURCES = Path(__file__).parent.parent / "csrc"
 ARCHITECTURES = ("80", "90a", "100a")
@@ -50,14 +55,37 @@ HOST_ONLY = ("thread", "emulated", "emulated-thread")
 LIMIT_S = 600.0
 _NAME_ANOTHER = "AUTOPAR_KERNEL_CACHE=FOLDER"
 _QUIET_S = 2.0  # a build that takes longer says so
-_HOST = ("-x", "c++", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off")
+_HOST = (
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+)
 # sm_80's code also runs on 8.6 and 8.9; its PTX serves devices that none of the architectures fits.
-_CUDA = ("-x", "cu", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--fmad=false", "-Xptxas", "-v", "-shared", "--threads", "0")
+_CUDA = (
+    "-x",
+    "cu",
+    "-std=c++17",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+    "--fmad=false",
+    "-Xptxas",
+    "-v",
+    "-shared",
+    "--threads",
+    "0",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A compiled library or program: where it is, what the compiler said, and the seconds it took, 0 where it was in the cache."""
+    """A compiled library or program: where it is, what the compiler said, and the seconds it
+    took, 0 where it was in the cache."""
 
     path: Path
     report: str
@@ -65,7 +93,8 @@ class Built:
 
 
 def cache_folder() -> Path:
-    """Find or make the folder of libraries; one of this process alone if other users can write to the one that is named.
+    """Find or make the folder of libraries; one of this process alone if other users can write to
+    the one that is named.
 
     Returns:
         A folder that only the current user can write to.
@@ -75,17 +104,30 @@ def cache_folder() -> Path:
     """
     named = os.environ.get("AUTOPAR_KERNEL_CACHE")
     try:
-        wanted = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels"
-        return private_folder(wanted, "compiled kernels", f"name a folder of your own: {_NAME_ANOTHER}")
+        wanted = (
+            Path(named)
+            if named
+            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            / "autopar"
+            / "kernels"
+        )
+        return private_folder(
+            wanted, "compiled kernels", f"name a folder of your own: {_NAME_ANOTHER}"
+        )
     except RuntimeError as error:
-        raise KernelError("there is no home folder for a cache of kernels", remedy=f"name a folder: {_NAME_ANOTHER}") from error
+        raise KernelError(
+            "there is no home folder for a cache of kernels",
+            remedy=f"name a folder: {_NAME_ANOTHER}",
+        ) from error
     except OSError as error:
         raise _unwritable(error) from error
 
 
 def _unwritable(error: OSError) -> KernelError:
     """The error of a folder of libraries that cannot be made or written to."""
-    return KernelError(f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}")
+    return KernelError(
+        f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}"
+    )
 
 
 def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
@@ -103,7 +145,10 @@ def compiler(kind: str) -> list[str]:
     name, *flags = shlex.split(os.environ.get(variable) or default)
     found = shutil.which(name)
     if found is None:
-        raise KernelError(f"there is no {name} to compile the {kind} kernels", remedy=f"install it, or name one: {variable}=/path/to/it")
+        raise KernelError(
+            f"there is no {name} to compile the {kind} kernels",
+            remedy=f"install it, or name one: {variable}=/path/to/it",
+        )
     return [found, *flags]
 
 
@@ -115,7 +160,12 @@ def has_compiler(kind: str) -> bool:
         return False
 
 
-def build_library(kind: str, variant: str = "release", architectures: Sequence[str] = ARCHITECTURES, folder: Path = SOURCES) -> Built:
+def build_library(
+    kind: str,
+    variant: str = "release",
+    architectures: Sequence[str] = ARCHITECTURES,
+    folder: Path = SOURCES,
+) -> Built:
     """The library of all kernels in `folder`, from the cache or compiled now.
 
     Args:
@@ -123,22 +173,34 @@ def build_library(kind: str, variant: str = "release", architectures: Sequence[s
         architectures: of the device, for ``cuda``: ``80`` stands for sm_80.
 
     Raises:
-        KernelError: without a compiler, or where it fails; the message holds the command and what the compiler said.
+        KernelError: without a compiler, or where it fails; the message holds the command and what
+            the compiler said.
     """
     if kind == "cuda" and variant in HOST_ONLY:
-        raise KernelError(f"the variant {variant} is of the host only", remedy="build it with kind host")
+        raise KernelError(
+            f"the variant {variant} is of the host only", remedy="build it with kind host"
+        )
     if variant not in VARIANTS:
-        raise KernelError(f"there is no variant {variant!r} of the kernels", remedy=f"ask for one of {', '.join(VARIANTS)}")
+        raise KernelError(
+            f"there is no variant {variant!r} of the kernels",
+            remedy=f"ask for one of {', '.join(VARIANTS)}",
+        )
     start = compiler(kind)
     if kind == "host":
         command = [*start, *VARIANTS[variant], *_HOST, "-shared"]
     else:
-        command = [*start, *VARIANTS[variant], *_CUDA, *(part for text in architectures for part in _gencode(text))]
+        command = [
+            *start,
+            *VARIANTS[variant],
+            *_CUDA,
+            *(part for text in architectures for part in _gencode(text)),
+        ]
     return _build(f"{kind}-{variant}", command, sources(folder), folder, ".so")
 
 
 def build_program(main: Path, variant: str = "release", folder: Path = SOURCES) -> Built:
-    """An executable for the host of the kernels in `folder` and the C++ file `main`, which may include their headers.
+    """An executable for the host of the kernels in `folder` and the C++ file `main`, which may
+    include their headers.
 
     Raises:
         KernelError: as `build_library`.
@@ -148,13 +210,22 @@ def build_program(main: Path, variant: str = "release", folder: Path = SOURCES) 
 
 
 def _gencode(architecture: str) -> tuple[str, str]:
-    code = f"[sm_{architecture},compute_{architecture}]" if architecture == "80" else f"sm_{architecture}"
+    code = (
+        f"[sm_{architecture},compute_{architecture}]"
+        if architecture == "80"
+        else f"sm_{architecture}"
+    )
     return "-gencode", f"arch=compute_{architecture},code={code}"
 
 
-def _build(name: str, command: Sequence[str], files: Sequence[Path], folder: Path, suffix: str) -> Built:
+def _build(
+    name: str, command: Sequence[str], files: Sequence[Path], folder: Path, suffix: str
+) -> Built:
     if not files:
-        raise KernelError(f"there are no kernels in {folder}", remedy="install the package whole: its folder csrc is missing")
+        raise KernelError(
+            f"there are no kernels in {folder}",
+            remedy="install the package whole: its folder csrc is missing",
+        )
     cache, stem = cache_folder(), f"{name}-{_key(command, files, folder)}"
     place = cache / f"{stem}{suffix}"
     if (report := _read(place, stem)) is not None:
@@ -162,7 +233,11 @@ def _build(name: str, command: Sequence[str], files: Sequence[Path], folder: Pat
     try:
         with _locked(cache / f"{stem}.lock"):
             report = _read(place, stem)
-            return _compile(name, command, files, place, stem) if report is None else Built(place, report, 0.0)
+            return (
+                _compile(name, command, files, place, stem)
+                if report is None
+                else Built(place, report, 0.0)
+            )
     except OSError as error:
         raise _unwritable(error) from error
 
@@ -171,7 +246,10 @@ def _read(place: Path, stem: str) -> str | None:
     """What the compiler said of a library in the cache; None if it has to be compiled."""
     try:
         if not (reason := find_foreign(place)):
-            report, wanted = (place.with_name(f"{stem}.{kind}").read_text(encoding="utf-8") for kind in ("log", "sha256"))
+            report, wanted = (
+                place.with_name(f"{stem}.{kind}").read_text(encoding="utf-8")
+                for kind in ("log", "sha256")
+            )
             if wanted == _digest(place):
                 return report
             reason = f"{place} is not as it was written"
@@ -190,14 +268,18 @@ def _digest(path: Path) -> str:
 
 def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
     """A hash of all that decides what is compiled."""
-    said = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    said = subprocess.run(
+        [command[0], "--version"], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     key = hashlib.sha256("\0".join((*command, said.stdout, platform.machine())).encode())
     for path in (*files, *sorted(folder.glob("include/*.h"))):
         key.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return key.hexdigest()[:16]
 
 
-def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Path, stem: str) -> Built:
+def _compile(
+    name: str, command: Sequence[str], files: Sequence[Path], place: Path, stem: str
+) -> Built:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as scratch:
         made, said, digest = (Path(scratch) / kind for kind in ("made", "log", "sha256"))
@@ -206,7 +288,9 @@ def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Pa
         if status != 0:
             what = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
             variables = " or ".join(variable for variable, _ in COMPILERS.values())
-            raise KernelError(what, remedy=f"see what the compiler says, or name another compiler in {variables}")
+            raise KernelError(
+                what, remedy=f"see what the compiler says, or name another compiler in {variables}"
+            )
         said.write_text(report, encoding="utf-8")
         digest.write_text(_digest(made), encoding="utf-8")
         made.chmod(0o700)
@@ -217,9 +301,13 @@ def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Pa
 
 
 def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
-    """The exit status of the compiler and what it said; on the terminal what is going on, where it takes long."""
-    # In a group of its own, so that a compiler that is given up takes the programs with it that it has started.
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
+    """The exit status of the compiler and what it said; on the terminal what is going on, where
+    it takes long."""
+    # In a group of its own, so that a compiler that is given up takes the programs with it that it
+    # has started.
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
         try:
             return _watched(name, process)
         except subprocess.TimeoutExpired:
@@ -255,11 +343,18 @@ def _locked(path: Path) -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; without --host and --cuda it builds what there is a compiler for."""
-    parser = argparse.ArgumentParser(prog="python -m autopar.kernels.build", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.kernels.build", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--host", action="store_true", help="with the C++ compiler")
     parser.add_argument("--cuda", action="store_true", help="with nvcc")
     parser.add_argument("--debug", action="store_true", help="with time-outs in waits")
-    parser.add_argument("--arch", action="append", metavar="80|90a|...", help=f"of the device; by default {' '.join(ARCHITECTURES)}")
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="80|90a|...",
+        help=f"of the device; by default {' '.join(ARCHITECTURES)}",
+    )
     options = parser.parse_args(arguments)
     asked = [kind for kind in COMPILERS if getattr(options, kind)]
     kinds = asked or [kind for kind in COMPILERS if has_compiler(kind)]
@@ -268,8 +363,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain("there is neither g++ nor nvcc: the references in torch will run")
     for kind in kinds:
         try:
-            built = build_library(kind, "debug" if options.debug else "release", options.arch or ARCHITECTURES)
-            say(f"{kind}: {built.path} ({f'built in {built.build_s:.1f} s' if built.build_s else 'was in the cache'})")
+            built = build_library(
+                kind, "debug" if options.debug else "release", options.arch or ARCHITECTURES
+            )
+            say(
+                f"{kind}: {built.path}"
+                f" ({f'built in {built.build_s:.1f} s' if built.build_s else 'was in the cache'})"
+            )
         except KernelError as error:
             complain(f"{kind}: {error}")
             failed = True

@@ -1,33 +1,41 @@
-"""The protocols of the overlapped products, as phases that any provider of `autopar.kernels.peers` carries out.
+"""The protocols of the overlapped products, as phases that any provider of `autopar.kernels.peers`
+carries out.
 
-A tensor is seen as [outer, rows, row] along the dim that is sharded, as in `autopar_csrc/include/shards.h`; the protocols stand at the
-top of `autopar_csrc/all_gather_matmul.cu` and `autopar_csrc/matmul_reduce_scatter.cu`. What is computed per chunk is the caller's.
+A tensor is seen as [outer, rows, row] along the dim that is sharded, as in
+`autopar_csrc/include/shards.h`; the protocols stand at the top of
+`autopar_csrc/all_gather_matmul.cu` and `autopar_csrc/matmul_reduce_scatter.cu`. What is computed
+per chunk is the caller's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from autopar.core.layout import part_range
 from autopar.kernels import library
-from autopar.kernels.lanes import COMPUTE, COPY, Lane, Phase
-from autopar.kernels.peers import Peers, Regions, addresses
-from autopar.layout import part_range
+from autopar.kernels.peers import COMPUTE, COPY, Lane, Peers, Phase, Regions, addresses
+from autopar.ops.products import bias_term, dot
 
 _SLOT_ALIGNMENT = 128  # kSlotAlignment
 _FLAG_WORDS = 16  # kFlagWords
 _WORD_BYTES = 8
-REDUCIBLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64})
+REDUCIBLE = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64}
+)
 """Dtypes that `scatter` can add up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A whole tensor [outer, rows, row of `row_bytes`], its rows over `size` ranks, each rank's in `num_chunks` chunks."""
+    """A whole tensor [outer, rows, row of `row_bytes`], its rows over `size` ranks, each rank's
+    in `num_chunks` chunks."""
 
     outer: int
     rows: int
@@ -36,16 +44,23 @@ class Shards:
     num_chunks: int
 
     @staticmethod
-    def of(shape: Sequence[int], dim: int, dtype: torch.dtype, size: int, num_chunks: int) -> Shards:
+    def of(
+        shape: Sequence[int], dim: int, dtype: torch.dtype, size: int, num_chunks: int
+    ) -> Shards:
         """Of a whole tensor of `shape` along `dim`."""
-        return Shards(prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks)
+        return Shards(
+            prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks
+        )
 
     def seen_by(self, rank: int) -> library.NativeShards:
         """As the C functions take them."""
-        return library.NativeShards(self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks)
+        return library.NativeShards(
+            self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks
+        )
 
     def gathered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Position, chunk, first row and number of rows: the own shard, then those of the next ranks."""
+        """Position, chunk, first row and number of rows: the own shard, then those of the next
+        ranks."""
         return self._order(rank)
 
     def scattered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
@@ -56,7 +71,11 @@ class Shards:
         for position in range(self.size):
             owner = (first + position) % self.size
             for chunk in range(self.num_chunks):
-                yield position, chunk, *part_range(self.rows, (self.size, self.num_chunks), (owner, chunk))
+                yield (
+                    position,
+                    chunk,
+                    *part_range(self.rows, (self.size, self.num_chunks), (owner, chunk)),
+                )
 
     @property
     def slot_bytes(self) -> int:
@@ -74,7 +93,8 @@ class Shards:
 
     @property
     def scatter_bytes(self) -> int:
-        """What a rank holds for `scatter`: two slots for each rank's part of its rows, and flags."""
+        """What a rank holds for `scatter`: two slots for each rank's part of its rows, and
+        flags."""
         return 2 * self.size * self.slot_bytes + _WORD_BYTES * self.num_flag_words
 
     def inbox_offset(self, epoch: int, rank: int) -> int:
@@ -101,22 +121,38 @@ class Gather:
 
 
 def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
-    """all_gather_matmul for the ranks of `jobs`: with `VirtualRanks` all of them, in a rank's own thread or process that one."""
+    """all_gather_matmul for the ranks of `jobs`: with `VirtualRanks` all of them, in a rank's
+    own thread or process that one."""
     regions = gather_regions(peers, shards)
     epochs = {rank: regions.begin(rank) for rank in jobs}
 
     def publish(lane: Lane, rank: int) -> None:
         job = jobs[rank]
         own = regions.data[rank].data_ptr(), job.gathered.data_ptr(), regions.flags[rank].data_ptr()
-        lane.call("all_gather_matmul_publish", job.shard.data_ptr(), *own, shards.seen_by(rank), epochs[rank])
+        lane.call(
+            "all_gather_matmul_publish",
+            job.shard.data_ptr(),
+            *own,
+            shards.seen_by(rank),
+            epochs[rank],
+        )
 
     def pull(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
-        peers.move(lane, "all_gather_matmul_pull", jobs[rank].gathered.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
+        peers.move(
+            lane,
+            "all_gather_matmul_pull",
+            jobs[rank].gathered.data_ptr(),
+            *all_ranks,
+            shards.seen_by(rank),
+            epochs[rank],
+        )
 
     def consume(lane: Lane, rank: int) -> None:
         own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
-        _whole(shards, rank, jobs[rank].consume)  # the own rows are there: a product in pieces would take longer
+        _whole(
+            shards, rank, jobs[rank].consume
+        )  # the own rows are there: a product in pieces would take longer
         for position, chunk, begin, length in shards.gathered_order(rank):
             if position > 0:
                 lane.call("all_gather_matmul_wait", *own, position, chunk, epochs[rank])
@@ -128,7 +164,9 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
 
 def gather_regions(peers: Peers, shards: Shards) -> Regions:
     """What `gather` shares: per rank two slots for its shard."""
-    return peers.regions(("all_gather_matmul", shards), 2 * shards.slot_bytes, shards.num_flag_words)
+    return peers.regions(
+        ("all_gather_matmul", shards), 2 * shards.slot_bytes, shards.num_flag_words
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +176,12 @@ class Scatter:
     Attributes:
         partial: room for the whole partial product, contiguous; its own rows are not used.
         out: this rank's rows of the sum, contiguous, to be filled.
-        produce: called with first row, number of rows and where the partial product of these rows goes.
-        add_up: called when all ranks' parts of this rank's rows are there, with these in order of the ranks, each like `out`: fills `out`,
-            and whatever else is made of them in the same pass. The parts are there until it returns or, on a GPU, until what it enqueued
-            has run. Where it is None they are added up.
+        produce: called with first row, number of rows and where the partial product of these rows
+            goes.
+        add_up: called when all ranks' parts of this rank's rows are there, with these in order of
+            the ranks, each like `out`: fills `out`, and whatever else is made of them in the same
+            pass. The parts are there until it returns or, on a GPU, until what it enqueued has run.
+            Where it is None they are added up.
     """
 
     partial: Tensor
@@ -163,19 +203,38 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
                 if length > 0:
                     job.produce(begin, length, job.partial.narrow(dim, begin, length))
                 lane.call("matmul_reduce_scatter_produced", *own, position, chunk, epochs[rank])
-        _whole(shards, rank, lambda begin, length: job.produce(begin, length, mine))  # no one waits for pieces of the own rows
+        _whole(
+            shards, rank, lambda begin, length: job.produce(begin, length, mine)
+        )  # no one waits for pieces of the own rows
 
     def push(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
-        peers.move(lane, "matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
+        peers.move(
+            lane,
+            "matmul_reduce_scatter_push",
+            jobs[rank].partial.data_ptr(),
+            *all_ranks,
+            shards.seen_by(rank),
+            epochs[rank],
+        )
 
     def add_up(lane: Lane, rank: int) -> None:
         out, flags, then = jobs[rank].out, regions.flags[rank].data_ptr(), jobs[rank].add_up
         lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
         if then is not None:
-            then([_slot(shards, regions, rank, epochs[rank], out, sender) for sender in range(shards.size)])
+            then(
+                [
+                    _slot(shards, regions, rank, epochs[rank], out, sender)
+                    for sender in range(shards.size)
+                ]
+            )
             return
-        what = regions.data[rank].data_ptr(), out.data_ptr(), out.numel(), library.code_of(out.dtype)
+        what = (
+            regions.data[rank].data_ptr(),
+            out.data_ptr(),
+            out.numel(),
+            library.code_of(out.dtype),
+        )
         lane.call("matmul_reduce_scatter_reduce", *what, shards.seen_by(rank), epochs[rank])
 
     peers.run(tuple(jobs), (Phase(COMPUTE, produce), Phase(COPY, push), Phase(COMPUTE, add_up)))
@@ -183,13 +242,23 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
 def scatter_regions(peers: Peers, shards: Shards) -> Regions:
     """What `scatter` shares: per rank two slots for each rank's part of its rows."""
-    return peers.regions(("matmul_reduce_scatter", shards), 2 * shards.size * shards.slot_bytes, shards.num_flag_words)
+    return peers.regions(
+        ("matmul_reduce_scatter", shards),
+        2 * shards.size * shards.slot_bytes,
+        shards.num_flag_words,
+    )
 
 
-def _slot(shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor, sender: int) -> Tensor:
+def _slot(
+    shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor, sender: int
+) -> Tensor:
     """The part from `sender` in the rank's inbox, with shape and dtype of `out`."""
     begin = shards.inbox_offset(epoch, sender)
-    return regions.data[rank][begin : begin + out.numel() * out.element_size()].view(out.dtype).view(out.shape)
+    return (
+        regions.data[rank][begin : begin + out.numel() * out.element_size()]
+        .view(out.dtype)
+        .view(out.shape)
+    )
 
 
 def _whole(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> None:
@@ -197,3 +266,117 @@ def _whole(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> N
     begin, length = part_range(shards.rows, (shards.size,), (rank,))
     if length > 0:
         multiply(begin, length)
+
+
+# --------------------------------------------------------------------------------------------------
+# Products of two tensors by Einstein's convention, taken in chunks along one letter (see
+# `autopar.kernels.overlapped`).
+
+T = TypeVar("T")
+
+
+def terms_of(equation: str) -> tuple[str, str, str]:
+    """Left operand, right operand, result.
+
+    Raises:
+        ValueError: where these are not three.
+    """
+    terms = tuple(term.strip() for side in equation.split("->") for term in side.split(","))
+    if len(terms) != 3:
+        raise ValueError(f"not a product of two operands: {equation!r}")
+    return terms[0], terms[1], terms[2]
+
+
+def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
+    """Raises:
+    ValueError: where the product cannot be taken in so many chunks along the letter.
+    """
+    left, right, result = terms_of(equation)
+    if letter not in result or letter not in left + right:
+        raise ValueError(
+            f"{equation!r} cannot be taken in chunks along {letter!r}: it must be in the result and"
+            " in an operand"
+        )
+    if num_chunks < 1:
+        raise ValueError(f"a shard cannot be cut into {num_chunks} chunks")
+
+
+@lru_cache(maxsize=4096)
+def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
+    """An equation as one `mm` of views, for contiguous tensors: whether the right operand comes
+    first, how many dims of the first one are rows, and whether the second one is transposed. None
+    where it is no such product."""
+    left, right, result = terms_of(equation)
+    inner = "".join(letter for letter in left if letter not in result)
+    for swapped, first, second in ((False, left, right), (True, right, left)):
+        rows, columns = first.removesuffix(inner), second.removeprefix(inner)
+        if first == rows + inner and second == inner + columns and result == rows + columns:
+            return swapped, len(rows), False
+        columns = second.removesuffix(inner)
+        if first == rows + inner and second == columns + inner and result == rows + columns:
+            return swapped, len(rows), True
+    return None
+
+
+def multiply(equation: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """``a · b``, with a bias as `autopar.ops.dot` adds it."""
+    return torch.einsum(equation, a, b) if bias is None else dot(equation, a, b, bias)
+
+
+def multiply_into(
+    equation: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """``out = a · b``, with a bias: written by the vendor's matmul itself where that can be,
+    else copied."""
+    form = _as_mm(equation)
+    if form is None or not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous()):
+        out.copy_(multiply(equation, a, b, bias))
+        return
+    swapped, num_rows, transposed = form
+    first, second = (b, a) if swapped else (a, b)
+    num_inner = first.dim() - num_rows
+    rows, inner = first.shape[:num_rows].numel(), first.shape[num_rows:].numel()
+    own = second.shape[: second.dim() - num_inner] if transposed else second.shape[num_inner:]
+    columns = own.numel()
+    factor = second.view(columns, inner).t() if transposed else second.view(inner, columns)
+    if bias is None:
+        torch.mm(first.view(rows, inner), factor, out=out.view(rows, columns))
+    elif bias.shape == own:
+        torch.addmm(
+            bias.reshape(columns), first.view(rows, inner), factor, out=out.view(rows, columns)
+        )
+    else:
+        out.copy_(dot(equation, a, b, bias))
+
+
+def result_shape(equation: str, a: Tensor, b: Tensor) -> list[Any]:
+    """The product's shape; lengths may be symbols."""
+    left, right, result = terms_of(equation)
+    sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
+    return [sizes[letter] for letter in result]
+
+
+def in_order(which: int, mine: T, other: T) -> tuple[T, T]:
+    """The operands as the equation names them."""
+    return (mine, other) if which == 0 else (other, mine)
+
+
+def cut_bias(
+    bias: Tensor | None, equation: str, letter: str, begin: int, length: int
+) -> Tensor | None:
+    """Of a bias what `cut` leaves of a result."""
+    return (
+        None
+        if bias is None
+        else cut([bias_term(equation, bias.dim())], [bias], letter, begin, length)[0]
+    )
+
+
+def cut(
+    terms: Sequence[str], tensors: Sequence[Tensor], letter: str, begin: int, length: int
+) -> list[Tensor]:
+    """Of each tensor that has the letter these rows; the others as they are."""
+    return [
+        x.narrow(term.index(letter), begin, length) if letter in term else x
+        for term, x in zip(terms, tensors, strict=True)
+    ]

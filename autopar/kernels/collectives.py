@@ -1,29 +1,34 @@
 """The communication steps of emitted graphs, as plain functions that name mesh axes by index.
 
-Executed directly they look up the process groups that `use_groups` has made current; `autopar.kernels.binding` puts constants in their
-place, so that a bound graph needs no context and `torch.compile` sees only torch operators. No autograd runs through
-them: an emitted backward graph holds its own steps.
+Executed directly they look up the process groups that `use_groups` has made current;
+`autopar.kernels.bind` puts constants in their place, so that a bound graph needs no context and
+`torch.compile` sees only torch operators. No autograd runs through them: an emitted backward graph
+holds its own steps.
 
-Terms. `size` is the number of ranks on the axis, `part` the length of one rank's share. A *fake* group has an empty
-name: its steps allocate what the real ones do and move nothing, so that a run on fake tensors shows the exact memory.
+Terms. `size` is the number of ranks on the axis, `part` the length of one rank's share. A *fake*
+group has an empty name: its steps allocate what the real ones do and move nothing, so that a run on
+fake tensors shows the exact memory.
 
 Memory, with `x` the input and `y` the result (both contiguous): besides them live
     all_gather      dim leading: nothing; else one buffer as large as `y`, while it is copied to `y`
     reduce_scatter  dim leading: nothing; else one copy of `x`, until the reduction has ended
-    all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one buffer as large as `y`
+    all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one
+                    buffer as large as `y`
     swap            what is sent, where dim is not leading, and what is received
     halo            what is sent and what is received
     all_reduce, shard   nothing
     fetch, store    nothing (`autopar.kernels.host`)
-A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more copy. Along an axis of
-size 1 every step returns `x` itself.
+A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more
+copy. Along an axis of size 1 every step returns `x` itself.
 
-Early steps. `start` issues a step and `finish` waits for it; both take its kind and all of its settings, and what `start` returns goes
-to one `finish` and nowhere else. From start to finish live what is sent (for all_gather `x`, else the copy of it that is named above,
-or `x` where there is none; nothing for all_reduce) and what comes.
+Early steps. `start` issues a step and `finish` waits for it; both take its kind and all of its
+settings, and what `start` returns goes to one `finish` and nowhere else. From start to finish live
+what is sent (for all_gather `x`, else the copy of it that is named above, or `x` where there is
+none; nothing for all_reduce) and what comes.
 
-Uneven parts. A dim whose length `size` does not divide has a shorter last part (`autopar.layout.part_range`). It is padded for
-the way and cut back after it; each costs a copy. Where a step joins such a dim, `length` says how long it is then.
+Uneven parts. A dim whose length `size` does not divide has a shorter last part
+(`autopar.core.layout.part_range`). It is padded for the way and cut back after it; each costs a
+copy. Where a step joins such a dim, `length` says how long it is then.
 """
 
 from __future__ import annotations
@@ -34,18 +39,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from autopar.collective import HOST_KINDS
+from autopar.core.collective import HOST_KINDS
+from autopar.core.layout import part_range
+from autopar.core.mesh import Mesh
 from autopar.errors import RuntimeStateError
-from autopar.kernels import bound, host
-from autopar.layout import part_range
-from autopar.mesh import Mesh
+from autopar.kernels import bound_ops, host
 
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """This rank's process group along one mesh axis; `name` is torch's group name, empty for a fake group."""
+    """This rank's process group along one mesh axis; `name` is torch's group name, empty for a
+    fake group."""
 
     name: str
     size: int
@@ -69,58 +76,64 @@ def use_groups(groups: Sequence[AxisGroup]) -> Iterator[None]:
 def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
     """Groups without processes, seen from `coordinate` (by default the origin)."""
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh.shape)
-    return tuple(AxisGroup("", size, index) for size, index in zip(mesh.shape, coordinate, strict=True))
+    return tuple(
+        AxisGroup("", size, index) for size, index in zip(mesh.shape, coordinate, strict=True)
+    )
 
 
 def all_gather(x: Tensor, dim: int, axis: int, length: int | None = None) -> Tensor:
-    """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts joined in order."""
+    """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts
+    joined in order."""
     group = group_of(axis)
-    return bound.all_gather(x, dim, group.size, group.name, length)
+    return bound_ops.all_gather(x, dim, group.size, group.name, length)
 
 
 def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor."""
     group = group_of(axis)
-    return bound.reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
+    return bound_ops.reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
 
 
 def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Replicate on `axis`; a new tensor."""
     group = group_of(axis)
-    return bound.all_reduce(x, reduce_op, group.size, group.name)
+    return bound_ops.all_reduce(x, reduce_op, group.size, group.name)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int, length: int | None = None) -> Tensor:
-    """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and becomes that of `to_dim`."""
+    """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and
+    becomes that of `to_dim`."""
     group = group_of(axis)
-    return bound.all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
+    return bound_ops.all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
 
 
 def halo(x: Tensor, dim: int, before: int, after: int, lowest: bool, axis: int) -> Tensor:
-    """Shard(dim) → `Halo` on `axis`, which alone splits `dim`: with the neighbours' elements, and beyond the ends with zeros or
-    the lowest value."""
+    """Shard(dim) → `Halo` on `axis`, which alone splits `dim`: with the neighbours' elements, and
+    beyond the ends with zeros or the lowest value."""
     group = group_of(axis)
-    return bound.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
+    return bound_ops.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
 
 
 def swap(x: Tensor, dim: int, axis: int) -> Tensor:
-    """Shard(dim) → `Mirrored`, or back, on `axis`, which alone splits `dim`: with the second half of the mirror image's part."""
+    """Shard(dim) → `Mirrored`, or back, on `axis`, which alone splits `dim`: with the second
+    half of the mirror image's part."""
     group = group_of(axis)
-    return bound.swap(x, dim, group.size, group.name, group.coordinate)
+    return bound_ops.swap(x, dim, group.size, group.name, group.coordinate)
 
 
 def shard(x: Tensor, dim: int, axis: int) -> Tensor:
     """Replicate → Shard(dim) on `axis`: this rank's part, always a contiguous copy.
 
-    A view would be free, but it would hold all of `x` alive: a gradient or a kept value that was sliced would then cost
-    `size` times what the plan says.
+    A view would be free, but it would hold all of `x` alive: a gradient or a kept value that was
+    sliced would then cost `size` times what the plan says.
     """
     group = group_of(axis)
-    return bound.shard(x, dim, group.size, group.coordinate)
+    return bound_ops.shard(x, dim, group.size, group.coordinate)
 
 
 def fetch(x: Tensor) -> Tensor:
-    """From the host's memory, which is that of a CPU; a graph that is bound for a GPU copies to it."""
+    """From the host's memory, which is that of a CPU; a graph that is bound for a GPU copies to
+    it."""
     return host.fetch(x)
 
 
@@ -129,28 +142,37 @@ def store(x: Tensor) -> Tensor:
     return host.store(x)
 
 
-def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bound.Started:
+def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bound_ops.Started:
     """Issue the step `kind` with its settings, the axis last."""
     if kind in HOST_KINDS:
-        return bound.STARTS[kind](x)
-    return bound.STARTS[kind](x, *bound_settings(kind, settings, length, group_of(settings[-1])))
+        return bound_ops.STARTS[kind](x)
+    return bound_ops.STARTS[kind](
+        x, *bound_settings(kind, settings, length, group_of(settings[-1]))
+    )
 
 
-def finish(started: bound.Started, kind: str, *settings: Any, length: int | None = None) -> Tensor:
+def finish(
+    started: bound_ops.Started, kind: str, *settings: Any, length: int | None = None
+) -> Tensor:
     """Wait for what was started with the same settings; the step's result."""
     if kind in HOST_KINDS:
-        return bound.FINISHES[kind](started)
-    return bound.FINISHES[kind](started, *bound_settings(kind, settings, length, group_of(settings[-1])))
+        return bound_ops.FINISHES[kind](started)
+    return bound_ops.FINISHES[kind](
+        started, *bound_settings(kind, settings, length, group_of(settings[-1]))
+    )
 
 
-def bound_settings(kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup) -> tuple[Any, ...]:
+def bound_settings(
+    kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup
+) -> tuple[Any, ...]:
     """Settings with the axis replaced by its group, in the order of the bound form's arguments."""
     known = {"coordinate": group.coordinate, "length": length}
     return (*settings[:-1], group.size, group.name, *(known[name] for name in _FURTHER[kind]))
 
 
 def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
-    """The first global index of this rank's part of a dim of `size`, split by (axis, axis size), outermost first."""
+    """The first global index of this rank's part of a dim of `size`, split by (axis, axis size),
+    outermost first."""
     return _own_range(size, splitters)[0]
 
 
@@ -164,7 +186,15 @@ def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, 
 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
-STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, swap, halo, shard)  # along axes
+STEPS: tuple[Callable[..., Tensor], ...] = (
+    all_gather,
+    reduce_scatter,
+    all_reduce,
+    all_to_all,
+    swap,
+    halo,
+    shard,
+)  # along axes
 COPIES: tuple[Callable[..., Tensor], ...] = (fetch, store)  # along none
 PARTS: tuple[Callable[..., Any], ...] = (start, finish)
 
@@ -183,7 +213,8 @@ _ARGUMENTS = {
 
 
 def positional(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a step, or of one's start or finish, in order, however the node passes them; not `length` and not the kind."""
+    """The arguments of a step, or of one's start or finish, in order, however the node passes
+    them; not `length` and not the kind."""
     if node.target in PARTS:
         x, _, *settings = node.args
         return (x, *settings)
@@ -202,17 +233,49 @@ def current_groups() -> Groups:
     if groups is None:
         raise RuntimeStateError(
             "a communication step ran outside any process groups",
-            remedy="run the graph inside use_groups(...), bind it with bind(graph, groups), or use the lockstep interpreter",
+            remedy=(
+                "run the graph inside use_groups(...), bind it with bind(graph, groups), or use the"
+                " lockstep interpreter"
+            ),
         )
     return groups
 
 
-def range_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]) -> tuple[int, int]:
+def range_of(
+    size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]
+) -> tuple[int, int]:
     """First index and length of a part of a dim of `size`, split by (axis, axis size)."""
     return part_range(size, [axis_size for _, axis_size in splitters], coordinates)
 
 
 _FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its group
-    "all_gather": ("length",), "reduce_scatter": ("coordinate",), "all_reduce": (), "all_to_all": ("coordinate", "length"),
-    "swap": ("coordinate",), "halo": ("coordinate",),
-}  # fmt: skip
+    "all_gather": ("length",),
+    "reduce_scatter": ("coordinate",),
+    "all_reduce": (),
+    "all_to_all": ("coordinate", "length"),
+    "swap": ("coordinate",),
+    "halo": ("coordinate",),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums of gradients that are held through a step.
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients of this dtype add up: fp32, or a wider one as it is."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def add_to(total: Tensor, x: Tensor) -> Tensor:
+    """Add `x`, of any dtype, to `total` in place, in the dtype of `total`; returns `total`."""
+    return total.add_(x)
+
+
+def write_to(total: Tensor, x: Tensor) -> Tensor:
+    """What `add_to` makes of a `total` of zeros, whatever is in it."""
+    return total.copy_(x)
+
+
+FIRST = {add_to: write_to}
+"""What stands in the backward graph, and what runs in its place on the first microbatch."""

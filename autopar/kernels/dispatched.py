@@ -1,19 +1,27 @@
-"""Experts whose tokens are dispatched along a mesh axis (`autopar.ops.dispatched`), as steps of emitted graphs.
+"""Experts whose tokens are dispatched along a mesh axis (`autopar.ops.experts`), as steps of
+emitted graphs.
 
-As the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind` puts a process group in its place. Rows go by
-all-to-alls of as many as there are, which processes first tell each other; so the host waits once for the device, to know the sizes.
-In a step that is *routed*, as its last argument says, ranks write rows into each other's memory instead, where they reach it: at once from
-the tokens to where experts read them, and from what these made to where it is added up. Where ranks do not reach each other's memory, the
-log says once that rows go by all-to-alls.
+As the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind` puts a
+process group in its place. Rows go by all-to-alls of as many as there are, which processes first
+tell each other; so the host waits once for the device, to know the sizes. In a step that is
+*routed*, as its last argument says, ranks write rows into each other's memory instead, where they
+reach it: at once from the tokens to where experts read them, and from what these made to where it
+is added up. Where ranks do not reach each other's memory, the log says once that rows go by
+all-to-alls.
 
-Memory. Beside operands and results live, of the r rows that go and those that come, which are as many in a fake group, as where all experts
-are picked alike,
-    by all-to-alls  in forward the rows that go, until they are sent, those that come, until experts made as many of them, those that come
-                    back, and for each pair its place; in backward likewise, rows of tokens and of results' gradients at once
-    routed          in forward what experts make, until it is back, and for each pair its place; in backward likewise, and the tokens beside
-                    their results' gradients, until they are sent. What comes, there and back, lies in memory that peers write, with room
-                    for all pairs of all ranks; it is kept for the next use (`autopar.kernels.routes.shared_regions`)
-Not counted is what the linears and the sums hold meanwhile. In a fake group a routed step goes both ways, so that the larger is counted.
+Memory. Beside operands and results live, of the r rows that go and those that come, which are as
+many in a fake group, as where all experts are picked alike,
+    by all-to-alls  in forward the rows that go, until they are sent, those that come, until experts
+                    made as many of them, those that come
+                    back, and for each pair its place; in backward likewise, rows of tokens and of
+                    results' gradients at once
+    routed          in forward what experts make, until it is back, and for each pair its place; in
+                    backward likewise, and the tokens beside
+                    their results' gradients, until they are sent. What comes, there and back, lies
+                    in memory that peers write, with room for all pairs of all ranks; it is kept for
+                    the next use (`autopar.kernels.routed.shared_regions`)
+Not counted is what the linears and the sums hold meanwhile. In a fake group a routed step goes both
+ways, so that the larger is counted.
 """
 
 from __future__ import annotations
@@ -25,29 +33,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels import bound
+from autopar.kernels import bound_ops
 from autopar.kernels.collectives import AxisGroup, Groups, current_groups, range_of
-from autopar.kernels.peers import Peers
-from autopar.kernels.providers import counts_memory, peers_of, say_once
-from autopar.kernels.routes import BACK, MOST_RANKS, Sent, count, send
-from autopar.ops.dispatched import Exchange, Operands, Traffic, What, dispatched_experts, dispatched_experts_backward
+from autopar.kernels.peers import Peers, counts_memory, peers_of, say_once
+from autopar.kernels.routed import BACK, MOST_RANKS, Sent, count, send
+from autopar.ops.experts import (
+    Exchange,
+    Operands,
+    Traffic,
+    What,
+    dispatched_experts,
+    dispatched_experts_backward,
+)
 
 Split = tuple[int, tuple[tuple[int, int], ...]]
 """The number of experts, and (axis, axis size) of those that split them, outermost first."""
 
 
 def experts(
-    x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, size: int, split: Split, most: int, axis: int, routed: bool
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    act: str,
+    size: int,
+    split: Split,
+    most: int,
+    axis: int,
+    routed: bool,
 ) -> Tensor:
-    """What tokens [t, h] of this rank get from the experts of all ranks of the axis: [t, d]. Operands as of `ops.experts`, of this rank."""
+    """What tokens [t, h] of this rank get from the experts of all ranks of the axis: [t, d].
+    Operands as of `ops.experts`, of this rank."""
     groups = current_groups()
-    return experts_bound(x, ids, gates, up, down, act, size, starts_of(split, axis, groups), most, *settings_of(groups[axis], routed))
+    return experts_bound(
+        x,
+        ids,
+        gates,
+        up,
+        down,
+        act,
+        size,
+        starts_of(split, axis, groups),
+        most,
+        *settings_of(groups[axis], routed),
+    )
 
 
 def experts_backward(
-    grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, size: int, split: Split, most: int, axis: int,
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    act: str,
+    size: int,
+    split: Split,
+    most: int,
+    axis: int,
     routed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of this rank's x and gates, and of its experts' up and down, whole."""
     groups = current_groups()
     settings = starts_of(split, axis, groups), most, *settings_of(groups[axis], routed)
@@ -73,7 +119,8 @@ def with_routes(args: tuple[Any, ...], routed: bool) -> tuple[Any, ...]:
 
 
 def experts_bound(*operands: Any) -> Tensor:
-    """As `experts`, in a process group: operands, its starts, `most` pairs, `settings_of` the group. A compiler sees one operator."""
+    """As `experts`, in a process group: operands, its starts, `most` pairs, `settings_of` the
+    group. A compiler sees one operator."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts(*operands)
     return _run(dispatched_experts, *operands)  # type: ignore[no-any-return]
@@ -95,15 +142,24 @@ def _run(together: Callable[[Sequence[Operands], Exchange], list[Any]], *operand
 
 
 STEPS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    dispatched_experts: experts, dispatched_experts_backward: experts_backward,
-}  # fmt: skip
+    dispatched_experts: experts,
+    dispatched_experts_backward: experts_backward,
+}
 """What local arguments name → the step that an emitted graph has."""
-BOUND: Mapping[Callable[..., Any], Callable[..., Any]] = {experts: experts_bound, experts_backward: experts_backward_bound}
-TOGETHER: Mapping[Callable[..., Any], Callable[[Sequence[Operands], Exchange], list[Any]]] = {step: op for op, step in STEPS.items()}
+BOUND: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    experts: experts_bound,
+    experts_backward: experts_backward_bound,
+}
+TOGETHER: Mapping[Callable[..., Any], Callable[[Sequence[Operands], Exchange], list[Any]]] = {
+    step: op for op, step in STEPS.items()
+}
 
 
-def exchange_of(x: Tensor, most: int, size: int, name: str, coordinate: int, routed: bool) -> Exchange:
-    """Of a process group, or of a fake one, for ranks of no more than `most` pairs, whose tensors are where `x` is."""
+def exchange_of(
+    x: Tensor, most: int, size: int, name: str, coordinate: int, routed: bool
+) -> Exchange:
+    """Of a process group, or of a fake one, for ranks of no more than `most` pairs, whose
+    tensors are where `x` is."""
     if not name:
         return Fake(size)
     if not routed:
@@ -128,23 +184,38 @@ class InGroup:
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
         (mine,) = counts
-        theirs = bound.exchanged(mine, [1] * self.size, [1] * self.size, self.name)
+        theirs = bound_ops.exchanged(mine, [1] * self.size, [1] * self.size, self.name)
         leaving, coming = torch.stack((mine, theirs)).tolist()
         return [Traffic(tuple(map(sum, leaving)), tuple(map(tuple, coming)))]
 
-    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return [bound.exchanged(tensors.pop()[index[0]], list(traffic[0].leaving), list(traffic[0].by_sender), self.name)]
+    def there(
+        self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
+    ) -> list[Tensor]:
+        return [
+            bound_ops.exchanged(
+                tensors.pop()[index[0]],
+                list(traffic[0].leaving),
+                list(traffic[0].by_sender),
+                self.name,
+            )
+        ]
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return [bound.exchanged(rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name)]
+        return [
+            bound_ops.exchanged(
+                rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name
+            )
+        ]
 
 
 @dataclass(slots=True)
 class BetweenPeers:
-    """Ranks that reach each other's memory (`autopar.kernels.routes`): they write rows where these are used, the experts' and the senders'.
+    """Ranks that reach each other's memory (`autopar.kernels.routed`): they write rows where these
+    are used, the experts' and the senders'.
 
     Attributes:
-        ranks: those that are worked for. most: pairs of any rank. tables: by rank, how many pairs each rank has for each expert.
+        ranks: those that are worked for. most: pairs of any rank. tables: by rank, how many pairs
+            each rank has for each expert.
     """
 
     peers: Peers
@@ -160,29 +231,43 @@ class BetweenPeers:
         found = []
         for rank in self.ranks:
             table = self.tables[rank].view(shape).tolist()  # [sender, home, expert]
-            found.append(Traffic(tuple(map(sum, table[rank])), tuple(tuple(sent[rank]) for sent in table)))
+            found.append(
+                Traffic(tuple(map(sum, table[rank])), tuple(tuple(sent[rank]) for sent in table))
+            )
         return found
 
-    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def there(
+        self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
+    ) -> list[Tensor]:
         return self._sent(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return self._sent(BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic])
+        return self._sent(
+            BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic]
+        )
 
-    def _sent(self, name: str, rows: list[Tensor], index: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Tensor]:
+    def _sent(
+        self, name: str, rows: list[Tensor], index: Sequence[Tensor | None], lengths: Sequence[int]
+    ) -> list[Tensor]:
         """Views of what came."""
         width, dtype = rows[0].shape[1], rows[0].dtype
         every = zip(self.ranks, rows, index, strict=True)
-        jobs = {rank: Sent(mine.contiguous(), places, self.tables[rank]) for rank, mine, places in every}
+        jobs = {
+            rank: Sent(mine.contiguous(), places, self.tables[rank]) for rank, mine, places in every
+        }
         rows.clear()
         come = send(self.peers, name, self.tables[self.ranks[0]].shape[1], self.most, jobs)
         ends = [length * width * dtype.itemsize for length in lengths]
-        return [come[rank][:end].view(dtype).view(-1, width) for rank, end in zip(self.ranks, ends, strict=True)]
+        return [
+            come[rank][:end].view(dtype).view(-1, width)
+            for rank, end in zip(self.ranks, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Fake:
-    """One rank of a fake group: it gets as many rows as it sends, of all experts alike, and nothing moves."""
+    """One rank of a fake group: it gets as many rows as it sends, of all experts alike, and
+    nothing moves."""
 
     size: int
     by_expert: bool = False
@@ -191,7 +276,9 @@ class Fake:
         evenly = _evenly(num_pairs[0], self.size)
         return [Traffic(evenly, tuple(_evenly(num, counts[0].shape[1]) for num in evenly))]
 
-    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def there(
+        self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
+    ) -> list[Tensor]:
         sent = tensors.pop()[index[0]]
         return [sent.new_empty(sum(traffic[0].by_sender), *sent.shape[1:])]
 
@@ -202,10 +289,12 @@ class Fake:
 
 @dataclass(frozen=True, slots=True)
 class FakePeers:
-    """As `Fake`, where ranks reach each other's memory: what comes lies there, and takes none of its own.
+    """As `Fake`, where ranks reach each other's memory: what comes lies there, and takes none of
+    its own.
 
     Attributes:
-        held: tensors that live through the step, of the dtypes of all that travels. tables: as of `BetweenPeers`, of this rank.
+        held: tensors that live through the step, of the dtypes of all that travels. tables: as of
+            `BetweenPeers`, of this rank.
     """
 
     size: int
@@ -217,7 +306,9 @@ class FakePeers:
         self.tables.append(counts[0].new_empty(self.size, counts[0].numel()))
         return Fake(self.size).count(counts, num_pairs)
 
-    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def there(
+        self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
+    ) -> list[Tensor]:
         return [self._shared(tensors.pop(), sum(traffic[0].by_sender))]
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
@@ -225,7 +316,9 @@ class FakePeers:
 
     def _shared(self, sent: Tensor, length: int) -> Tensor:
         """As many rows, in the memory of a tensor that is there anyway."""
-        return next(x for x in self.held if x.dtype == sent.dtype).as_strided((length, sent.shape[1]), (0, 0))
+        return next(x for x in self.held if x.dtype == sent.dtype).as_strided(
+            (length, sent.shape[1]), (0, 0)
+        )
 
 
 def _evenly(num: int, parts: int) -> tuple[int, ...]:
@@ -234,17 +327,55 @@ def _evenly(num: int, parts: int) -> tuple[int, ...]:
 
 @torch.library.custom_op("autopar::dispatch_experts", mutates_args=())
 def _dispatch_experts(
-    x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, num: int, starts: list[int], most: int, size: int,
-    name: str, coordinate: int, routed: bool,
-) -> Tensor:  # fmt: skip
-    return _run(dispatched_experts, x, ids, gates, up, down, act, num, starts, most, size, name, coordinate, routed)  # type: ignore[no-any-return]
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    act: str,
+    num: int,
+    starts: list[int],
+    most: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    routed: bool,
+) -> Tensor:
+    return _run(
+        dispatched_experts,
+        x,
+        ids,
+        gates,
+        up,
+        down,
+        act,
+        num,
+        starts,
+        most,
+        size,
+        name,
+        coordinate,
+        routed,
+    )  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("autopar::dispatch_experts_backward", mutates_args=())
 def _dispatch_experts_backward(
-    grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, num: int, starts: list[int], most: int,
-    size: int, name: str, coordinate: int, routed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    act: str,
+    num: int,
+    starts: list[int],
+    most: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    routed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands = grad, x, ids, gates, up, down, act, num, starts, most, size, name, coordinate, routed
     return _run(dispatched_experts_backward, *operands)  # type: ignore[no-any-return]
 

@@ -1,10 +1,13 @@
-"""Products that do the collective at their border as well, one of them a norm besides: steps of emitted graphs that plans ask for by name.
+"""Products that do the collective at their border as well, one of them a norm besides: steps of
+emitted graphs that plans ask for by name.
 
-As the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` puts process groups in their place. What they give is
-that of the collective, of the product and of the norm, one after the other, but for how often it is rounded. So they run where ranks do not
-reach each other's memory (`autopar.kernels.overlapped` and `autopar.kernels.normed_scatter`, which say what memory both ways take). Whether
-they do is known only at run time: a plan counts what the kernels share with their peers and keep, and of what lives meanwhile the larger of
-both ways, so that one after the other takes no more.
+As the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` puts process
+groups in their place. What they give is that of the collective, of the product and of the norm, one
+after the other, but for how often it is rounded. So they run where ranks do not reach each other's
+memory (`autopar.kernels.overlapped` and `autopar.kernels.normed`, which say what memory both ways
+take). Whether they do is known only at run time: a plan counts what the kernels share with their
+peers and keep, and of what lives meanwhile the larger of both ways, so that one after the other
+takes no more.
 """
 
 from __future__ import annotations
@@ -16,10 +19,14 @@ import torch
 from torch import Tensor
 
 from autopar import ops
-from autopar.collective import Kind
+from autopar.core.collective import Kind
+from autopar.core.layout import part_range
 from autopar.kernels import collectives
-from autopar.kernels.normed_scatter import dot_reduce_add_rmsnorm
-from autopar.kernels.overlapped import all_gather_dot, dot_reduce_scatter
+from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
+from autopar.kernels.normed import Made, dot_reduce_add_rmsnorm, norming
+from autopar.kernels.overlapped import all_gather_dot, dot_reduce_scatter, gathering, scattering
+from autopar.kernels.peers import Peers
+from autopar.kernels.routed import Combine, Dispatch, Routes, combine, dispatch
 
 
 def all_gather_matmul(
@@ -44,7 +51,19 @@ def all_gather_matmul(
         The whole factor, and ``ops.dot(equation, …)`` of it.
     """
     group = collectives.group_of(axis)
-    return gather_bound(a, b, equation, operand, dim, group.size, group.name, group.coordinate, num_chunks, bias, starts)
+    return gather_bound(
+        a,
+        b,
+        equation,
+        operand,
+        dim,
+        group.size,
+        group.name,
+        group.coordinate,
+        num_chunks,
+        bias,
+        starts,
+    )
 
 
 def matmul_reduce_scatter(
@@ -58,13 +77,26 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
-    """This rank's part along `dim` of a product's result, to which each rank's `addend` is added, summed over the ranks of the axis.
+    """This rank's part along `dim` of a product's result, to which each rank's `addend` is added,
+    summed over the ranks of the axis.
 
     Args:
         bias, starts: of the product, as of ``ops.dot``.
     """
     group = collectives.group_of(axis)
-    return scatter_bound(a, b, addend, equation, dim, group.size, group.name, group.coordinate, num_chunks, bias, starts)
+    return scatter_bound(
+        a,
+        b,
+        addend,
+        equation,
+        dim,
+        group.size,
+        group.name,
+        group.coordinate,
+        num_chunks,
+        bias,
+        starts,
+    )
 
 
 def matmul_reduce_add_rmsnorm(
@@ -82,13 +114,27 @@ def matmul_reduce_add_rmsnorm(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`matmul_reduce_scatter`, what `residual` is with it, ``ops.square_sum(…, dtype)`` of that, and ``ops.rms_norm`` of both.
+    """`matmul_reduce_scatter`, what `residual` is with it, ``ops.square_sum(…, dtype)`` of that,
+    and ``ops.rms_norm`` of both.
 
     Args:
-        n, eps, dtype, rounded, out: of the norm; `autopar.kernels.normed_scatter.norms` says which dtypes there are.
+        n, eps, dtype, rounded, out: of the norm; `autopar.kernels.normed.norms` says which dtypes
+            there are.
     """
     group = collectives.group_of(axis)
-    settings = equation, dim, group.size, group.name, group.coordinate, num_chunks, n, eps, dtype, rounded, out
+    settings = (
+        equation,
+        dim,
+        group.size,
+        group.name,
+        group.coordinate,
+        num_chunks,
+        n,
+        eps,
+        dtype,
+        rounded,
+        out,
+    )
     return norm_bound(a, b, residual, weight, *settings)
 
 
@@ -107,7 +153,16 @@ def gather_bound(
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`, in a process group."""
     group = collectives.AxisGroup(name, size, coordinate)
-    return all_gather_dot(equation, (a, b), operand, dim, group, num_chunks, ops.dot, bias=None if any(starts) else bias)
+    return all_gather_dot(
+        equation,
+        (a, b),
+        operand,
+        dim,
+        group,
+        num_chunks,
+        ops.dot,
+        bias=None if any(starts) else bias,
+    )
 
 
 def scatter_bound(
@@ -125,7 +180,9 @@ def scatter_bound(
 ) -> Tensor:
     """As `matmul_reduce_scatter`, in a process group."""
     group = collectives.AxisGroup(name, size, coordinate)
-    return dot_reduce_scatter(equation, (a, b), dim, group, num_chunks, ops.dot, addend, None if any(starts) else bias)
+    return dot_reduce_scatter(
+        equation, (a, b), dim, group, num_chunks, ops.dot, addend, None if any(starts) else bias
+    )
 
 
 def norm_bound(
@@ -147,7 +204,9 @@ def norm_bound(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `matmul_reduce_add_rmsnorm`, in a process group."""
     group, norm = collectives.AxisGroup(name, size, coordinate), (n, eps, dtype, rounded, out)
-    return dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, dim, group, num_chunks, *norm, ops.dot)
+    return dot_reduce_add_rmsnorm(
+        equation, (a, b), residual, weight, dim, group, num_chunks, *norm, ops.dot
+    )
 
 
 KERNELS: Mapping[Callable[..., Any], Kind] = {
@@ -163,3 +222,115 @@ BOUND: Mapping[Callable[..., Any], tuple[Callable[..., Any], int]] = {
     matmul_reduce_add_rmsnorm: (norm_bound, 6),
 }
 """Each in a process group, and which of its own arguments is the axis."""
+
+
+# --------------------------------------------------------------------------------------------------
+# All ranks' part in an op of `autopar_csrc`, in one call, with a provider of peers that has them
+# all: for tests and benchmarks.
+
+
+def shards_of(x: Tensor, dim: int, size: int) -> list[Tensor]:
+    """All ranks' shards, contiguous; the last ones may be shorter, or empty."""
+    return [
+        x.narrow(dim, *part_range(x.shape[dim], (size,), (rank,))).contiguous()
+        for rank in range(size)
+    ]
+
+
+def gather_all(
+    peers: Peers,
+    equation: str,
+    shards: Sequence[Tensor],
+    others: Sequence[Tensor],
+    which: int,
+    dim: int,
+    length: int,
+    num_chunks: int,
+    biases: Sequence[Tensor | None] = (),
+) -> list[tuple[Tensor, Tensor]]:
+    """all_gather_matmul: of every rank the gathered operand and the product. Arguments as of
+    `overlapped.all_gather_dot`, by rank."""
+    shape = [*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]]
+    jobs: dict[int, Gather] = {}
+    products = []
+    for rank, (shard, other, bias) in enumerate(
+        zip(shards, others, biases or [None] * len(shards), strict=True)
+    ):
+        jobs[rank], y = gathering(equation, shard, other, which, dim, shape, bias)
+        products.append(y)
+    gather(peers, Shards.of(shape, dim, shards[0].dtype, peers.size, num_chunks), jobs)
+    return [(jobs[rank].gathered, products[rank]) for rank in range(peers.size)]
+
+
+def scatter_all(
+    peers: Peers,
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    dim: int,
+    num_chunks: int,
+    addends: Sequence[Tensor | None] = (),
+    biases: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
+    """matmul_reduce_scatter: of every rank its part of the sum."""
+    jobs: dict[int, Scatter] = {}
+    shape: list[int] = []
+    none = [None] * len(pairs)
+    for rank, ((a, b), addend, bias) in enumerate(
+        zip(pairs, addends or none, biases or none, strict=True)
+    ):
+        jobs[rank], shape = scattering(equation, a, b, addend, dim, peers.size, rank, bias)
+    scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
+    return [jobs[rank].out for rank in range(peers.size)]
+
+
+def scatter_norm_all(
+    peers: Peers,
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    residuals: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    dim: int,
+    num_chunks: int,
+    eps: float,
+    rounded: bool,
+) -> list[Made]:
+    """matmul_reduce_add_rmsnorm: of every rank y, squares and normed."""
+    jobs: dict[int, Scatter] = {}
+    shape: list[int] = []
+    made = []
+    for rank, ((a, b), residual, weight) in enumerate(zip(pairs, residuals, weights, strict=True)):
+        jobs[rank], shape, own = norming(
+            equation, a, b, residual, weight, dim, peers.size, rank, eps, rounded
+        )
+        made.append(own)
+    scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
+    return made
+
+
+def dispatch_all(
+    peers: Peers, xs: Sequence[Tensor], experts: Sequence[Tensor], num_experts: int, most: int
+) -> list[Dispatch]:
+    """moe_dispatch: of every rank its job, with rows, table and position filled."""
+    jobs = {
+        rank: Dispatch.of(x, chosen, num_experts, most, len(xs))
+        for rank, (x, chosen) in enumerate(zip(xs, experts, strict=True))
+    }
+    dispatch(peers, Routes(xs[0].shape[1] * xs[0].element_size(), num_experts, len(xs), most), jobs)
+    return list(jobs.values())
+
+
+def combine_all(
+    peers: Peers, parts: Sequence[tuple[Tensor, Tensor, Tensor]], weights: Sequence[Tensor]
+) -> list[Combine]:
+    """moe_combine of every rank's rows, table and position: of every rank its job, with y
+    filled."""
+    size, rows = len(parts), parts[0][0]
+    jobs = {rank: Combine.of(*part, weights[rank]) for rank, part in enumerate(parts)}
+    combine(
+        peers,
+        Routes(
+            rows.shape[1] * rows.element_size(), parts[0][1].shape[1], size, rows.shape[0] // size
+        ),
+        jobs,
+    )
+    return list(jobs.values())

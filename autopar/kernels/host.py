@@ -1,14 +1,18 @@
 """Copies between a device's memory and its host's: `store` there, `fetch` from there.
 
-On a GPU the host's copy is in page-locked memory, and copies run beside compute, on a stream of their own for each direction: `start_…`
-issues one, after all that the current stream was given before, and `finish_…` has the current stream wait for it. The host itself may read
-what was stored once that stream is done (`autopar.run.executor`), or where it was said that it does (`autopar.kernels.binding`). On the CPU
-a copy is a copy, and the host's memory is the device's. torch rounds page-locked blocks up to powers of two, which no budget counts.
+On a GPU the host's copy is in page-locked memory, and copies run beside compute, on a stream of
+their own for each direction: `start_…` issues one, after all that the current stream was given
+before, and `finish_…` has the current stream wait for it. The host itself may read what was stored
+once that stream is done (`autopar.program.executor`), or where it was said that it does
+(`autopar.kernels.bind`). On the CPU a copy is a copy, and the host's memory is the device's. torch
+rounds page-locked blocks up to powers of two, which no budget counts.
 
-Whoever counts a device's memory has to know what is on the host: `is_on_host` does, of tensors that were made by `empty` or told by
-`put_on_host`, and, while `autopar.run.live` counts, of what is made of nothing else.
+Whoever counts a device's memory has to know what is on the host: `is_on_host` does, of tensors that
+were made by `empty` or told by `put_on_host`, and, while `autopar.program.abstract_executor`
+counts, of what is made of nothing else.
 
-Memory: besides operand and result nothing; an operand that is not contiguous costs one more copy. From start to finish live both.
+Memory: besides operand and result nothing; an operand that is not contiguous costs one more copy.
+From start to finish live both.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ def is_used() -> bool:
 
 
 def follows(inputs: Sequence[Tensor]) -> bool:
-    """Whether what is made of these is made on the host: it is asked for there, or all of them are there."""
+    """Whether what is made of these is made on the host: it is asked for there, or all of them
+    are there."""
     return _making[0] or (bool(_on_host) and bool(inputs) and all(map(is_on_host, inputs)))
 
 
@@ -68,7 +73,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> 
 
 
 def store(x: Tensor, device: str = "cpu", read: bool = False) -> Tensor:
-    """A copy on the host; `read`: which the host itself reads next, so that it waits for the copy."""
+    """A copy on the host; `read`: which the host itself reads next, so that it waits for the
+    copy."""
     return finish_store(start_store(x, device), device, read)
 
 
@@ -108,7 +114,9 @@ def _copied(come: Tensor, sent: Tensor, device: torch.device, way: str) -> torch
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         come.copy_(sent, non_blocking=True)
-    (come if come.is_cuda else sent).record_stream(stream)  # should an error let go of it before it is awaited
+    (come if come.is_cuda else sent).record_stream(
+        stream
+    )  # should an error let go of it before it is awaited
     return stream.record_event()
 
 

@@ -1,10 +1,12 @@
 """The compiled kernels, loaded by ctypes: the one place where their C signatures are declared.
 
-``host()`` and ``cuda()`` give the library, which they build where it is not in the cache, or None; then ``why_not(kind)`` says why, and
-an op runs its reference in torch. `launch` calls a kernel by its name without ``_host`` or ``_cuda``.
+``host()`` and ``cuda()`` give the library, which they build where it is not in the cache, or None;
+then ``why_not(kind)`` says why, and an op runs its reference in torch. `launch` calls a kernel by
+its name without ``_host`` or ``_cuda``.
 
-``AUTOPAR_KERNELS=reference`` in the environment runs the references everywhere; ``debug`` loads the variant in which waits have a time-out;
-``emulated`` runs the device's code of kernels on the CPU, slowly: for tests.
+``AUTOPAR_KERNELS=reference`` in the environment runs the references everywhere; ``debug`` loads the
+variant in which waits have a time-out; ``emulated`` runs the device's code of kernels on the CPU,
+slowly: for tests.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ class NativeShards(ctypes.Structure):
 class NativeRoutes(ctypes.Structure):
     """`ap::Routes` of include/routes.h; passed by value."""
 
-    _fields_ = [(name, _L) for name in ("tokens", "choices", "row_bytes", "num_experts", "size", "rank", "most")]
+    _fields_ = [
+        (name, _L)
+        for name in ("tokens", "choices", "row_bytes", "num_experts", "size", "rank", "most")
+    ]
 
 
-# By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a number of elements. What ends in _cuda
-# takes its stream last; what ends in _host and runs threads takes their number last.
+# By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a
+# number of elements. What ends in _cuda takes its stream last; what ends in _host and runs threads
+# takes their number last.
 SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_epoch_signal_host": (_P, _U),
     "ap_epoch_signal_cuda": (_P, _U, _P),
@@ -103,8 +109,14 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
 STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
 TIMED_OUT = 2
 DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
 """By the number that the C side has for each."""
 FLOATS = DTYPES[:4]
 _LOG = logging.getLogger(__name__)
@@ -132,11 +144,15 @@ def forget() -> None:
 
 def has(device: torch.device) -> bool:
     """Whether kernels for tensors on `device` are there; where not, the reason is logged once."""
-    return device.type in ("cpu", "cuda") and _loaded("host" if device.type == "cpu" else "cuda", _variant())[0] is not None
+    return (
+        device.type in ("cpu", "cuda")
+        and _loaded("host" if device.type == "cpu" else "cuda", _variant())[0] is not None
+    )
 
 
 def launch(kernel: str, device: torch.device, *arguments: object) -> None:
-    """Call ``kernel_host``, with the number of torch's threads last, or ``kernel_cuda``, with the current stream last.
+    """Call ``kernel_host``, with the number of torch's threads last, or ``kernel_cuda``, with the
+    current stream last.
 
     Raises:
         KernelError: where the kernel returns another status than that it is well.
@@ -147,12 +163,15 @@ def launch(kernel: str, device: torch.device, *arguments: object) -> None:
         status = function("host", f"{kernel}_host")(*arguments, torch.get_num_threads())
     else:
         with torch.cuda.device(device):
-            status = function("cuda", f"{kernel}_cuda")(*arguments, torch.cuda.current_stream(device).cuda_stream)
+            status = function("cuda", f"{kernel}_cuda")(
+                *arguments, torch.cuda.current_stream(device).cuda_stream
+            )
     check(status, kernel)
 
 
 def step(kind: str, name: str, stream: int | None = None) -> Callable[..., None]:
-    """A piece of a protocol (`autopar.kernels.peers`), for the host or enqueued on `stream`; it checks the status.
+    """A piece of a protocol (`autopar.kernels.peers`), for the host or enqueued on `stream`; it
+    checks the status.
 
     Raises:
         KernelError: as `function` and `check`.
@@ -180,7 +199,8 @@ def on_device(kind: str) -> bool:
 
 
 def num_refused(kind: str) -> int:
-    """How many signals and waits of streams took a kernel so far, since the driver did not take them as operations of the stream."""
+    """How many signals and waits of streams took a kernel so far, since the driver did not take
+    them as operations of the stream."""
     count = ctypes.c_uint64()
     check(function(kind, "ap_epoch_refused_cuda")(ctypes.byref(count)), "epoch_refused")
     return count.value
@@ -193,7 +213,11 @@ def check(status: int, kernel: str) -> None:
         KernelError: where it is not 0.
     """
     if status:
-        file = "include/epoch.h: a producer did not signal" if status == TIMED_OUT else "the top of the kernel's file"
+        file = (
+            "include/epoch.h: a producer did not signal"
+            if status == TIMED_OUT
+            else "the top of the kernel's file"
+        )
         remedy = f"see autopar_csrc, {file}"
         raise KernelError(f"{kernel}: {STATUS.get(status, f'status {status}')}", remedy=remedy)
 
@@ -205,7 +229,9 @@ def code_of(dtype: torch.dtype) -> int:
         KernelError: where it has none.
     """
     if dtype not in DTYPES:
-        raise KernelError(f"kernels do not know {dtype}", remedy=f"use one of {', '.join(map(str, DTYPES))}")
+        raise KernelError(
+            f"kernels do not know {dtype}", remedy=f"use one of {', '.join(map(str, DTYPES))}"
+        )
     return DTYPES.index(dtype)
 
 
@@ -232,11 +258,21 @@ def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     """The library and an empty reason, or None and why."""
     if variant == "reference":
         return None, "AUTOPAR_KERNELS=reference asks for the references in torch"
-    if kind == "cuda" and torch.cuda.is_available() and (has := torch.cuda.get_device_capability()) < _LEAST:
-        reason = f"they are for GPUs of compute capability {_LEAST[0]}.{_LEAST[1]} and later, this one has {has[0]}.{has[1]}"
+    if (
+        kind == "cuda"
+        and torch.cuda.is_available()
+        and (has := torch.cuda.get_device_capability()) < _LEAST
+    ):
+        reason = (
+            f"they are for GPUs of compute capability {_LEAST[0]}.{_LEAST[1]} and later, this one"
+            f" has {has[0]}.{has[1]}"
+        )
         _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
         return None, reason
-    from autopar.kernels.build import build_library  # here, so that build, which is also a command, is not imported with the package
+    from autopar.kernels.build import (
+        # here, so that build, which is also a command, is not imported with the package
+        build_library,
+    )
 
     try:
         library = ctypes.CDLL(str(build_library(kind, variant).path))

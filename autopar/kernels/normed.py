@@ -1,21 +1,30 @@
-"""``reduce_add_rmsnorm``: the sum over peers' partial results, the residual and the norm after it, in one pass; and its gradient.
+"""``reduce_add_rmsnorm``: the sum over peers' partial results, the residual and the norm after it,
+in one pass; and its gradient.
 
-The formulas, the dtypes that they are computed in and the order of all sums are at the top of ``autopar_csrc/reduce_add_rmsnorm.cu``;
-`reference_forward` and `reference_backward` say the same in plain torch, equal to the last bit on the CPU. The peers' parts are a list of
-tensors: those of virtual ranks in one process, or views of memory that peers share. Rows are all dims but the last.
+The formulas, the dtypes that they are computed in and the order of all sums are at the top of
+``autopar_csrc/reduce_add_rmsnorm.cu``; `reference_forward` and `reference_backward` say the same in
+plain torch, equal to the last bit on the CPU. The peers' parts are a list of tensors: those of
+virtual ranks in one process, or views of memory that peers share. Rows are all dims but the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar import ops
+from autopar.core.layout import part_range
 from autopar.errors import KernelError
-from autopar.kernels import library
-from autopar.kernels.ordered import ordered_sum
+from autopar.kernels import bound_ops, library
+from autopar.kernels.chunked import Scatter, Shards, check_chunked, result_shape, scatter, terms_of
+from autopar.kernels.collectives import AxisGroup
+from autopar.kernels.overlapped import Dot, scattered_gradients, scattering
+from autopar.kernels.packing import ordered_sum
+from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
 
 BAND = 64  # rows whose shares of the weight's gradient are summed together
 FLOATS = library.FLOATS
@@ -24,14 +33,17 @@ FLOATS = library.FLOATS
 def reduce_add_rmsnorm(
     parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``y = residual + Σ parts``, added in the order of `parts`, ``squares = Σ y²`` of each row, and ``normed = y · rstd · weight``.
+    """``y = residual + Σ parts``, added in the order of `parts`, ``squares = Σ y²`` of each row,
+    and ``normed = y · rstd · weight``.
 
     Args:
-        parts: one tensor per peer, each like `residual`. residual: [..., hidden]. weight: [hidden]; all of one floating dtype.
+        parts: one tensor per peer, each like `residual`. residual: [..., hidden]. weight: [hidden];
+            all of one floating dtype.
         rounded: whether y · rstd is rounded to their dtype before the weight, as some models do.
 
     Returns:
-        y, like `residual`; squares [...] in fp32, or fp64 where they are, through which no gradient flows; normed, like `residual`.
+        y, like `residual`; squares [...] in fp32, or fp64 where they are, through which no gradient
+        flows; normed, like `residual`.
 
     Raises:
         KernelError: where shapes or dtypes differ.
@@ -59,7 +71,8 @@ def reference_forward(
 def reference_backward(
     grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the residual, which is that of every part, and of the weight, in plain torch; no rounding is differentiated."""
+    """Gradients of the residual, which is that of every part, and of the weight, in plain torch;
+    no rounding is differentiated."""
     wide = library.wide(y.dtype)
     hidden = y.shape[-1]
     n, values, scale = grad_normed.to(wide), y.to(wide), _rstd(squares, hidden, eps)
@@ -68,14 +81,18 @@ def reference_backward(
     grad = grad_y.to(wide) + (u * scale - values * (scale * scale * scale * mean))
     shares = (n * values * scale).reshape(-1, hidden)
     bands = -(-shares.shape[0] // BAND)
-    filled = torch.nn.functional.pad(shares, (0, 0, 0, bands * BAND - shares.shape[0])).view(bands, BAND, hidden)
+    filled = torch.nn.functional.pad(shares, (0, 0, 0, bands * BAND - shares.shape[0])).view(
+        bands, BAND, hidden
+    )
     in_bands = _one_by_one(filled.transpose(0, 1))
     return grad.to(y.dtype), _one_by_one(in_bands).to(y.dtype)
 
 
 def _rstd(squares: Tensor, hidden: int, eps: float) -> Tensor:
     """[...] → [..., 1]."""
-    return torch.rsqrt(squares / hidden + eps).unsqueeze(-1)  # on the CPU two exact steps; torch.sqrt alone is not
+    return torch.rsqrt(squares / hidden + eps).unsqueeze(
+        -1
+    )  # on the CPU two exact steps; torch.sqrt alone is not
 
 
 def _one_by_one(x: Tensor) -> Tensor:
@@ -87,14 +104,25 @@ def _one_by_one(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("autopar::reduce_add_rmsnorm", mutates_args=())
-def _forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     check_normed([*parts, residual], residual, weight)
     if not parts:
-        raise KernelError("there is no peer whose part could be added", remedy="give at least one part")
+        raise KernelError(
+            "there is no peer whose part could be added", remedy="give at least one part"
+        )
     if not library.has(residual.device):
         return reference_forward(parts, residual, weight, eps, rounded)
     made = with_room(residual.new_empty(residual.shape))
-    forward_into(made, [part.contiguous() for part in parts], residual.contiguous(), weight.contiguous(), eps, rounded)
+    forward_into(
+        made,
+        [part.contiguous() for part in parts],
+        residual.contiguous(),
+        weight.contiguous(),
+        eps,
+        rounded,
+    )
     return made
 
 
@@ -104,21 +132,31 @@ def with_room(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_into(
-    made: tuple[Tensor, Tensor, Tensor], parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool
+    made: tuple[Tensor, Tensor, Tensor],
+    parts: Sequence[Tensor],
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    rounded: bool,
 ) -> None:
     """Fill y, squares and normed by the kernel; all tensors are contiguous.
 
-    On a device the parts' addresses lie in memory that its current stream gives to others only after the kernel.
+    On a device the parts' addresses lie in memory that its current stream gives to others only
+    after the kernel.
     """
     y, squares, normed = made
     table = library.table((part.data_ptr() for part in parts), y.device)
     held = (x.data_ptr() for x in (residual, weight, y, normed, squares))
     settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], eps, int(rounded)
-    library.launch("ap_reduce_add_rmsnorm_forward", y.device, table.data_ptr(), len(parts), *held, *settings)
+    library.launch(
+        "ap_reduce_add_rmsnorm_forward", y.device, table.data_ptr(), len(parts), *held, *settings
+    )
 
 
 @torch.library.custom_op("autopar::reduce_add_rmsnorm_backward", mutates_args=())
-def _backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _backward(
+    grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     check_normed([grad_y, grad_normed], y, weight)
     if not library.has(y.device):
         return reference_backward(grad_y, grad_normed, y, squares, weight, eps)
@@ -132,25 +170,38 @@ def _backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, w
 
 
 def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
-    """Raises KernelError where `like` are not of the shape and dtype of `x` [..., hidden], or the weight is not [hidden]."""
-    if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] == 0 or tuple(weight.shape) != tuple(x.shape[-1:]):
+    """Raises KernelError where `like` are not of the shape and dtype of `x` [..., hidden], or
+    the weight is not [hidden]."""
+    if (
+        x.dtype not in FLOATS
+        or x.dim() == 0
+        or x.shape[-1] == 0
+        or tuple(weight.shape) != tuple(x.shape[-1:])
+    ):
         what = f"a norm of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)}"
         raise KernelError(what, remedy="give floats [..., hidden] and a weight [hidden]")
     for other in (*like, weight):
         if other is not weight and other.shape != x.shape:
-            raise KernelError(f"a part is {tuple(other.shape)}, the residual {tuple(x.shape)}", remedy="give parts like the residual")
+            raise KernelError(
+                f"a part is {tuple(other.shape)}, the residual {tuple(x.shape)}",
+                remedy="give parts like the residual",
+            )
         if other.dtype != x.dtype or other.device != x.device:
             what = f"{other.dtype} on {other.device} beside {x.dtype} on {x.device}"
             raise KernelError(what, remedy="give all in one dtype on one device")
 
 
 @_forward.register_fake
-def _(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     return with_room(residual.new_empty(residual.shape))
 
 
 @_backward.register_fake
-def _(grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(
+    grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), weight.new_empty(weight.shape)
 
 
@@ -170,3 +221,254 @@ def _differentiate(ctx: Any, grad_y: Tensor, _: Tensor, grad_normed: Tensor) -> 
 _forward.register_autograd(_differentiate, setup_context=_remember)
 forward_op = torch.ops.autopar.reduce_add_rmsnorm.default
 backward_op = torch.ops.autopar.reduce_add_rmsnorm_backward.default
+
+
+# --------------------------------------------------------------------------------------------------
+# A product whose partial sums are scattered, added to a residual and normed: one op that makes
+# all of it.
+#
+# y = residual + Σ a · b over all ranks: this rank's part along `dim` of the product's result,
+# whose rows are whole squares = Σ y² of each row normed = y · rstd · weight with rstd =
+# 1/√(squares/n + ε)
+#
+# The product's chunks go to their owners as in `autopar.kernels.overlapped.dot_reduce_scatter`.
+# What adds up the parts that came is `autopar.kernels.normed`, which adds the residual and norms
+# in the same pass: the sum by itself is neither written nor rounded.
+# `matmul_reduce_add_rmsnorm_reference` defines the op, over the list of all ranks' operands.
+#
+# Memory. As of matmul_reduce_scatter in `autopar.kernels.overlapped`, with which it shares what
+# peers write, and a word for each rank. In a fake group both ways are gone, as there.
+
+Made = tuple[Tensor, Tensor, Tensor]
+"""y, squares and normed."""
+
+
+def dot_reduce_add_rmsnorm(
+    equation: str,
+    operands: tuple[Tensor, Tensor],
+    residual: Tensor,
+    weight: Tensor,
+    dim: int,
+    group: AxisGroup,
+    num_chunks: int,
+    n: int,
+    eps: float,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    out: torch.dtype,
+    dot: Dot,
+) -> Made:
+    """y, squares and normed of this rank's part, along `dim` of the result, of the sum of all
+    ranks' products.
+
+    Where the kernels do not run, the steps run one after the other, and round each: the product,
+    `bound.reduce_scatter`, the sum with the residual, `autopar.ops.square_sum` and
+    `autopar.ops.rms_norm`.
+
+    Args:
+        operands, group, num_chunks, dot: as of `autopar.kernels.overlapped.dot_reduce_scatter`.
+        residual, weight: as of `autopar.kernels.normed.reduce_add_rmsnorm`.
+        n, eps, dtype, rounded, out: as of `autopar.ops.rms_norm`; `norms` says which are taken, and
+            n is a whole row's.
+
+    Raises:
+        KernelError: for other settings of the norm. ValueError: as of `dot_reduce_scatter`.
+    """
+    check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
+    if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
+        what = (
+            f"no kernel norms {n} of {residual.shape[-1]} {residual.dtype}, in {dtype}, to"
+            f" {rounded}, by {weight.dtype}, to {out}"
+        )
+        raise KernelError(what, remedy="leave the norm apart from the product")
+    settings = eps, rounded == residual.dtype
+    if group.size > 1 and runs_kernels(group, residual.device):
+        place = dim, group.size, group.name, group.coordinate, num_chunks
+        return torch.ops.autopar.matmul_reduce_add_rmsnorm(
+            *operands, residual, weight, equation, *place, *settings
+        )
+    if group.size > 1 and counts_memory(group):
+        _alone(equation, *operands, residual, weight, dim, group, *settings)
+    y = residual + bound_ops.reduce_scatter(
+        dot(equation, *operands, None), dim, "sum", group.size, group.name, group.coordinate
+    )
+    squares = ops.square_sum(y, dtype)
+    return y, squares, ops.rms_norm(y, squares, weight, n, eps, dtype, rounded, out)
+
+
+def norms(
+    x: torch.dtype,
+    weight: torch.dtype | None,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    out: torch.dtype,
+) -> bool:
+    """Whether the kernel's norm of what is held in `x` is `autopar.ops.rms_norm` with these dtypes:
+    it has a weight, held in `x` too, squares in at least fp32, rounds before the weight to `x` or
+    not at all, and gives `x`."""
+    wide = library.wide(x)
+    return x in FLOATS and weight == out == x and dtype == wide and rounded in (x, wide)
+
+
+def matmul_reduce_add_rmsnorm_reference(
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    residuals: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    dim: int,
+    eps: float,
+    rounded: bool,
+) -> list[Made]:
+    """The definition: of every rank, `normed.reference_forward` of all ranks' products' parts
+    along `dim`, in order of the ranks."""
+    products = [torch.einsum(equation, a, b) for a, b in pairs]
+    made = []
+    for rank, (residual, weight) in enumerate(zip(residuals, weights, strict=True)):
+        place = part_range(products[0].shape[dim], (len(pairs),), (rank,))
+        parts = [product.narrow(dim, *place) for product in products]
+        made.append(reference_forward(parts, residual, weight, eps, rounded))
+    return made
+
+
+@torch.library.custom_op("autopar::matmul_reduce_add_rmsnorm", mutates_args=())
+def matmul_reduce_add_rmsnorm(
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    equation: str,
+    dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    eps: float,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, squares and normed; `residual` is like this rank's part along `dim` of the product's
+    result."""
+    _check(equation, a, b, residual, weight, dim, size, coordinate)
+    peers, reason = peers_of(AxisGroup(name, size, coordinate), a.device)
+    a, b, residual, weight = (x.contiguous() for x in (a, b, residual, weight))
+    if size == 1 or peers is None:
+        if size > 1:
+            say_once(AxisGroup(name, size, coordinate), APART, reason)
+        part = bound_ops.reduce_scatter(
+            torch.einsum(equation, a, b), dim, "sum", size, name, coordinate
+        )
+        return forward_op([part], residual, weight, eps, rounded)
+    job, shape, made = norming(
+        equation, a, b, residual, weight, dim, size, coordinate, eps, rounded
+    )
+    scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
+    return made
+
+
+def norming(
+    equation: str,
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dim: int,
+    size: int,
+    rank: int,
+    eps: float,
+    rounded: bool,
+) -> tuple[Scatter, list[int], Made]:
+    """A rank's part in matmul_reduce_add_rmsnorm, the shape of its whole product, and what it
+    fills. All tensors are contiguous."""
+    job, shape = scattering(equation, a, b, None, dim, size, rank)
+    made = with_room(job.out)
+    return (
+        replace(
+            job, add_up=lambda parts: forward_into(made, parts, residual, weight, eps, rounded)
+        ),
+        shape,
+        made,
+    )
+
+
+def _alone(
+    equation: str,
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dim: int,
+    group: AxisGroup,
+    eps: float,
+    rounded: bool,
+) -> None:
+    """Allocate what a rank does in matmul_reduce_add_rmsnorm beside what it shares: of all
+    chunks its own rows need the most."""
+    held = a.contiguous(), b.contiguous(), residual.contiguous(), weight.contiguous()
+    job, shape, _made = norming(equation, *held, dim, group.size, group.coordinate, eps, rounded)
+    job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
+    _table = a.new_empty(group.size, dtype=torch.int64)  # of the parts' addresses
+
+
+def _check(
+    equation: str,
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dim: int,
+    size: int,
+    coordinate: int,
+) -> None:
+    """Raises KernelError where rows are not whole, or the residual is not like the rank's part
+    of the product."""
+    part = result_shape(equation, a, b)
+    if not 0 <= dim < len(part) - 1:
+        raise KernelError(
+            f"{equation!r}, cut along dim {dim}, has no whole rows",
+            remedy="scatter along a dim before the last",
+        )
+    part[dim] = part_range(part[dim], (size,), (coordinate,))[1]
+    if list(residual.shape) != part or not a.dtype == b.dtype == residual.dtype:
+        what = (
+            f"a residual {tuple(residual.shape)} {residual.dtype} beside a part {tuple(part)} of a"
+            f" product of {a.dtype} and {b.dtype}"
+        )
+        raise KernelError(what, remedy="give a residual like the rank's part of the product")
+    check_normed([], residual, weight)
+
+
+@matmul_reduce_add_rmsnorm.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    equation: str,
+    dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    eps: float,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return with_room(residual.new_empty(residual.shape))
+
+
+def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
+    a, b, _, weight, *ctx.settings, ctx.eps, _ = inputs
+    y, squares, _ = output
+    ctx.save_for_backward(a, b, weight, y, squares)
+    ctx.mark_non_differentiable(squares)
+
+
+def _differentiate_scatter(
+    ctx: Any, grad_y: Tensor, _: Tensor, grad_normed: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradient of y is that of the residual and of every rank's part of the product."""
+    a, b, weight, y, squares = ctx.saved_tensors
+    grad, grad_weight = backward_op(grad_y, grad_normed, y, squares, weight, ctx.eps)
+    d_operands, _ = scattered_gradients(grad, (a, b), ctx.settings, ctx.needs_input_grad)
+    return *d_operands, grad, grad_weight, *(None,) * 8
+
+
+matmul_reduce_add_rmsnorm.register_autograd(_differentiate_scatter, setup_context=_remember_scatter)

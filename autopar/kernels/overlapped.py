@@ -1,47 +1,143 @@
-"""Products that run beside their communication: all_gather + product, and product + reduce_scatter, chunk by chunk.
+"""Products that run beside their communication: all_gather + product, and product + reduce_scatter,
+chunk by chunk.
 
-An equation says the product of two tensors by Einstein's convention, ``"bsk,nk->bsn"``: each letter is in two of the three terms, or in
-all of them. One letter, that of a dim `dim`, is sharded over a group's ranks (by `autopar.layout.part_range`; the last shard may be
-shorter); it is in the result, so that the product can be taken chunk by chunk along it:
+An equation says the product of two tensors by Einstein's convention, ``"bsk,nk->bsn"``: each letter
+is in two of the three terms, or in all of them. One letter, that of a dim `dim`, is sharded over a
+group's ranks (by `autopar.core.layout.part_range`; the last shard may be shorter); it is in the
+result, so that the product can be taken chunk by chunk along it:
 
-    all_gather_matmul      operand `which` comes as this rank's shard → that operand, gathered, and the product, whole on every rank
-    matmul_reduce_scatter  all ranks' products are added up → this rank's shard of the sum, along `dim` of the result
+    all_gather_matmul      operand `which` comes as this rank's shard → that operand, gathered, and
+                           the product, whole on every rank
+    matmul_reduce_scatter  all ranks' products are added up → this rank's shard of the sum, along
+                           `dim` of the result
 
-`autopar.kernels.overlapped_references` defines them, over the list of all ranks' operands. Each op's gradient is the other op. A product
-may have a bias, as of `autopar.ops.dot`: a rank's own, so that of partial sums one rank's product has it and the others' have none.
+`autopar.kernels.overlapped` defines them, over the list of all ranks' operands. Each op's gradient
+is the other op. A product may have a bias, as of `autopar.ops.dot`: a rank's own, so that of
+partial sums one rank's product has it and the others' have none.
 
-`all_gather_dot` and `dot_reduce_scatter` choose: the op, with kernels of `autopar_csrc`, where the group's ranks reach each other's
-memory (`autopar.kernels.providers`); else the collective and the product one after the other, which the log says once.
+`all_gather_dot` and `dot_reduce_scatter` choose: the op, with kernels of `autopar_csrc`, where the
+group's ranks reach each other's memory (`autopar.kernels.peers`); else the collective and the
+product one after the other, which the log says once.
 
 Memory. Besides operands and results live
     all_gather_matmul      twice the largest shard, where peers read it
-    matmul_reduce_scatter  until its end the product of this rank, whole; twice as much where peers write
-    both                   where the sharded dim is not leading, or the equation is no plain matrix product
-                           (`autopar.kernels.equations`): a copy of one chunk's operand and product
-What peers read or write is kept for the next use of the same shapes, so a model's layers share it. In a fake group, where a run on
-fake tensors counts memory, both ways are gone, so that the count is the larger: the kernel's with all that is not kept, and the
-decomposition's.
+    matmul_reduce_scatter  until its end the product of this rank, whole; twice as much where peers
+                           write
+    both                   where the sharded dim is not leading, or the equation is no plain matrix
+                           product
+                           (`autopar.kernels.chunked`): a copy of one chunk's operand and product
+What peers read or write is kept for the next use of the same shapes, so a model's layers share it.
+In a fake group, where a run on fake tensors counts memory, both ways are gone, so that the count is
+the larger: the kernel's with all that is not kept, and the decomposition's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.kernels import bound
-from autopar.kernels.chunked import REDUCIBLE, Gather, Scatter, Shards, gather, scatter
-from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.equations import check_chunked, cut, cut_bias, in_order, multiply, multiply_into, result_shape, terms_of
-from autopar.kernels.overlapped_gradients import (
-    all_gather_matmul_backward,
-    keep_gathered,
-    keep_operands,
-    matmul_reduce_scatter_backward,
+from autopar.core.layout import part_range
+from autopar.kernels import bound_ops
+from autopar.kernels.chunked import (
+    REDUCIBLE,
+    Gather,
+    Scatter,
+    Shards,
+    check_chunked,
+    cut,
+    cut_bias,
+    gather,
+    in_order,
+    multiply,
+    multiply_into,
+    result_shape,
+    scatter,
+    terms_of,
 )
-from autopar.kernels.providers import APART, counts_memory, peers_of, runs_kernels, say_once
-from autopar.layout import part_range
+from autopar.kernels.collectives import AxisGroup, sum_dtype
+from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
+
+# --------------------------------------------------------------------------------------------------
+# The gradients of the overlapped products (`autopar.kernels.overlapped`): each op's is the other
+# op.
+
+
+def keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """What all_gather_matmul's gradient needs: the other operand and the gathered one."""
+    _, other, *ctx.settings, bias = inputs
+    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(other, output[0])
+
+
+def all_gather_matmul_backward(
+    ctx: Any, d_whole: Tensor | None, dy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """dx = reduce_scatter(dy · other + d_whole), d_other = gathered · dy, d_bias = Σ dy."""
+    other, whole = ctx.saved_tensors
+    equation, which, dim, _, size, name, coordinate, num_chunks = ctx.settings
+    terms = terms_of(equation)
+    mine, theirs, result = terms[which], terms[1 - which], terms[2]
+    if dy is None:
+        dy = whole.new_zeros(result_shape(equation, *in_order(which, whole, other)))
+    dx = d_other = None
+    if ctx.needs_input_grad[0]:
+        settings = f"{result},{theirs}->{mine}", dim, size, name, coordinate, num_chunks
+        dx = torch.ops.autopar.matmul_reduce_scatter(dy, other, d_whole, *settings)
+    if ctx.needs_input_grad[1]:
+        d_other = torch.einsum(f"{mine},{result}->{theirs}", whole, dy)
+    return dx, d_other, *(None,) * 8, _bias_gradient(ctx, dy)
+
+
+def _bias_gradient(ctx: Any, dy: Tensor) -> Tensor | None:
+    """The sum of a product's gradient over all dims that a bias lacks."""
+    return dy.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[-1] else None
+
+
+def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What matmul_reduce_scatter's gradient needs: both operands."""
+    a, b, _, *ctx.settings, bias = inputs
+    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.save_for_backward(a, b)
+
+
+def matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """d_addend = the gathered gradient, of which d_bias is the sum."""
+    d_operands, g = scattered_gradients(dy, ctx.saved_tensors, ctx.settings, ctx.needs_input_grad)
+    return *d_operands, g if ctx.needs_input_grad[2] else None, *(None,) * 6, _bias_gradient(ctx, g)
+
+
+def scattered_gradients(
+    dy: Tensor, operands: tuple[Tensor, Tensor], settings: Sequence[Any], needed: Sequence[bool]
+) -> tuple[tuple[Tensor | None, Tensor | None], Tensor]:
+    """Gradients of a scattered product's operands, where they are needed, and the gathered gradient
+    g of the product.
+
+    Of the operand that has the sharded letter it is g · the other one, as g comes.
+
+    Args:
+        dy: of this rank's part. settings: equation, dim, size, name, coordinate and num_chunks of
+            the product. needed: of both operands.
+    """
+    equation, dim, size, name, coordinate, num_chunks = settings
+    terms = terms_of(equation)
+    first = (
+        0 if terms[2][dim] in terms[0] else 1
+    )  # the operand whose gradient can be taken in chunks
+    mine, theirs, result = terms[first], terms[1 - first], terms[2]
+    length = operands[first].shape[mine.index(result[dim])]
+    gathered = f"{result},{theirs}->{mine}", 0, dim, length, size, name, coordinate, num_chunks
+    g, d_mine = torch.ops.autopar.all_gather_matmul(dy, operands[1 - first], *gathered)
+    d_theirs = (
+        torch.einsum(f"{mine},{result}->{theirs}", operands[first], g)
+        if needed[1 - first]
+        else None
+    )
+    return in_order(first, d_mine, d_theirs), g
+
 
 Dot = Callable[[str, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -57,12 +153,14 @@ def all_gather_dot(
     length: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Operand `which`, gathered along its `dim`, and the product with the other one, and with a bias.
+    """Operand `which`, gathered along its `dim`, and the product with the other one, and with a
+    bias.
 
     Args:
         operands: in the order of the equation; operand `which` is this rank's shard.
         num_chunks: pieces of each shard that come, and are multiplied, one by one.
-        dot: takes the product where the kernels do not run, ``autopar.ops.products.dot`` for example.
+        dot: takes the product where the kernels do not run, ``autopar.ops.products.dot`` for
+            example.
         length: of the whole dim, where its shards are not equally long.
 
     Raises:
@@ -75,10 +173,19 @@ def all_gather_dot(
     if not runs_kernels(group, shard.device):
         if counts_memory(group):
             _gather_alone(equation, shard, other, which, dim, group, length, bias)
-        whole = bound.all_gather(shard, dim, group.size, group.name, length)
+        whole = bound_ops.all_gather(shard, dim, group.size, group.name, length)
         return whole, dot(equation, *in_order(which, whole, other), bias)
     whole_length = shard.shape[dim] * group.size if length is None else length
-    settings = equation, which, dim, whole_length, group.size, group.name, group.coordinate, num_chunks
+    settings = (
+        equation,
+        which,
+        dim,
+        whole_length,
+        group.size,
+        group.name,
+        group.coordinate,
+        num_chunks,
+    )
     return torch.ops.autopar.all_gather_matmul(shard, other, *settings, bias)
 
 
@@ -94,11 +201,12 @@ def dot_reduce_scatter(
 ) -> Tensor:
     """This rank's part, along `dim` of the result, of the sum of all ranks' products.
 
-    The sum runs in the order of the ranks and in at least fp32, but where the kernels do not run it is the process group's.
-    Arguments and errors as of `all_gather_dot`.
+    The sum runs in the order of the ranks and in at least fp32, but where the kernels do not run it
+    is the process group's. Arguments and errors as of `all_gather_dot`.
 
     Args:
-        addend: what this rank's product is added to first, like the product. bias: of this rank's product.
+        addend: what this rank's product is added to first, like the product. bias: of this rank's
+            product.
     """
     check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
     if group.size > 1 and runs_kernels(group, operands[0].device):
@@ -109,10 +217,15 @@ def dot_reduce_scatter(
     product = dot(equation, *operands, bias)
     if addend is not None:
         product = addend + product
-    return product if group.size == 1 else bound.reduce_scatter(product, dim, "sum", group.size, group.name, group.coordinate)
+    return (
+        product
+        if group.size == 1
+        else bound_ops.reduce_scatter(product, dim, "sum", group.size, group.name, group.coordinate)
+    )
 
 
-# --- all_gather_matmul -----------------------------------------------------------------------------------------------------------------
+# --- all_gather_matmul
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("autopar::all_gather_matmul", mutates_args=())
@@ -129,7 +242,8 @@ def all_gather_matmul(
     num_chunks: int,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gathered operand and the product; `x` is this rank's shard of operand `which`, `length` long in all along its `dim`."""
+    """The gathered operand and the product; `x` is this rank's shard of operand `which`,
+    `length` long in all along its `dim`."""
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
     x, other = x.contiguous(), other.contiguous()
@@ -137,7 +251,7 @@ def all_gather_matmul(
     if size == 1 or peers is None:
         if size > 1:
             say_once(group, APART, reason)
-        whole = x.clone() if size == 1 else bound.all_gather(x, dim, size, name, length)
+        whole = x.clone() if size == 1 else bound_ops.all_gather(x, dim, size, name, length)
         return whole, multiply(equation, *in_order(which, whole, other), bias).contiguous()
     job, y = gathering(equation, x, other, which, dim, shape, bias)
     gather(peers, Shards.of(shape, dim, x.dtype, size, num_chunks), {coordinate: job})
@@ -145,9 +259,16 @@ def all_gather_matmul(
 
 
 def gathering(
-    equation: str, shard: Tensor, other: Tensor, which: int, dim: int, shape: Sequence[int], bias: Tensor | None = None
+    equation: str,
+    shard: Tensor,
+    other: Tensor,
+    which: int,
+    dim: int,
+    shape: Sequence[int],
+    bias: Tensor | None = None,
 ) -> tuple[Gather, Tensor]:
-    """A rank's part in all_gather_matmul, and the tensor that will hold its product; `shape` is that of the gathered operand."""
+    """A rank's part in all_gather_matmul, and the tensor that will hold its product; `shape` is
+    that of the gathered operand."""
     gathered = shard.new_empty(shape)
     y = shard.new_empty(result_shape(equation, *in_order(which, gathered, other)))
     terms = terms_of(equation)
@@ -161,16 +282,25 @@ def gathering(
 
 
 def _gather_alone(
-    equation: str, x: Tensor, other: Tensor, which: int, dim: int, group: AxisGroup, length: int | None, bias: Tensor | None = None
+    equation: str,
+    x: Tensor,
+    other: Tensor,
+    which: int,
+    dim: int,
+    group: AxisGroup,
+    length: int | None,
+    bias: Tensor | None = None,
 ) -> None:
-    """Allocate what a rank does in all_gather_matmul beside what it shares: of all chunks its own rows, taken at once, need the most."""
+    """Allocate what a rank does in all_gather_matmul beside what it shares: of all chunks its
+    own rows, taken at once, need the most."""
     length = x.shape[dim] * group.size if length is None else length
     shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
     job, _product = gathering(equation, x.contiguous(), other.contiguous(), which, dim, shape, bias)
     job.consume(*part_range(length, (group.size,), (group.coordinate,)))
 
 
-# --- matmul_reduce_scatter -------------------------------------------------------------------------------------------------------------
+# --- matmul_reduce_scatter
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("autopar::matmul_reduce_scatter", mutates_args=())
@@ -186,7 +316,8 @@ def matmul_reduce_scatter(
     num_chunks: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' products; each rank's `addend`, if any, is added to its product."""
+    """This rank's part along `dim` of the sum of all ranks' products; each rank's `addend`, if
+    any, is added to its product."""
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, a.device)
     if peers is not None and a.dtype not in REDUCIBLE:
@@ -197,14 +328,25 @@ def matmul_reduce_scatter(
             say_once(group, APART, reason)
         product = multiply(equation, a, b, bias)
         product = product if addend is None else product + addend
-        return product.contiguous() if size == 1 else bound.reduce_scatter(product, dim, "sum", size, name, coordinate)
+        return (
+            product.contiguous()
+            if size == 1
+            else bound_ops.reduce_scatter(product, dim, "sum", size, name, coordinate)
+        )
     job, shape = scattering(equation, a, b, addend, dim, size, coordinate, bias)
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
     return job.out
 
 
 def scattering(
-    equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, size: int, rank: int, bias: Tensor | None = None
+    equation: str,
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    dim: int,
+    size: int,
+    rank: int,
+    bias: Tensor | None = None,
 ) -> tuple[Scatter, list[int]]:
     """A rank's part in matmul_reduce_scatter, and the shape of its whole product."""
     shape = result_shape(equation, a, b)
@@ -218,18 +360,31 @@ def scattering(
             out.add_(addend.narrow(dim, begin, rows))
 
     own = part_range(shape[dim], (size,), (rank,))[1]
-    return Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce), shape
+    return (
+        Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce),
+        shape,
+    )
 
 
 def _scatter_alone(
-    equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, group: AxisGroup, bias: Tensor | None = None
+    equation: str,
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    dim: int,
+    group: AxisGroup,
+    bias: Tensor | None = None,
 ) -> None:
-    """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory that is shared."""
-    job, shape = scattering(equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate, bias)
+    """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory
+    that is shared."""
+    job, shape = scattering(
+        equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate, bias
+    )
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
 
 
-# --- on fake tensors, and backward (`overlapped_gradients`) ------------------------------------------------------------------------------
+# --- on fake tensors, and backward (`overlapped_gradients`)
+# ------------------------------------------------------------------------------
 
 
 @all_gather_matmul.register_fake
@@ -270,3 +425,61 @@ def _(
 
 all_gather_matmul.register_autograd(all_gather_matmul_backward, setup_context=keep_gathered)
 matmul_reduce_scatter.register_autograd(matmul_reduce_scatter_backward, setup_context=keep_operands)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the overlapped products (`autopar.kernels.overlapped`) compute, over the list of all ranks'
+# operands.
+
+
+def all_gather_matmul_reference(
+    equation: str,
+    shards: Sequence[Tensor],
+    others: Sequence[Tensor],
+    which: int,
+    dim: int,
+    biases: Sequence[Tensor | None] = (),
+) -> list[tuple[Tensor, Tensor]]:
+    """The definition: of every rank, the shards joined in order of the ranks, and the product
+    with its other operand and its bias."""
+    whole = torch.cat(list(shards), dim)
+    pairs = zip(others, biases or [None] * len(others), strict=True)
+    return [
+        (whole, multiply(equation, *in_order(which, whole, other), bias)) for other, bias in pairs
+    ]
+
+
+def matmul_reduce_scatter_reference(
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    dim: int,
+    addends: Sequence[Tensor] | None = None,
+    biases: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
+    """The definition: the ranks' products with their biases (and addends, in the products' dtype)
+    added one by one in order of the ranks, in fp32 or a wider dtype, cast back, and split along
+    `dim`."""
+    parts = [
+        multiply(equation, a, b, bias)
+        for (a, b), bias in zip(pairs, biases or [None] * len(pairs), strict=True)
+    ]
+    if addends is not None:
+        parts = [part + addend for part, addend in zip(parts, addends, strict=True)]
+    return [
+        _in_order_of_ranks(
+            [
+                part.narrow(dim, *part_range(part.shape[dim], (len(parts),), (rank,)))
+                for part in parts
+            ]
+        )
+        for rank in range(len(parts))
+    ]
+
+
+def _in_order_of_ranks(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the tensors, one after another, in at least fp32; in their dtype."""
+    dtype = sum_dtype(parts[0].dtype)
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total.to(parts[0].dtype).contiguous()

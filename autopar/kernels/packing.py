@@ -1,29 +1,180 @@
-"""``pack`` and ``unpack``: many tensors into one bucket and back, with a cast and a scale, in one pass.
+"""``pack`` and ``unpack``: many tensors into one bucket and back, with a cast and a scale, in one
+pass.
 
-A bucket is [count, row]: row r holds rank r's part of every tensor, one *segment* per tensor. So a reduce-scatter of a whole bucket gives
-each rank one row with its parts, and an all-gather of rows gives a whole bucket. `BucketLayout` says where what lies; the picture and the
-order of sums are at the top of ``autopar_csrc/pack.cu``. `reference_pack` and `reference_unpack`, in plain torch, are the definition; they
-run where there is no compiled library, and on devices that have none.
+A bucket is [count, row]: row r holds rank r's part of every tensor, one *segment* per tensor. So a
+reduce-scatter of a whole bucket gives each rank one row with its parts, and an all-gather of rows
+gives a whole bucket. `BucketLayout` says where what lies; the picture and the order of sums are at
+the top of ``autopar_csrc/pack.cu``. `reference_pack` and `reference_unpack`, in plain torch, are
+the definition; they run where there is no compiled library, and on devices that have none.
 
-The gradient of pack is unpack with the same scale, into the tensors' dtypes, and the other way round. The sums of squares are not
-differentiable.
+The gradient of pack is unpack with the same scale, into the tensors' dtypes, and the other way
+round. The sums of squares are not differentiable.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.core.layout import part_range
 from autopar.errors import KernelError
 from autopar.kernels import library
-from autopar.kernels.buckets import CHUNK, BucketLayout, places, with_length
-from autopar.kernels.ordered import add_all, ordered_sum
-from autopar.layout import part_range
+
+# --------------------------------------------------------------------------------------------------
+# Where the parts of some tensors lie in a bucket (`autopar.kernels.packing`).
+
+ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
+LIMIT = 2**31 - 64  # elements of a segment
+CHUNK = 16384  # elements of a segment whose squares are summed together
+_REMEMBERED = 1024  # layouts
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """Where the parts of some tensors lie in a bucket.
+
+    Attributes:
+        sizes: the whole tensors' shapes, each with at least one dim. dims: the dim of each that is
+            cut.
+        parts: the number of ranks that they are cut for, by the rule of
+            `autopar.core.layout.part_range`.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+    parts: int
+
+    def segments(self) -> tuple[int, ...]:
+        """Elements of each tensor's segment, padding included: the same in every row."""
+        return _computed(_segments, self)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return sum(self.segments())
+
+    def lengths(self) -> tuple[int, ...]:
+        """The length, in the whole tensors, of the dims that are cut."""
+        return tuple(size[dim] for size, dim in zip(self.sizes, self.dims, strict=True))
+
+    def local_sizes(self, first: int, count: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of tensors that hold the parts of `count` ranks from `first` on."""
+        return _computed(_local_sizes, self, first, count)
+
+
+# Remembered: a training step packs by the same few layouts again and again, and the host should be
+# ahead of the device.
+@lru_cache(maxsize=_REMEMBERED)
+def _segments(layout: BucketLayout) -> tuple[int, ...]:
+    cut = zip(layout.sizes, layout.dims, strict=True)
+    largest = (
+        math.prod(with_length(size, dim, -(-size[dim] // layout.parts))) for size, dim in cut
+    )
+    return tuple(-(-num // ALIGN) * ALIGN for num in largest)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _local_sizes(layout: BucketLayout, first: int, count: int) -> tuple[tuple[int, ...], ...]:
+    lengths = (
+        sum(part_range(n, [layout.parts], [rank])[1] for rank in range(first, first + count))
+        for n in layout.lengths()
+    )
+    return tuple(
+        with_length(size, dim, n)
+        for size, dim, n in zip(layout.sizes, layout.dims, lengths, strict=True)
+    )
+
+
+def _computed(remembered: Any, layout: BucketLayout, *settings: int) -> Any:
+    """What a remembered function gives; for lengths that are symbols, as while a compiler
+    traces, it is computed anew."""
+    is_known = all(type(length) is int for size in layout.sizes for length in size)
+    return (remembered if is_known else remembered.__wrapped__)(layout, *settings)
+
+
+def with_length(size: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    """The shape with this length of this dim."""
+    return (*size[:dim], length, *size[dim + 1 :])
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], ...], int]:
+    """Of each tensor outer, whole and inner length, where its segment begins, and its first
+    chunk; and the number of chunks."""
+    segments = layout.segments()
+    if max(*segments, *layout.lengths()) >= LIMIT:
+        raise KernelError(
+            f"a tensor has {max(segments)} elements of a rank, kernels count to {LIMIT - 1}",
+            remedy="pack it in several",
+        )
+    chunks = [-(-segment // CHUNK) for segment in segments]
+    begins = zip(accumulate(segments, initial=0), accumulate(chunks, initial=0), strict=True)
+    shapes = zip(
+        layout.sizes, layout.dims, begins, strict=False
+    )  # there is one more begin: the end
+    found = (
+        (math.prod(size[:dim]), size[dim], math.prod(size[dim + 1 :]), *begin)
+        for size, dim, begin in shapes
+    )
+    return tuple(found), sum(chunks)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums in one fixed order: the definition of what `autopar_csrc/include/sums.h` computes, in
+# torch, equal to the last bit.
+#
+# Elements come in groups of `GROUP` neighbours; group g belongs to lane g mod `LANES`. A lane
+# adds its elements one by one, then the lanes are added in halves. The order depends on nothing
+# but the number of elements, so neither threads nor the device change the result.
+
+GROUP = 8
+LANES = 256
+STRIPE = LANES * GROUP
+
+
+def ordered_sum(x: Tensor) -> Tensor:
+    """The sum over the last dim, in the dtype of `x`: [..., n] → [...]."""
+    lead = x.shape[:-1]
+    stripes = -(-x.shape[-1] // STRIPE)
+    filled = torch.nn.functional.pad(x, (0, stripes * STRIPE - x.shape[-1])).view(
+        *lead, stripes, LANES, GROUP
+    )
+    lanes = x.new_zeros(*lead, LANES)
+    for stripe in range(stripes):
+        for place in range(GROUP):
+            lanes = lanes + filled[..., stripe, :, place]
+    return add_lanes(lanes)
+
+
+def add_all(values: Tensor) -> Tensor:
+    """The sum of single values over the last dim, where value i belongs to lane i mod `LANES`:
+    [..., n] → [...]."""
+    lead = values.shape[:-1]
+    turns = -(-values.shape[-1] // LANES)
+    filled = torch.nn.functional.pad(values, (0, turns * LANES - values.shape[-1])).view(
+        *lead, turns, LANES
+    )
+    lanes = values.new_zeros(*lead, LANES)
+    for turn in range(turns):
+        lanes = lanes + filled[..., turn, :]
+    return add_lanes(lanes)
+
+
+def add_lanes(lanes: Tensor) -> Tensor:
+    """[..., LANES] → [...], in halves."""
+    half = LANES // 2
+    while half > 0:
+        lanes = lanes[..., :half] + lanes[..., half : 2 * half]
+        half //= 2
+    return lanes[..., 0]
+
 
 FLOATS = library.FLOATS
 
@@ -38,43 +189,77 @@ def pack(
     scale: float = 1.0,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The bucket of tensors that hold the parts of ranks first, …, first + count − 1; by default of all ranks.
+    """The bucket of tensors that hold the parts of ranks first, …, first + count − 1; by default of
+    all ranks.
 
     Args:
         tensors: of floating dtypes, of the shapes that `layout.local_sizes` says.
-        dtype: of the bucket. scale: every element is multiplied by it, in fp32, or fp64 where either dtype is.
+        dtype: of the bucket. scale: every element is multiplied by it, in fp32, or fp64 where
+            either dtype is.
 
     Returns:
-        The bucket [count, layout.row]; and with `squares` the sum of squares of each tensor's scaled elements, fp64 [len(tensors)],
-        in a fixed order, else an empty tensor.
+        The bucket [count, layout.row]; and with `squares` the sum of squares of each tensor's
+        scaled elements, fp64 [len(tensors)], in a fixed order, else an empty tensor.
 
     Raises:
         KernelError: where tensors do not fit the layout.
     """
     count = layout.parts - first if count is None else count
-    return pack_op(list(tensors), list(layout.lengths()), list(layout.dims), layout.parts, first, count, dtype, scale, squares)
+    return pack_op(
+        list(tensors),
+        list(layout.lengths()),
+        list(layout.dims),
+        layout.parts,
+        first,
+        count,
+        dtype,
+        scale,
+        squares,
+    )
 
 
 def unpack(
-    bucket: Tensor, layout: BucketLayout, dtypes: Sequence[torch.dtype], *, first: int = 0, count: int | None = None, scale: float = 1.0
+    bucket: Tensor,
+    layout: BucketLayout,
+    dtypes: Sequence[torch.dtype],
+    *,
+    first: int = 0,
+    count: int | None = None,
+    scale: float = 1.0,
 ) -> list[Tensor]:
-    """The tensors of a bucket [count, layout.row], with the parts of its ranks; new, of `dtypes`. Arguments as of `pack`."""
+    """The tensors of a bucket [count, layout.row], with the parts of its ranks; new, of
+    `dtypes`. Arguments as of `pack`."""
     count = layout.parts - first if count is None else count
-    sizes, num_dims = [n for size in layout.sizes for n in size], [len(size) for size in layout.sizes]
+    sizes, num_dims = (
+        [n for size in layout.sizes for n in size],
+        [len(size) for size in layout.sizes],
+    )
     codes = [library.code_of(dtype) for dtype in dtypes]
-    return unpack_op(bucket, sizes, num_dims, list(layout.dims), layout.parts, first, count, codes, scale)
+    return unpack_op(
+        bucket, sizes, num_dims, list(layout.dims), layout.parts, first, count, codes, scale
+    )
 
 
 def reference_pack(
-    tensors: Sequence[Tensor], layout: BucketLayout, dtype: torch.dtype, first: int, count: int, scale: float, squares: bool
+    tensors: Sequence[Tensor],
+    layout: BucketLayout,
+    dtype: torch.dtype,
+    first: int,
+    count: int,
+    scale: float,
+    squares: bool,
 ) -> tuple[Tensor, Tensor]:
     """What `pack` is, in plain torch."""
     rows: list[list[Tensor]] = [[] for _ in range(count)]
     sums = []
     device = tensors[0].device if tensors else None
-    for tensor, dim, length, segment in zip(tensors, layout.dims, layout.lengths(), layout.segments(), strict=True):
+    for tensor, dim, length, segment in zip(
+        tensors, layout.dims, layout.lengths(), layout.segments(), strict=True
+    ):
         wide = tensor.to(library.wide(tensor.dtype, dtype)) * scale
-        parts = [_padded(part, segment) for part in _parts(wide, dim, length, layout.parts, first, count)]
+        parts = [
+            _padded(part, segment) for part in _parts(wide, dim, length, layout.parts, first, count)
+        ]
         for row, part in zip(rows, parts, strict=True):
             row.append(part.to(dtype))
         if squares:
@@ -86,20 +271,30 @@ def reference_pack(
 
 
 def reference_unpack(
-    bucket: Tensor, layout: BucketLayout, dtypes: Sequence[torch.dtype], first: int, count: int, scale: float
+    bucket: Tensor,
+    layout: BucketLayout,
+    dtypes: Sequence[torch.dtype],
+    first: int,
+    count: int,
+    scale: float,
 ) -> list[Tensor]:
     """What `unpack` is, in plain torch."""
     found = []
     columns = bucket.split(list(layout.segments()), dim=1)
     for column, size, dim, dtype in zip(columns, layout.sizes, layout.dims, dtypes, strict=True):
         wide = column.to(library.wide(dtype, bucket.dtype)) * scale
-        shapes = [with_length(size, dim, part_range(size[dim], [layout.parts], [first + turn])[1]) for turn in range(count)]
+        shapes = [
+            with_length(size, dim, part_range(size[dim], [layout.parts], [first + turn])[1])
+            for turn in range(count)
+        ]
         parts = [wide[turn, : math.prod(shape)].view(shape) for turn, shape in enumerate(shapes)]
         found.append(torch.cat(parts, dim).to(dtype))
     return found
 
 
-def _parts(tensor: Tensor, dim: int, length: int, parts: int, first: int, count: int) -> list[Tensor]:
+def _parts(
+    tensor: Tensor, dim: int, length: int, parts: int, first: int, count: int
+) -> list[Tensor]:
     """Of each rank from `first` on, what the tensor holds of it, flat."""
     ranges = [part_range(length, [parts], [rank]) for rank in range(first, first + count)]
     return [tensor.narrow(dim, start - ranges[0][0], n).reshape(-1) for start, n in ranges]
@@ -123,7 +318,13 @@ def _pack(
 ) -> tuple[Tensor, Tensor]:
     """`pack` as an operator of torch's; `lengths` are those of the dims in the whole tensors."""
     layout = BucketLayout(_whole_sizes(tensors, lengths, dims), tuple(dims), parts)
-    _check(layout, [tuple(t.shape) for t in tensors], [*(t.dtype for t in tensors), dtype], first, count)
+    _check(
+        layout,
+        [tuple(t.shape) for t in tensors],
+        [*(t.dtype for t in tensors), dtype],
+        first,
+        count,
+    )
     if not tensors or not library.has(tensors[0].device):
         return reference_pack(tensors, layout, dtype, first, count, scale, squares)
     device = tensors[0].device
@@ -134,9 +335,18 @@ def _pack(
     scratch = torch.empty(num_chunks * count if squares else 0, dtype=torch.float64, device=device)
     where = (layout.row, parts, first, count, num_chunks, scale)
     # Where there is no chunk, scratch has no address, but nothing is read from it either.
-    chunk_sums = (scratch.data_ptr() or pieces.data_ptr(), sums.data_ptr()) if squares else (None, None)
+    chunk_sums = (
+        (scratch.data_ptr() or pieces.data_ptr(), sums.data_ptr()) if squares else (None, None)
+    )
     library.launch(
-        "ap_pack_bucket", device, pieces.data_ptr(), len(held), bucket.data_ptr(), library.code_of(dtype), *where, *chunk_sums
+        "ap_pack_bucket",
+        device,
+        pieces.data_ptr(),
+        len(held),
+        bucket.data_ptr(),
+        library.code_of(dtype),
+        *where,
+        *chunk_sums,
     )
     return bucket, sums
 
@@ -153,52 +363,96 @@ def _unpack(
     dtypes: Sequence[int],
     scale: float,
 ) -> list[Tensor]:
-    """`unpack` as an operator of torch's; `sizes` are the whole shapes one after the other, `dtypes` numbers as in `library.DTYPES`."""
+    """`unpack` as an operator of torch's; `sizes` are the whole shapes one after the other,
+    `dtypes` numbers as in `library.DTYPES`."""
     layout = BucketLayout(_split(sizes, num_dims), tuple(dims), parts)
     wanted = [library.DTYPES[code] for code in dtypes]
     shapes = layout.local_sizes(first, count)
     _check(layout, shapes, [*wanted, bucket.dtype], first, count)
     if tuple(bucket.shape) != (count, layout.row):
-        raise KernelError(f"the bucket is {tuple(bucket.shape)}, its layout says {(count, layout.row)}", where="autopar::unpack")
+        raise KernelError(
+            f"the bucket is {tuple(bucket.shape)}, its layout says {(count, layout.row)}",
+            where="autopar::unpack",
+        )
     if not wanted or not library.has(bucket.device):
         return reference_unpack(bucket, layout, wanted, first, count, scale)
     held = bucket.contiguous()
-    found = [torch.empty(shape, dtype=dtype, device=bucket.device) for shape, dtype in zip(shapes, wanted, strict=True)]
+    found = [
+        torch.empty(shape, dtype=dtype, device=bucket.device)
+        for shape, dtype in zip(shapes, wanted, strict=True)
+    ]
     pieces, num_chunks = _pieces(found, layout, bucket.device)
     where = (layout.row, parts, first, count, num_chunks, scale)
     code = library.code_of(bucket.dtype)
-    library.launch("ap_unpack_bucket", bucket.device, pieces.data_ptr(), len(found), held.data_ptr(), code, *where)
+    library.launch(
+        "ap_unpack_bucket",
+        bucket.device,
+        pieces.data_ptr(),
+        len(found),
+        held.data_ptr(),
+        code,
+        *where,
+    )
     return found
 
 
-def _pieces(tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device) -> tuple[Tensor, int]:
+def _pieces(
+    tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device
+) -> tuple[Tensor, int]:
     """The table of pieces as index.h has them, and the number of chunks of a row."""
     found, num_chunks = places(layout)
     rows: list[int] = []
-    for tensor, dim, (outer, length, inner, offset, first_chunk) in zip(tensors, layout.dims, found, strict=True):
-        rows += (tensor.data_ptr(), library.code_of(tensor.dtype), outer, length, tensor.shape[dim], inner, offset, first_chunk)
+    for tensor, dim, (outer, length, inner, offset, first_chunk) in zip(
+        tensors, layout.dims, found, strict=True
+    ):
+        rows += (
+            tensor.data_ptr(),
+            library.code_of(tensor.dtype),
+            outer,
+            length,
+            tensor.shape[dim],
+            inner,
+            offset,
+            first_chunk,
+        )
     return library.table(rows, device), num_chunks
 
 
-def _check(layout: BucketLayout, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], first: int, count: int) -> None:
+def _check(
+    layout: BucketLayout,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    first: int,
+    count: int,
+) -> None:
     """Raises KernelError where tensors of these shapes and dtypes are no bucket of that layout."""
     if first < 0 or count < 1 or first + count > layout.parts:
         what = f"there are no ranks {first} to {first + count - 1} of {layout.parts}"
         raise KernelError(what, remedy="give first and count within the parts")
     for dtype in dtypes:
         if dtype not in FLOATS:
-            raise KernelError(f"{dtype} cannot go through a bucket", remedy="pack only floating tensors")
+            raise KernelError(
+                f"{dtype} cannot go through a bucket", remedy="pack only floating tensors"
+            )
     for shape, wanted in zip(shapes, layout.local_sizes(first, count), strict=True):
         if shape != wanted:
             what = f"a tensor is {shape}; with the parts of these ranks it would be {wanted}"
             raise KernelError(what, remedy="see BucketLayout.local_sizes")
 
 
-def _whole_sizes(tensors: Sequence[Tensor], lengths: Sequence[int], dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _whole_sizes(
+    tensors: Sequence[Tensor], lengths: Sequence[int], dims: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
     for tensor, dim in zip(tensors, dims, strict=True):
         if not 0 <= dim < tensor.dim():
-            raise KernelError(f"a tensor of {tensor.dim()} dims has no dim {dim} to cut", remedy="view a scalar as [1]; count dims from 0")
-    return tuple(with_length(tuple(t.shape), dim, length) for t, length, dim in zip(tensors, lengths, dims, strict=True))
+            raise KernelError(
+                f"a tensor of {tensor.dim()} dims has no dim {dim} to cut",
+                remedy="view a scalar as [1]; count dims from 0",
+            )
+    return tuple(
+        with_length(tuple(t.shape), dim, length)
+        for t, length, dim in zip(tensors, lengths, dims, strict=True)
+    )
 
 
 def _split(sizes: Sequence[int], num_dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -208,7 +462,15 @@ def _split(sizes: Sequence[int], num_dims: Sequence[int]) -> tuple[tuple[int, ..
 
 @_pack.register_fake
 def _(
-    tensors: Sequence[Tensor], lengths: Any, dims: Any, parts: int, first: int, count: int, dtype: Any, scale: float, squares: bool
+    tensors: Sequence[Tensor],
+    lengths: Any,
+    dims: Any,
+    parts: int,
+    first: int,
+    count: int,
+    dtype: Any,
+    scale: float,
+    squares: bool,
 ) -> tuple[Tensor, Tensor]:
     layout = BucketLayout(_whole_sizes(tensors, lengths, dims), tuple(dims), parts)
     device = tensors[0].device if tensors else None
@@ -218,10 +480,21 @@ def _(
 
 @_unpack.register_fake
 def _(
-    bucket: Tensor, sizes: Any, num_dims: Any, dims: Any, parts: int, first: int, count: int, dtypes: Sequence[int], scale: float
+    bucket: Tensor,
+    sizes: Any,
+    num_dims: Any,
+    dims: Any,
+    parts: int,
+    first: int,
+    count: int,
+    dtypes: Sequence[int],
+    scale: float,
 ) -> list[Tensor]:
     shapes = BucketLayout(_split(sizes, num_dims), tuple(dims), parts).local_sizes(first, count)
-    return [bucket.new_empty(shape, dtype=library.DTYPES[code]) for shape, code in zip(shapes, dtypes, strict=True)]
+    return [
+        bucket.new_empty(shape, dtype=library.DTYPES[code])
+        for shape, code in zip(shapes, dtypes, strict=True)
+    ]
 
 
 def _remember_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -233,7 +506,10 @@ def _remember_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate_pack(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     sizes, num_dims = [n for size in ctx.sizes for n in size], [len(size) for size in ctx.sizes]
-    return (unpack_op(grad, sizes, num_dims, ctx.dims, *ctx.where, ctx.codes, ctx.scale), *(None,) * 8)
+    return (
+        unpack_op(grad, sizes, num_dims, ctx.dims, *ctx.where, ctx.codes, ctx.scale),
+        *(None,) * 8,
+    )
 
 
 def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -243,10 +519,56 @@ def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) ->
 
 
 def _differentiate_unpack(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return (pack_op(grads, ctx.lengths, ctx.dims, *ctx.where, ctx.dtype, ctx.scale, False)[0], *(None,) * 8)
+    return (
+        pack_op(grads, ctx.lengths, ctx.dims, *ctx.where, ctx.dtype, ctx.scale, False)[0],
+        *(None,) * 8,
+    )
 
 
 _pack.register_autograd(_differentiate_pack, setup_context=_remember_pack)
 _unpack.register_autograd(_differentiate_unpack, setup_context=_remember_unpack)
 pack_op = torch.ops.autopar.pack.default
 unpack_op = torch.ops.autopar.unpack.default
+
+
+# --------------------------------------------------------------------------------------------------
+# Many tensors into one bucket and back, as steps of emitted graphs around one collective on the
+# bucket.
+#
+# A bucket is [count, row] (`autopar.kernels.packing`): before a reduce-scatter and after an all-
+# gather it has a row per rank, else one. Dims that are cut are cut evenly, so no step here asks
+# which rank it is on. Both passes are `pack` and `unpack`, which cast on the way: a reduction in
+# a wider dtype than its tensors' needs no casts of its own.
+
+
+def into_bucket(
+    tensors: Sequence[Tensor], dims: Sequence[int], parts: int, count: int, dtype: torch.dtype
+) -> Tensor:
+    """The bucket of tensors that hold `count` of `parts` equal parts along their dims; a scalar
+    is one of length 1."""
+    held = [x if x.dim() else x.reshape(1) for x in tensors]
+    lengths = [x.shape[dim] * parts // count for x, dim in zip(held, dims, strict=True)]
+    bucket: Tensor = pack_op(held, lengths, list(dims), parts, 0, count, dtype, 1.0, False)[0]
+    return bucket
+
+
+def from_bucket(
+    bucket: Tensor,
+    sizes: Sequence[Sequence[int]],
+    dims: Sequence[int],
+    parts: int,
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """The tensors of a bucket, new ones: as many of their parts as it has rows.
+
+    Args:
+        sizes: shapes of all parts together, without dims for a scalar. dtypes: of the tensors.
+    """
+    shapes = [tuple(size) or (1,) for size in sizes]
+    lengths, num_dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]
+    # A dtype that a lockstep run has promoted is one that kernels know, too.
+    codes = [library.code_of(dtype) for dtype in dtypes]
+    found: list[Tensor] = unpack_op(
+        bucket, lengths, num_dims, list(dims), parts, 0, bucket.shape[0], codes, 1.0
+    )
+    return [x if len(size) else x.reshape(()) for x, size in zip(found, sizes, strict=True)]

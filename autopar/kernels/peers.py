@@ -1,18 +1,24 @@
-"""Who the ranks of a group are to each other: memory that all of them reach, and lanes in which their work runs.
+"""Who the ranks of a group are to each other: memory that all of them reach, and lanes in which
+their work runs.
 
-Terms. A *rank* has a compute lane and a copy lane; a *phase* is a piece of a rank's work that runs in one of them. *Regions* are one
-piece of memory per rank that every rank can read and write, with flags that signal between them (`autopar_csrc/include/epoch.h`). An
-*epoch* is one use of a region; each rank counts its own, and all begin the same uses in the same order.
+Terms. A *rank* has a compute lane and a copy lane; a *phase* is a piece of a rank's work that runs
+in one of them. *Regions* are one piece of memory per rank that every rank can read and write, with
+flags that signal between them (`autopar_csrc/include/epoch.h`). An *epoch* is one use of a region;
+each rank counts its own, and all begin the same uses in the same order.
 
-The one rule: producers come before those who wait for them. A list of phases keeps it if, carried out phase by phase and in each for all
-ranks in turn, no phase waits for a later one. Then it ends with each of the three providers:
+The one rule: producers come before those who wait for them. A list of phases keeps it if, carried
+out phase by phase and in each for all ranks in turn, no phase waits for a later one. Then it ends
+with each of the three providers:
 
-    VirtualRanks      all ranks in one process and one thread: phase by phase. On a GPU each rank has two streams of its own
+    VirtualRanks      all ranks in one process and one thread: phase by phase. On a GPU each rank
+                      has two streams of its own
     HostThreads       two threads per rank, which run at once; only the signals order them
-    SymmetricMemory   one rank per process, with a GPU each: the peers' memory is mapped into this process
+    SymmetricMemory   one rank per process, with a GPU each: the peers' memory is mapped into this
+                      process
 
-In every provider a copy lane begins after what its rank's compute lane was given before, and the compute lane's work ends after the
-copy lane's; so what only this rank uses may be let go after `run`.
+In every provider a copy lane begins after what its rank's compute lane was given before, and the
+compute lane's work ends after the copy lane's; so what only this rank uses may be let go after
+`run`.
 """
 
 from __future__ import annotations
@@ -21,8 +27,9 @@ import ctypes
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +38,99 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library
-from autopar.kernels.lanes import COMPUTE, COPY, Blocks, Lane, Phase, Streams, within
+from autopar.kernels.collectives import AxisGroup
+
+# --------------------------------------------------------------------------------------------------
+# Where a rank's work runs: its compute and its copy lane, which are threads of the host or
+# streams of a device.
+
+COMPUTE, COPY = "compute", "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where a phase runs: the host, or a stream of a device."""
+
+    kind: str
+    stream: torch.cuda.Stream | None = None
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call the kernel's function `name`, without its ``ap_`` and its ``_host`` or ``_cuda``;
+        the stream is added.
+
+        Raises:
+            KernelError: where it returns another status than that it is well: in debug builds also
+                where a signal has not come.
+        """
+        library.step(self.kind, name, None if self.stream is None else self.stream.cuda_stream)(
+            *arguments
+        )
+
+
+Work = Callable[[Lane, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A piece of a rank's work: `work(lane, rank)`, run in its compute or its copy lane."""
+
+    lane: str
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A copy lane that is one kernel of few blocks (`autopar_csrc/include/blocks.h`), in the place
+    of a device's copy engine.
+
+    Attributes:
+        num_blocks: each takes a multiprocessor from the products beside it. All uses of a
+            provider's regions have the same number.
+        bytes_per_s: at most, of all together; 0: as fast as they can.
+    """
+
+    num_blocks: int = 4
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """A rank's two lanes on a device. Copies and their signals go first: they are short, and a
+    product beside them can wait."""
+
+    compute: torch.cuda.Stream
+    copy: torch.cuda.Stream
+
+    @staticmethod
+    def new(device: torch.device) -> Streams:
+        return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
+
+    def fork(self) -> None:
+        current = torch.cuda.current_stream(self.compute.device)
+        if current != self.compute:
+            self.compute.wait_stream(current)
+        self.copy.wait_stream(current)
+
+    def lane(self, name: str) -> Lane:
+        return Lane("cuda", self.compute if name == COMPUTE else self.copy)
+
+    def join(self) -> None:
+        """What is enqueued after it finds both lanes' work done."""
+        current = torch.cuda.current_stream(self.compute.device)
+        for stream in (self.compute, self.copy):
+            if stream != current:
+                current.wait_stream(stream)
+
+
+@contextmanager
+def within(lane: Lane) -> Iterator[None]:
+    """torch's own kernels go to the lane's stream."""
+    if lane.stream is None:
+        yield
+    else:
+        with torch.cuda.stream(lane.stream):
+            yield
+
 
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 128
@@ -70,7 +169,10 @@ class Peers(ABC):
         self.size, self.device, self._blocks = size, device, blocks
         self.kind = "host" if device.type == "cpu" else "cuda"
         if blocks is not None and not library.on_device(self.kind):
-            raise KernelError("copies by blocks are a device's", remedy="leave blocks out where the ranks are threads of the host")
+            raise KernelError(
+                "copies by blocks are a device's",
+                remedy="leave blocks out where the ranks are threads of the host",
+            )
         self._regions: dict[Hashable, Regions] = {}
         self._lock = threading.Lock()
         self._may_be_refused = library.on_device(self.kind)
@@ -82,17 +184,21 @@ class Peers(ABC):
 
     @abstractmethod
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Carry out the phases for some of `ranks`; returns when they are done or, on a GPU, enqueued."""
+        """Carry out the phases for some of `ranks`; returns when they are done or, on a GPU,
+        enqueued."""
 
     def move(self, lane: Lane, name: str, *arguments: object) -> None:
         """Call the function of a copy lane: by its name, or as a kernel of blocks."""
         if self._blocks is None:
             lane.call(name, *arguments)
         else:
-            lane.call(f"{name}_by_blocks", *arguments, self._blocks.num_blocks, self._blocks.bytes_per_s)
+            lane.call(
+                f"{name}_by_blocks", *arguments, self._blocks.num_blocks, self._blocks.bytes_per_s
+            )
 
     def regions(self, key: Hashable, num_bytes: int, num_words: int) -> Regions:
-        """The regions of this name, made at the first call with `num_bytes` and `num_words` of flags per rank, and kept."""
+        """The regions of this name, made at the first call with `num_bytes` and `num_words` of
+        flags per rank, and kept."""
         with self._lock:
             if key not in self._regions:
                 self._regions[key] = self._new_regions(num_bytes, num_words)
@@ -103,21 +209,27 @@ class Peers(ABC):
         if self._may_be_refused and library.num_refused(self.kind):
             self._may_be_refused = False
             _LOG.warning(
-                "the driver takes no signals as operations of a stream: they run as kernels, which wait for a place beside the product, "
-                "so that less of the communication is hidden"
+                "the driver takes no signals as operations of a stream: they run as kernels, which"
+                " wait for a place beside the product, so that less of the communication is hidden"
             )
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
         """Where all ranks are in this process: plain tensors."""
-        data = tuple(torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device) for _ in range(self.size))
-        flags = tuple(torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size))
+        data = tuple(
+            torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device)
+            for _ in range(self.size)
+        )
+        flags = tuple(
+            torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size)
+        )
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)  # every rank's streams see the zeros
         return Regions(data, flags, [0] * self.size)
 
 
 class VirtualRanks(Peers):
-    """All ranks in this thread: each phase for every rank in turn, so a call needs all ranks' work at once.
+    """All ranks in this thread: each phase for every rank in turn, so a call needs all ranks' work
+    at once.
 
     Args:
         pause: called with rank and phase before each; tests slow ranks down with it.
@@ -133,7 +245,9 @@ class VirtualRanks(Peers):
     ) -> None:
         super().__init__(size, torch.device(device), blocks)
         self._pause = pause
-        self._streams = [Streams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
+        self._streams = (
+            [Streams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -141,7 +255,10 @@ class VirtualRanks(Peers):
 
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
         if tuple(ranks) != self.ranks:
-            raise KernelError("virtual ranks work together", remedy="give the work of all ranks in one call, or use HostThreads")
+            raise KernelError(
+                "virtual ranks work together",
+                remedy="give the work of all ranks in one call, or use HostThreads",
+            )
         for streams in self._streams:
             streams.fork()
         for index, phase in enumerate(phases):
@@ -157,10 +274,12 @@ class VirtualRanks(Peers):
 
 
 class HostThreads(Peers):
-    """Ranks that are threads of this process, on the CPU; each has a second thread as its copy lane.
+    """Ranks that are threads of this process, on the CPU; each has a second thread as its copy
+    lane.
 
-    A rank's thread calls `run` with its own rank; with several ranks `run` starts a thread for each. Close it at the end, or use it
-    in a ``with``. Where one rank fails, those who wait for it wait on, but with ``AUTOPAR_KERNELS=debug`` for a limited time.
+    A rank's thread calls `run` with its own rank; with several ranks `run` starts a thread for
+    each. Close it at the end, or use it in a ``with``. Where one rank fails, those who wait for it
+    wait on, but with ``AUTOPAR_KERNELS=debug`` for a limited time.
 
     Args:
         pause: as of `VirtualRanks`.
@@ -215,10 +334,13 @@ class HostThreads(Peers):
 class SymmetricMemory(Peers):
     """Processes with a GPU each, whose memory torch's symmetric memory maps into one another.
 
-    Making regions is collective: all processes of the group make the same ones in the same order, and wait for each other.
+    Making regions is collective: all processes of the group make the same ones in the same order,
+    and wait for each other.
     """
 
-    def __init__(self, name: str, size: int, rank: int, device: torch.device, blocks: Blocks | None = None) -> None:
+    def __init__(
+        self, name: str, size: int, rank: int, device: torch.device, blocks: Blocks | None = None
+    ) -> None:
         super().__init__(size, device, blocks)
         self._name, self._rank = name, rank
         self._copy = torch.cuda.Stream(device, priority=-1)
@@ -249,8 +371,14 @@ class SymmetricMemory(Peers):
         handle.barrier()  # no rank signals before all flags are zero
         torch.cuda.synchronize(self.device)
         self._held += [own, handle]  # the peers' views below do not keep the mapping alive
-        data = tuple(handle.get_buffer(rank, (max(num_bytes, 1),), torch.uint8, 0) for rank in range(self.size))
-        flags = tuple(handle.get_buffer(rank, (num_words,), torch.int64, begin // 8) for rank in range(self.size))
+        data = tuple(
+            handle.get_buffer(rank, (max(num_bytes, 1),), torch.uint8, 0)
+            for rank in range(self.size)
+        )
+        flags = tuple(
+            handle.get_buffer(rank, (num_words,), torch.int64, begin // 8)
+            for rank in range(self.size)
+        )
         return Regions(data, flags, [0] * self.size)
 
 
@@ -265,3 +393,98 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     """An array of pointers, as C functions of the host take them."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+# --------------------------------------------------------------------------------------------------
+# Which provider (`autopar.kernels.peers`) serves a process group; where there is none, why.
+
+APART = "products run after or before their communication, not beside it"
+_provided: dict[str, Peers] = {}
+_symmetric: dict[tuple[str, torch.device], tuple[Peers | None, str]] = {}
+_said: set[str] = set()
+
+
+@contextmanager
+def provided(name: str, peers: Peers) -> Iterator[None]:
+    """Groups of this name are `peers` inside, in every thread."""
+    if not name or name in _provided:
+        raise KernelError(
+            f"{name!r} cannot name these peers: it is empty or taken", remedy="choose another name"
+        )
+    _provided[name] = peers
+    try:
+        yield
+    finally:
+        del _provided[name]
+
+
+def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]:
+    """The provider through which the ranks of `group` reach each other's memory on `device`; or
+    None, and why there is none.
+
+    The first call for a group on a GPU is collective: its ranks agree, so that either all of them
+    run the kernels or none does.
+    """
+    kind = "host" if device.type == "cpu" else "cuda"
+    if not group.name:
+        return None, "a fake group has no peers"
+    if group.name in _provided:
+        return (_provided[group.name], "") if library.has(device) else (None, library.why_not(kind))
+    if device.type != "cuda":
+        return None, "processes without GPUs do not reach each other's memory"
+    if (group.name, device) not in _symmetric:
+        _symmetric[group.name, device] = _find_symmetric(group, device)
+    return _symmetric[group.name, device]
+
+
+def may_have_peers(group: AxisGroup, device: torch.device) -> bool:
+    """Whether `peers_of` could give a provider; known without asking anyone, and so while a
+    compiler traces."""
+    return bool(group.name) and (group.name in _provided or device.type == "cuda")
+
+
+def runs_kernels(group: AxisGroup, device: torch.device) -> bool:
+    """Whether to call the op of an overlapped product; while a compiler traces, the op, which a
+    trace does not see into, asks again."""
+    if torch.compiler.is_compiling():
+        return may_have_peers(group, device)
+    peers, reason = peers_of(group, device)
+    if peers is None:
+        say_once(group, APART, reason)
+    return peers is not None
+
+
+def counts_memory(group: AxisGroup) -> bool:
+    """Whether this is a run on fake tensors that counts memory."""
+    return not group.name and not torch.compiler.is_compiling()
+
+
+def say_once(group: AxisGroup, doing: str, reason: str) -> None:
+    """Log, once per process, that `doing` takes the slower way, and why. With a fake group
+    nothing is moved anyway."""
+    if group.name and reason not in _said:
+        _said.add(reason)
+        _LOG.warning("%s: %s", doing, reason)
+
+
+def _find_symmetric(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    found: Peers | None = None
+    reason = library.why_not("cuda")
+    if not reason:
+        try:
+            found = SymmetricMemory(group.name, group.size, group.coordinate, device)
+            found.regions("probe", 1, 1)
+        except (
+            RuntimeError,
+            ImportError,
+            AttributeError,
+        ) as error:  # torch's own, where devices cannot map each other's memory
+            found, reason = None, f"torch's symmetric memory is not available: {error}"
+    everywhere = torch.tensor([found is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=_resolve_process_group(group.name))
+    if found is not None and not everywhere.item():
+        found, reason = None, "another rank has no kernels or no symmetric memory"
+    return found, reason

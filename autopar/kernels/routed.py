@@ -1,46 +1,334 @@
 """Rows of tokens to the ranks of their experts and back, each permuted on its way.
 
-Terms. A token has `choices` experts; a *pair* is one (token, choice), in order of the tokens. Expert e lives on rank
-``e // (num_experts / size)``. `most` is the largest number of pairs that any rank has, so no rank receives more than ``size · most`` rows.
+Terms. A token has `choices` experts; a *pair* is one (token, choice), in order of the tokens.
+Expert e lives on rank ``e // (num_experts / size)``. `most` is the largest number of pairs that any
+rank has, so no rank receives more than ``size · most`` rows.
 
-    moe_dispatch   x [tokens, width], experts [tokens, choices] → rows [size · most, width]: those of this rank's experts, by expert, then
-                   by sender, then by pair, and behind them zeros; table [size, num_experts]: how many pairs each rank sends to each
-                   expert; position [tokens, choices]: where the pair stands when this rank's pairs are sorted by expert, stably
-    moe_combine    rows [size · most, width], as dispatched → returned [tokens · choices, width]: of this rank's pairs, sorted;
-                   y [tokens, width] = Σ_c weights[t, c] · returned[position[t, c]], in order of the choices and in at least fp32
+    moe_dispatch   x [tokens, width], experts [tokens, choices] → rows [size · most, width]: those
+                   of this rank's experts, by expert, then
+                   by sender, then by pair, and behind them zeros; table [size, num_experts]: how
+                   many pairs each rank sends to each expert; position [tokens, choices]: where the
+                   pair stands when this rank's pairs are sorted by expert, stably
+    moe_combine    rows [size · most, width], as dispatched → returned [tokens · choices, width]: of
+                   this rank's pairs, sorted;
+                   y [tokens, width] = Σ_c weights[t, c] · returned[position[t, c]], in order of the
+                   choices and in at least fp32
 
-The functions that end in ``_reference`` define them, over the lists of all ranks' operands. Each op's gradient is the other op. Where ranks
-do not reach each other's memory (`autopar.kernels.providers`), rows go by an all_to_all of ``most`` rows for every pair of ranks, with the
-same results.
+The functions that end in ``_reference`` define them, over the lists of all ranks' operands. Each
+op's gradient is the other op. Where ranks do not reach each other's memory
+(`autopar.kernels.peers`), rows go by an all_to_all of ``most`` rows for every pair of ranks, with
+the same results.
 
-Memory. Besides operands and results live, where peers write and kept for the next use of the same shapes: for dispatch ``size · most``
-rows, for combine twice ``most`` rows. The all_to_all instead holds twice ``size · most`` rows until its end.
+Memory. Besides operands and results live, where peers write and kept for the next use of the same
+shapes: for dispatch ``size · most`` rows, for combine twice ``most`` rows. The all_to_all instead
+holds twice ``size · most`` rows until its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.kernels import bound
-from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.providers import peers_of, say_once
-from autopar.kernels.routes import Combine, Dispatch, Routes, combine, dispatch
-from autopar.kernels.sums import sum_dtype
+from autopar.kernels import bound_ops, library
+from autopar.kernels.collectives import AxisGroup, sum_dtype
+from autopar.kernels.peers import (
+    COMPUTE,
+    Lane,
+    Peers,
+    Phase,
+    Regions,
+    addresses,
+    peers_of,
+    say_once,
+)
+
+# --------------------------------------------------------------------------------------------------
+# The protocols of dispatch and combine, and of rows of experts that are used where they come to
+# lie, as phases.
+#
+# They are at the tops of `autopar_csrc/moe_route.cu` and `autopar_csrc/expert_rows.cu`; words as
+# in `autopar.kernels.routed`. All that ranks share is `Routes.regions`, kept for the next use of
+# the same name and routes, so that a model's layers share it.
+
+MOST_RANKS = 64  # kMaxRanks of include/routes.h
+_LINE = 128
+COUNTS, ROWS, GATES, BACK = "counts", "rows", "gates", "back "
+SHARED = COUNTS, ROWS, GATES, BACK + ROWS, BACK + GATES
+"""Names of what a step of experts shares: counts, and for each that travels what is received and
+what comes back."""
+_UNSEEN = 0, 1  # tokens and choices, where a step in C does not look at them
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """What all ranks know alike: bytes of a row, experts, ranks, and the most pairs of any rank."""
+
+    row_bytes: int
+    num_experts: int
+    size: int
+    most: int
+
+    def regions(self, peers: Peers, name: str) -> Regions:
+        """What the ranks share for ``dispatch``, ``combine`` or `SHARED`."""
+        return peers.regions((name, self), *self._sizes(name))
+
+    def num_bytes(self, name: str) -> int:
+        """Of a rank's part of the regions, flags included."""
+        data, words = self._sizes(name)
+        return data + 8 * words
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """A rank's bytes, and words of flags: a line for each peer, for dispatch and combine
+        two."""
+        table, lines_of = _lines(self.size * self.num_experts * 8), self.size * _LINE // 8
+        received, returned = (
+            _lines(self.size * self.most * self.row_bytes),
+            _lines(self.most * self.row_bytes),
+        )
+        if name in ("dispatch", "combine"):
+            return table + received if name == "dispatch" else 2 * returned, 2 * lines_of
+        return {
+            COUNTS: table,
+            ROWS: received,
+            GATES: received,
+            BACK + ROWS: returned,
+            BACK + GATES: returned,
+        }[name], lines_of
+
+    def arguments(
+        self, regions: Regions, pairs: Sequence[int], rank: int, epoch: int
+    ) -> tuple[object, ...]:
+        """The last arguments of every step in C, for pairs [tokens, choices]."""
+        native = library.NativeRoutes(
+            *pairs, self.row_bytes, self.num_experts, self.size, rank, self.most
+        )
+        return addresses(regions.data), addresses(regions.flags), native, epoch
+
+
+def _lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE) * _LINE
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A rank's part in `dispatch`: contiguous operands, and room for the results and for what is
+    counted."""
+
+    x: Tensor
+    experts: Tensor
+    rows: Tensor
+    table: Tensor
+    position: Tensor
+    counts: Tensor
+    within: Tensor
+    offsets: Tensor
+
+    @staticmethod
+    def of(x: Tensor, experts: Tensor, num_experts: int, most: int, size: int) -> Dispatch:
+        x, experts = x.contiguous(), experts.contiguous()
+        made = [
+            experts.new_empty(shape)
+            for shape in (
+                (size, num_experts),
+                experts.shape,
+                num_experts,
+                experts.shape,
+                2 * num_experts + 1,
+            )
+        ]
+        return Dispatch(x, experts, x.new_empty(size * most, x.shape[1]), *made)
+
+
+def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None:
+    """moe_dispatch for the ranks of `jobs`: with `VirtualRanks` all of them, in a rank's own
+    thread or process that one."""
+    regions = routes.regions(peers, "dispatch")
+    last = {
+        rank: routes.arguments(regions, job.experts.shape, rank, regions.begin(rank))
+        for rank, job in jobs.items()
+    }
+
+    def announce(lane: Lane, rank: int) -> None:
+        job = jobs[rank]
+        lane.call(
+            "moe_dispatch_announce", *_pointers(job.experts, job.counts, job.within), *last[rank]
+        )
+
+    def push(lane: Lane, rank: int) -> None:
+        job = jobs[rank]
+        made = _pointers(job.x, job.experts, job.within, job.table, job.offsets, job.position)
+        lane.call("moe_dispatch_push", *made, *last[rank])
+
+    def collect(lane: Lane, rank: int) -> None:
+        lane.call(
+            "moe_dispatch_collect", *_pointers(jobs[rank].offsets, jobs[rank].rows), *last[rank]
+        )
+
+    peers.run(
+        tuple(jobs), (Phase(COMPUTE, announce), Phase(COMPUTE, push), Phase(COMPUTE, collect))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """A rank's part in `combine`: contiguous operands, and room for the results."""
+
+    rows: Tensor
+    table: Tensor
+    position: Tensor
+    weights: Tensor
+    returned: Tensor
+    y: Tensor
+
+    @staticmethod
+    def of(rows: Tensor, table: Tensor, position: Tensor, weights: Tensor) -> Combine:
+        width = rows.shape[1]
+        made = rows.new_empty(position.numel(), width), rows.new_empty(position.shape[0], width)
+        return Combine(
+            rows.contiguous(),
+            table.contiguous(),
+            position.contiguous(),
+            weights.to(sum_dtype(rows.dtype)).contiguous(),
+            *made,
+        )
+
+
+def combine(peers: Peers, routes: Routes, jobs: Mapping[int, Combine]) -> None:
+    """moe_combine for the ranks of `jobs`, as in `dispatch`."""
+    regions = routes.regions(peers, "combine")
+    last = {
+        rank: routes.arguments(regions, job.position.shape, rank, regions.begin(rank))
+        for rank, job in jobs.items()
+    }
+
+    def push(lane: Lane, rank: int) -> None:
+        lane.call("moe_combine_push", *_pointers(jobs[rank].rows, jobs[rank].table), *last[rank])
+
+    def add_up(lane: Lane, rank: int) -> None:
+        job = jobs[rank]
+        made = _pointers(job.position, job.weights, job.returned, job.y)
+        lane.call("moe_combine_sum", *made, library.code_of(job.y.dtype), *last[rank])
+
+    peers.run(tuple(jobs), (Phase(COMPUTE, push), Phase(COMPUTE, add_up)))
+
+
+def count(
+    peers: Peers, num_experts: int, most: int, counts: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Of each rank the table of all ranks' counts, whose own are [num_experts]: with these a
+    step of experts begins."""
+    routes = Routes(0, num_experts, peers.size, most)
+    regions = routes.regions(peers, COUNTS)
+    own = {rank: mine.contiguous() for rank, mine in counts.items()}
+    tables = {rank: mine.new_empty(peers.size, num_experts) for rank, mine in own.items()}
+    last = {rank: routes.arguments(regions, _UNSEEN, rank, regions.begin(rank)) for rank in own}
+
+    def announce(lane: Lane, rank: int) -> None:
+        lane.call("expert_rows_announce", own[rank].data_ptr(), *last[rank])
+
+    def copy_table(lane: Lane, rank: int) -> None:
+        lane.call("expert_rows_table", tables[rank].data_ptr(), *last[rank])
+
+    peers.run(tuple(own), (Phase(COMPUTE, announce), Phase(COMPUTE, copy_table)))
+    return tables
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A rank's part in `send`: contiguous rows, where among them each sorted pair's is, or None
+    for rows received, and the table."""
+
+    rows: Tensor
+    index: Tensor | None
+    table: Tensor
+
+
+def send(
+    peers: Peers, name: str, num_experts: int, most: int, jobs: Mapping[int, Sent]
+) -> dict[int, Tensor]:
+    """Of each rank what came, as bytes where it lies: rows of pairs that are received, or rows
+    received that are back, sorted.
+
+    They are valid until the rank counts again, and each name is used once in a step.
+    """
+    some = next(iter(jobs.values())).rows
+    routes = Routes(some.shape[1] * some.element_size(), num_experts, peers.size, most)
+    regions = routes.regions(peers, name)
+    last = {rank: routes.arguments(regions, _UNSEEN, rank, regions.begin(rank)) for rank in jobs}
+
+    def push(lane: Lane, rank: int) -> None:
+        job = jobs[rank]
+        if job.index is None:
+            lane.call("expert_rows_return", *_pointers(job.rows, job.table), *last[rank])
+        else:
+            lane.call("expert_rows_push", *_pointers(job.rows, job.index, job.table), *last[rank])
+
+    def wait(lane: Lane, rank: int) -> None:
+        lane.call("expert_rows_await", *last[rank])
+
+    peers.run(tuple(jobs), (Phase(COMPUTE, push), Phase(COMPUTE, wait)))
+    return {rank: regions.data[rank] for rank in jobs}
+
+
+def shared_regions(
+    features: int,
+    made: int,
+    num_here: int,
+    size: int,
+    most: int,
+    itemsize: int,
+    gate_itemsize: int,
+    *,
+    backward: bool,
+) -> dict[tuple[str, Routes], int]:
+    """What a rank of a step of experts whose rows are routed shares with its peers, and keeps:
+    bytes by name and routes, flags included.
+
+    Args:
+        features: of a token. made: of what experts make. num_here: experts of a rank. most: pairs
+            of a rank.
+        itemsize: bytes of an element of tokens and of what experts make. gate_itemsize: of a gate.
+    """
+
+    def routes(row_bytes: int) -> Routes:
+        return Routes(row_bytes, num_here * size, size, most)
+
+    if backward:
+        rows = {
+            ROWS: (made + features) * itemsize,
+            GATES: gate_itemsize,
+            BACK + ROWS: features * itemsize,
+            BACK + GATES: gate_itemsize,
+        }
+    else:
+        rows = {ROWS: features * itemsize, BACK + ROWS: made * itemsize}
+    keys = [(COUNTS, routes(0)), *((name, routes(row_bytes)) for name, row_bytes in rows.items())]
+    return {(name, of): of.num_bytes(name) for name, of in keys}
+
+
+def _pointers(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
 
 _APART = "rows go to their experts by an all_to_all"
 
 
-# --- definitions ----------------------------------------------------------------------------------------------------------------
+# --- definitions
+# --------------------------------------------------------------------------------------------------
 
 
 def sorted_position(experts: Tensor) -> Tensor:
     """[tokens, choices] → the pair's place among the pairs sorted by expert, stably."""
     order = torch.argsort(experts.reshape(-1), stable=True)
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(experts.shape)
+    return (
+        torch.empty_like(order)
+        .scatter_(0, order, torch.arange(len(order), device=order.device))
+        .view(experts.shape)
+    )
 
 
 def moe_dispatch_reference(
@@ -48,12 +336,20 @@ def moe_dispatch_reference(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The definition: of every rank, rows, table and position."""
     size, width = len(xs), xs[0].shape[1]
-    table = torch.stack([torch.bincount(chosen.reshape(-1), minlength=num_experts) for chosen in experts])
+    table = torch.stack(
+        [torch.bincount(chosen.reshape(-1), minlength=num_experts) for chosen in experts]
+    )
     pairs = [x.repeat_interleave(chosen.shape[1], 0) for x, chosen in zip(xs, experts, strict=True)]
     results = []
     for home in range(size):
         own = range(home * num_experts // size, (home + 1) * num_experts // size)
-        rows = torch.cat([pair[chosen.reshape(-1) == expert] for expert in own for pair, chosen in zip(pairs, experts, strict=True)])
+        rows = torch.cat(
+            [
+                pair[chosen.reshape(-1) == expert]
+                for expert in own
+                for pair, chosen in zip(pairs, experts, strict=True)
+            ]
+        )
         padding = rows.new_zeros(size * most - len(rows), width)
         results.append((torch.cat([rows, padding]), table, sorted_position(experts[home])))
     return results
@@ -72,20 +368,28 @@ def moe_combine_reference(
             begin = int(first + table[:sender, expert].sum())
             blocks[sender].append(rows[home][begin : begin + int(table[sender, expert])])
     returned = [torch.cat(mine) for mine in blocks]
-    return [(weighted_sum(mine, position, w), mine) for mine, position, w in zip(returned, positions, weights, strict=True)]
+    return [
+        (weighted_sum(mine, position, w), mine)
+        for mine, position, w in zip(returned, positions, weights, strict=True)
+    ]
 
 
 def weighted_sum(returned: Tensor, position: Tensor, weights: Tensor) -> Tensor:
-    """Σ_c weights[t, c] · returned[position[t, c]], one choice after another, in at least fp32; in the dtype of `returned`."""
+    """Σ_c weights[t, c] · returned[position[t, c]], one choice after another, in at least fp32;
+    in the dtype of `returned`."""
     dtype = sum_dtype(returned.dtype)
-    terms = [weights[:, c : c + 1].to(dtype) * returned[position[:, c]].to(dtype) for c in range(position.shape[1])]
+    terms = [
+        weights[:, c : c + 1].to(dtype) * returned[position[:, c]].to(dtype)
+        for c in range(position.shape[1])
+    ]
     total = terms[0]
     for term in terms[1:]:
         total = total + term
     return total.to(returned.dtype)
 
 
-# --- operators ------------------------------------------------------------------------------------------------------------------
+# --- operators
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("autopar::moe_dispatch", mutates_args=())
@@ -95,16 +399,24 @@ def moe_dispatch(
     """Rows, table and position of this rank.
 
     Raises:
-        ValueError: where the ranks do not have equally many experts, a pair's expert does not exist, or there are more pairs than `most`.
+        ValueError: where the ranks do not have equally many experts, a pair's expert does not
+            exist, or there are more pairs than `most`.
     """
     if num_experts % size or experts.numel() > most:
-        raise ValueError(f"{num_experts} experts on {size} ranks, {experts.numel()} pairs of at most {most}: not evenly, or too many")
+        raise ValueError(
+            f"{num_experts} experts on {size} ranks, {experts.numel()} pairs of at most {most}: not"
+            " evenly, or too many"
+        )
     group = AxisGroup(name, size, coordinate)
     if size > 1:
         peers, reason = peers_of(group, x.device)
         if peers is not None:
             job = Dispatch.of(x, experts, num_experts, most, size)
-            dispatch(peers, Routes(x.shape[1] * x.element_size(), num_experts, size, most), {coordinate: job})
+            dispatch(
+                peers,
+                Routes(x.shape[1] * x.element_size(), num_experts, size, most),
+                {coordinate: job},
+            )
             return job.rows, job.table, job.position
         say_once(group, _APART, reason)
     return _dispatched(x, experts, num_experts, most, group)
@@ -112,7 +424,13 @@ def moe_dispatch(
 
 @torch.library.custom_op("autopar::moe_combine", mutates_args=())
 def moe_combine(
-    rows: Tensor, table: Tensor, position: Tensor, weights: Tensor, size: int, name: str, coordinate: int
+    rows: Tensor,
+    table: Tensor,
+    position: Tensor,
+    weights: Tensor,
+    size: int,
+    name: str,
+    coordinate: int,
 ) -> tuple[Tensor, Tensor]:
     """y and returned of this rank; table and position are those of the dispatch."""
     group = AxisGroup(name, size, coordinate)
@@ -120,7 +438,9 @@ def moe_combine(
         peers, reason = peers_of(group, rows.device)
         if peers is not None:
             job = Combine.of(rows, table, position, weights)
-            routes = Routes(rows.shape[1] * rows.element_size(), table.shape[1], size, rows.shape[0] // size)
+            routes = Routes(
+                rows.shape[1] * rows.element_size(), table.shape[1], size, rows.shape[0] // size
+            )
             combine(peers, routes, {coordinate: job})
             return job.y, job.returned
         say_once(group, _APART, reason)
@@ -128,19 +448,35 @@ def moe_combine(
     return weighted_sum(returned, position, weights), returned
 
 
-def _dispatched(x: Tensor, experts: Tensor, num_experts: int, most: int, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _dispatched(
+    x: Tensor, experts: Tensor, num_experts: int, most: int, group: AxisGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """By an all_to_all: for every home the same room, its rows first."""
     chosen = experts.reshape(-1)
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < num_experts:
-        raise ValueError(f"experts are numbered from 0 to {num_experts - 1}, not {int(chosen.min())} to {int(chosen.max())}")
-    table = bound.all_gather(torch.bincount(chosen, minlength=num_experts)[None], 0, group.size, group.name)
+        raise ValueError(
+            f"experts are numbered from 0 to {num_experts - 1}, not {int(chosen.min())} to"
+            f" {int(chosen.max())}"
+        )
+    table = bound_ops.all_gather(
+        torch.bincount(chosen, minlength=num_experts)[None], 0, group.size, group.name
+    )
     order = torch.argsort(chosen, stable=True)
-    leaving = (x[order // experts.shape[1]]).split(_by_home(table[group.coordinate], group.size).tolist())
+    leaving = (x[order // experts.shape[1]]).split(
+        _by_home(table[group.coordinate], group.size).tolist()
+    )
     sent = torch.stack([_filled(mine, most) for mine in leaving])
-    come = bound.all_to_all(sent, 1, 0, group.size, group.name, group.coordinate).view(sent.shape)
+    come = bound_ops.all_to_all(sent, 1, 0, group.size, group.name, group.coordinate).view(
+        sent.shape
+    )
     places = _places(table, group)
-    return _filled(torch.cat([come[sender, begin : begin + count] for sender, begin, count in places]), group.size * most), table, (
-        sorted_position(experts)
+    return (
+        _filled(
+            torch.cat([come[sender, begin : begin + count] for sender, begin, count in places]),
+            group.size * most,
+        ),
+        table,
+        (sorted_position(experts)),
     )
 
 
@@ -151,7 +487,9 @@ def _returned(rows: Tensor, table: Tensor, group: AxisGroup) -> Tensor:
     for sender, begin, count in _places(table, group):
         sent[sender, begin : begin + count] = rows[row : row + count]
         row += count
-    come = bound.all_to_all(sent, 1, 0, group.size, group.name, group.coordinate).view(sent.shape)
+    come = bound_ops.all_to_all(sent, 1, 0, group.size, group.name, group.coordinate).view(
+        sent.shape
+    )
     counts = _by_home(table[group.coordinate], group.size).tolist()
     return torch.cat([come[home, :count] for home, count in enumerate(counts)])
 
@@ -162,31 +500,49 @@ def _by_home(counts: Tensor, size: int) -> Tensor:
 
 
 def _places(table: Tensor, group: AxisGroup) -> list[tuple[int, int, int]]:
-    """In the order in which this rank keeps what it receives: sender, where in the sender's rows for this rank, and how many."""
+    """In the order in which this rank keeps what it receives: sender, where in the sender's rows
+    for this rank, and how many."""
     own = table.view(group.size, group.size, -1)[:, group.coordinate]  # [sender, expert here]
     begins = own.cumsum(1) - own
-    return [(s, int(begins[s, e]), int(own[s, e])) for e in range(own.shape[1]) for s in range(group.size)]
+    return [
+        (s, int(begins[s, e]), int(own[s, e]))
+        for e in range(own.shape[1])
+        for s in range(group.size)
+    ]
 
 
 def _filled(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(length - rows.shape[0], rows.shape[1])])
 
 
-# --- on fake tensors, and backward ----------------------------------------------------------------------------------------------
+# --- on fake tensors, and backward
+# ----------------------------------------------------------------------------------------------
 
 
 @moe_dispatch.register_fake
 def _(
     x: Tensor, experts: Tensor, num_experts: int, most: int, size: int, name: str, coordinate: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(size * most, x.shape[1]), experts.new_empty(size, num_experts), experts.new_empty(experts.shape)
+    return (
+        x.new_empty(size * most, x.shape[1]),
+        experts.new_empty(size, num_experts),
+        experts.new_empty(experts.shape),
+    )
 
 
 @moe_combine.register_fake
 def _(
-    rows: Tensor, table: Tensor, position: Tensor, weights: Tensor, size: int, name: str, coordinate: int
+    rows: Tensor,
+    table: Tensor,
+    position: Tensor,
+    weights: Tensor,
+    size: int,
+    name: str,
+    coordinate: int,
 ) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(position.shape[0], rows.shape[1]), rows.new_empty(position.numel(), rows.shape[1])
+    return rows.new_empty(position.shape[0], rows.shape[1]), rows.new_empty(
+        position.numel(), rows.shape[1]
+    )
 
 
 def _keep_ways(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -208,14 +564,24 @@ def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _combine_backward(ctx: Any, dy: Tensor, d_returned: Tensor) -> tuple[Tensor | None, ...]:
-    """d_rows: what each pair had in y, dispatched again; d_weights[t, c] = dy[t] · returned[position[t, c]]."""
+    """d_rows: what each pair had in y, dispatched again; d_weights[t, c] = dy[t] ·
+    returned[position[t, c]]."""
     table, position, weights, returned = ctx.saved_tensors
     dtype = sum_dtype(dy.dtype)
     ends = table[ctx.group[2]].cumsum(0)
     experts = torch.searchsorted(ends, position.view(-1), right=True).view(-1, 1)  # of each pair
-    pairs = (weights.to(dtype)[:, :, None] * dy.to(dtype)[:, None]).flatten(0, 1).to(dy.dtype) + d_returned[position.view(-1)]
+    pairs = (weights.to(dtype)[:, :, None] * dy.to(dtype)[:, None]).flatten(0, 1).to(
+        dy.dtype
+    ) + d_returned[position.view(-1)]
     d_rows = torch.ops.autopar.moe_dispatch(pairs, experts, table.shape[1], ctx.most, *ctx.group)[0]
-    d_weights = (returned.to(dtype)[position.view(-1)].view(*position.shape, dy.shape[1]) * dy.to(dtype)[:, None]).sum(-1).to(weights.dtype)
+    d_weights = (
+        (
+            returned.to(dtype)[position.view(-1)].view(*position.shape, dy.shape[1])
+            * dy.to(dtype)[:, None]
+        )
+        .sum(-1)
+        .to(weights.dtype)
+    )
     return d_rows, None, None, d_weights, None, None, None
 
 

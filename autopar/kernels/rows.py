@@ -1,9 +1,11 @@
-"""Norms and softmaxes of rows in one pass each, on a GPU: what graphs that are bound for one call in the place of ops of `autopar.ops`.
+"""Norms and softmaxes of rows in one pass each, on a GPU: what graphs that are bound for one call
+in the place of ops of `autopar.ops`.
 
-Those are a few calls of ATen, each of which reads and writes all it works on; of these, each reads and writes once and holds nothing
-beside its result. Results are the ops' but for the order of sums and of a product's factors, and the rounding of an exponential. Where
-there are no kernels, and of tensors that are not contiguous, the ops run, which the log says once; so they do of other dtypes, as
-prices know, of tensors without data, and under a compiler, which fuses them itself.
+Those are a few calls of ATen, each of which reads and writes all it works on; of these, each reads
+and writes once and holds nothing beside its result. Results are the ops' but for the order of sums
+and of a product's factors, and the rounding of an exponential. Where there are no kernels, and of
+tensors that are not contiguous, the ops run, which the log says once; so they do of other dtypes,
+as prices know, of tensors without data, and under a compiler, which fuses them itself.
 """
 
 from __future__ import annotations
@@ -37,14 +39,18 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     return s
 
 
-def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+def cross_entropy_backward(
+    x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
+) -> Tensor:
     """`autopar.ops.cross_entropy_backward`."""
     if not _serves(x):
         return ops.cross_entropy_backward(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, torch.empty_like(x))
 
 
-def cross_entropy_backward_in_place(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+def cross_entropy_backward_in_place(
+    x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
+) -> Tensor:
     """The same, written into the logits."""
     if not _serves(x):
         return cross_entropy_backward_(x, m, s, index, scale, start)
@@ -61,11 +67,23 @@ def linear_cross_entropy(
 
 
 def rms_norm(
-    x: Tensor, squares: Tensor, weight: Tensor | None, n: int, eps: float, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
+    x: Tensor,
+    squares: Tensor,
+    weight: Tensor | None,
+    n: int,
+    eps: float,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    out: torch.dtype,
 ) -> Tensor:
     """`autopar.ops.rms_norm`."""
     wide = library.wide(x.dtype)
-    if not _serves(x, weight) or squares.dtype != wide or out != x.dtype or rounded not in (x.dtype, wide):
+    if (
+        not _serves(x, weight)
+        or squares.dtype != wide
+        or out != x.dtype
+        or rounded not in (x.dtype, wide)
+    ):
         return ops.rms_norm(x, squares, weight, n, eps, dtype, rounded, out)
     y, sums = torch.empty_like(x), squares.contiguous()
     _launch("ap_row_norm", x, sums, weight, y, last=(n, eps, int(rounded != wide)))
@@ -82,7 +100,14 @@ def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dty
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, squares: Tensor, product: Tensor, weight: Tensor | None, n: int, eps: float, dtype: torch.dtype
+    grad: Tensor,
+    x: Tensor,
+    squares: Tensor,
+    product: Tensor,
+    weight: Tensor | None,
+    n: int,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """`autopar.ops.rms_norm_backward`."""
     if not _serves(x, grad, weight) or not squares.dtype == product.dtype == library.wide(x.dtype):
@@ -92,12 +117,18 @@ def rms_norm_backward(
     return dx
 
 
-def rms_weight_gradient(grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
+def rms_weight_gradient(
+    grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype
+) -> Tensor:
     """`autopar.ops.rms_weight_gradient`."""
     num_bands = -(-squares.numel() // BAND)
     if not _serves(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
         return ops.rms_weight_gradient(grad, x, squares, n, eps, dtype)
-    dw, bands, sums = squares.new_empty(x.shape[-1]), squares.new_empty(num_bands, x.shape[-1]), squares.contiguous()
+    dw, bands, sums = (
+        squares.new_empty(x.shape[-1]),
+        squares.new_empty(num_bands, x.shape[-1]),
+        squares.contiguous(),
+    )
     _launch("ap_row_weight_gradient", grad, x, sums, dw, bands, last=(n, eps))
     return dw
 
@@ -115,14 +146,17 @@ ON_GPU: Mapping[Callable[..., Any], Callable[..., Any]] = {
 """By the op what a graph that is bound for a GPU calls."""
 
 
-def _cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int, grad: Tensor) -> Tensor:
+def _cross_entropy_backward(
+    x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int, grad: Tensor
+) -> Tensor:
     rows = [_wide(m, x), _wide(s, x), index.to(torch.int64).contiguous(), _wide(scale, x)]
     _launch("ap_cross_entropy_backward", x, *rows, grad, last=(start,))
     return grad
 
 
 def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Losses [n] of logits [n, v], and, where these lie, the gradient of the sum of those that are not ignored."""
+    """Losses [n] of logits [n, v], and, where these lie, the gradient of the sum of those that
+    are not ignored."""
     m, picked = logits.amax(-1), ops.pick(logits, index, ignored)
     s = sum_exp(logits, m)
     gradient = cross_entropy_backward_in_place(logits, m, s, index, (index != ignored).to(s.dtype))
@@ -131,13 +165,33 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
 
 def _serves(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel takes these: all of one dtype on one device, contiguous, and with data."""
-    if torch.compiler.is_compiling() or x.dtype not in library.FLOATS or x.dim() == 0 or not x.numel():
+    if (
+        torch.compiler.is_compiling()
+        or x.dtype not in library.FLOATS
+        or x.dim() == 0
+        or not x.numel()
+    ):
         return False
     given = [each for each in (x, *others) if each is not None]
-    alike = all(each.dtype == x.dtype and each.device == x.device and type(each) in _WITH_DATA for each in given)
-    there = alike and x.shape[-1] < 2**31 and _num_rows(x) < 2**31 and library.on_device(_kind(x)) and library.has(x.device)
-    if there and (apart := next((each for each in given if not each.is_contiguous()), None)) is not None:
-        _say_once(f"a norm or a loss of {tuple(x.shape)} takes several passes over memory: it reads a tensor of strides {apart.stride()}")
+    alike = all(
+        each.dtype == x.dtype and each.device == x.device and type(each) in _WITH_DATA
+        for each in given
+    )
+    there = (
+        alike
+        and x.shape[-1] < 2**31
+        and _num_rows(x) < 2**31
+        and library.on_device(_kind(x))
+        and library.has(x.device)
+    )
+    if (
+        there
+        and (apart := next((each for each in given if not each.is_contiguous()), None)) is not None
+    ):
+        _say_once(
+            f"a norm or a loss of {tuple(x.shape)} takes several passes over memory: it reads a"
+            f" tensor of strides {apart.stride()}"
+        )
         return False
     return there
 
@@ -161,8 +215,11 @@ def _wide(row: Tensor, x: Tensor) -> Tensor:
 
 
 def _launch(kernel: str, *tensors: Tensor | None, last: tuple[object, ...] = ()) -> None:
-    """`tensors` are held by the caller until the kernel is enqueued; the first is a matrix of rows."""
+    """`tensors` are held by the caller until the kernel is enqueued; the first is a matrix of
+    rows."""
     x = tensors[0]
     assert x is not None
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
-    library.launch(kernel, x.device, *addresses, library.code_of(x.dtype), _num_rows(x), x.shape[-1], *last)
+    library.launch(
+        kernel, x.device, *addresses, library.code_of(x.dtype), _num_rows(x), x.shape[-1], *last
+    )

@@ -1,8 +1,9 @@
-"""A few rows at a time, and the dtype that sums are taken in: what bounds the scratch of ops that are plain calls of ATen."""
+"""A few rows at a time, and the dtype that sums are taken in: what bounds the scratch of ops
+that are plain calls of ATen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -15,8 +16,8 @@ _without_data = ContextVar("without data", default=False)
 
 @contextmanager
 def looks_alone() -> Iterator[None]:
-    """Within, only shapes, strides and dtypes of results are asked for: what is worked on in several blocks is worked on in two, as they
-    look the same."""
+    """Within, only shapes, strides and dtypes of results are asked for: what is worked on in
+    several blocks is worked on in two, as they look the same."""
     token = _without_data.set(True)
     try:
         yield
@@ -30,14 +31,34 @@ def block_length(rows: int, width: int) -> int:
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """The rows of `x` [..., n], together or some at a time; a compiler, which fuses what is done to them, is given them together."""
+    """The rows of `x` [..., n], together or some at a time; a compiler, which fuses what is done
+    to them, is given them together."""
     rows = x.numel() // max(x.shape[-1], 1)
     few = rows if torch.compiler.is_compiling() else block_length(rows, x.shape[-1])
     if few < rows and _without_data.get():
         few = -(-rows // 2)
-    return [slice(start, start + few) for start in range(0, rows, few)] if rows > few else [slice(None)]
+    return (
+        [slice(start, start + few) for start in range(0, rows, few)]
+        if rows > few
+        else [slice(None)]
+    )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which a dtype's exponentials and sums are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors that a graph holds as numbers in its own code.
+
+
+def constant(
+    values: Sequence[bool | int | float | complex],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The tensor of shape `size` that holds `values` in row-major order. Each call makes a new
+    one."""
+    return torch.tensor(values, dtype=dtype, device=device).reshape(tuple(size))

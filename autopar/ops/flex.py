@@ -4,7 +4,7 @@ a part of the batch, the heads or the queries.
     s = q kᵀ · scale,   s' = score(s, b, h, q, k) where mask(b, h, q, k), else −∞,   out =
     softmax(s') v,   lse = log Σ exp s'
 
-The functions are text (`autopar.ops.elementwise`), what they capture are operands. A block mask
+The functions are text (`autopar.ops.score_functions`), what they capture are operands. A block mask
 tells kernels what to skip, and changes no result: here the mask function alone decides, and a
 kernel's block mask is made of it where it runs.
 
@@ -16,14 +16,285 @@ kernel's scratch, as is what torch's kernels hold, so no prediction of memory co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
 
-from autopar.ops.attending import read_heads, to_heads
-from autopar.ops.flex_kernels import Scoring, attend, attend_backward
+from autopar.ops.score_functions import SEEN, module_of, over_all, reads
+from autopar.ops.softmax_attention import read_heads, to_heads
+
+# --------------------------------------------------------------------------------------------------
+# Attention with functions of scores: by torch's compiled kernels, or of some scores at a time.
+
+_BLOCK = 1 << 20  # scores that are there at a time, in each of a few tensors
+_ROWS = 128  # queries at a time, at least, where there are so many
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are made of products.
+
+    Attributes:
+        captured: tensors that the functions read. score, mask: their texts.
+        starts: the first batch entry, query head and query of the part. own: as of
+            `autopar.ops.score_functions.module_of`.
+    """
+
+    captured: Sequence[Tensor]
+    score: str
+    mask: str
+    scale: float
+    starts: Sequence[int]
+    own: Sequence[int]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+    """As `autopar.ops.flex_attention` of all heads that a part reads."""
+    if q.device.type == "cuda":
+        with torch.no_grad():
+            out, lse = _by_torch(q, k, v, how.captured, how)
+        return out.contiguous(), lse.contiguous()
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q))
+    for block in _blocks(q, k, how):
+        own, (keys, values) = q[block.queries], (_repeated(x[block.keys], q) for x in (k, v))
+        scores = _products(own, keys).mul_(how.scale)
+        scores = torch.where(block.seen, _scored(block, how)(scores, *how.captured), float("-inf"))
+        found = scores.logsumexp(-1)
+        lse[block.queries] = found
+        out[block.queries] = torch.matmul(_weights(scores, found).to(v.dtype), values)
+    return out, lse
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Sequence[int],
+    how: Scoring,
+) -> list[Tensor]:
+    """Gradients of q, k, v, and of the captured tensors whose numbers are wanted."""
+    if q.device.type == "cuda":
+        return _backward_by_torch(q, k, v, grad, grad_lse, wanted, how)
+    dq, dk, dv, *others = (
+        torch.zeros_like(x, dtype=_wide(x)) for x in (q, k, v, *(how.captured[n] for n in wanted))
+    )
+    rest = (grad.to(lse.dtype) * out).sum(-1)
+    rest = rest if grad_lse is None else rest - grad_lse
+    for block in _blocks(q, k, how):
+        own, own_grad = q[block.queries], grad[block.queries]
+        keys, values = (_repeated(x[block.keys], q) for x in (k, v))
+        products = _products(own, keys).mul_(how.scale)
+        scores, pull = torch.func.vjp(
+            _of_wanted(block, how, wanted), products, *(how.captured[n] for n in wanted)
+        )
+        scores = torch.where(block.seen, scores, float("-inf"))
+        weights = _weights(scores, lse[block.queries])
+        slopes = _products(own_grad, values).sub_(rest[block.queries].unsqueeze(-1)).mul_(weights)
+        d_products, *found = pull(slopes.to(scores.dtype))
+        d_products = torch.where(block.seen, d_products, 0).mul_(how.scale)
+        for total, part in zip(others, found, strict=True):
+            total.add_(part)
+        dq[block.queries] = torch.matmul(d_products, keys.to(dq.dtype))
+        dk[block.keys] += _summed(torch.matmul(d_products.transpose(-2, -1), own.to(dk.dtype)), k)
+        dv[block.keys] += _summed(
+            torch.matmul(weights.transpose(-2, -1).to(dv.dtype), own_grad.to(dv.dtype)), v
+        )
+    likes = (q, k, v, *(how.captured[n] for n in wanted))
+    return [x.to(like.dtype) for x, like in zip((dq, dk, dv, *others), likes, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some queries, and the keys from the first to the last that one of them sees.
+
+    Attributes:
+        queries, keys: where they lie, of q and of k. scalars: names and vectors of coordinates.
+            seen: [b, h, q, k], or what broadcasts to it.
+    """
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    scalars: dict[str, Tensor]
+    seen: Tensor
+
+
+def _blocks(q: Tensor, k: Tensor, how: Scoring) -> Iterator[_Block]:
+    """Those of whose queries one sees a key."""
+    (batch, heads, length, _), num_keys = q.shape, k.shape[2]
+    samples = max(1, min(batch, _BLOCK // max(1, heads * length * num_keys)))
+    rows = (
+        length
+        if samples > 1
+        else max(
+            1, min(length, max(_BLOCK // max(1, heads * num_keys), min(_ROWS, _BLOCK // num_keys)))
+        )
+    )
+    for first in range(0, batch, samples):
+        for start in range(0, length, rows):
+            own = slice(first, min(first + samples, batch)), slice(start, min(start + rows, length))
+            scalars = _coordinates(
+                own[0], slice(0, heads), own[1], slice(0, num_keys), how.starts, q.device
+            )
+            seen = _masked(scalars, how)
+            columns = (
+                seen.flatten(0, 2).any(0).nonzero().flatten() if seen.numel() else seen.nonzero()
+            )
+            if len(columns):
+                keys = slice(int(columns[0]), int(columns[-1]) + 1)
+                scalars["k"] = scalars["k"][keys]
+                shared = slice(0, 1) if k.shape[0] == 1 else own[0]
+                yield _Block(
+                    (own[0], slice(None), own[1]),
+                    (shared, slice(None), keys),
+                    scalars,
+                    seen[..., keys],
+                )
+
+
+def _coordinates(
+    b: slice, h: slice, q: slice, k: slice, starts: Sequence[int], device: torch.device
+) -> dict[str, Tensor]:
+    found = {
+        name: torch.arange(at.start, at.stop, device=device, dtype=torch.int32)
+        for name, at in zip("bhqk", (b, h, q, k), strict=True)
+    }
+    whole = {name: found[name] + start for name, start in zip("bhq", starts, strict=True)}
+    return {**whole, "k": found["k"], **{f"own {name}": found[name] for name in "bhq"}}
+
+
+_DIMS = {
+    name: dim
+    for dim, names in enumerate((("b", "own b"), ("h", "own h"), ("q", "own q"), ("k",)))
+    for name in names
+}
+
+
+def _masked(scalars: dict[str, Tensor], how: Scoring) -> Tensor:
+    function = module_of(how.mask, tuple(scalars), len(how.captured), how.own)
+    every = over_all(function, [_DIMS[name] for name in scalars], len(how.captured))
+    return every(*scalars.values(), *how.captured)
+
+
+def _scored(block: _Block, how: Scoring) -> Callable[..., Tensor]:
+    """The score function of scores [b, h, q, k] and captured tensors."""
+    function = module_of(how.score, ("score", *block.scalars), len(how.captured), how.own)
+    every = over_all(function, [-1, *(_DIMS[name] for name in block.scalars)], len(how.captured))
+    return lambda scores, *captured: every(scores, *block.scalars.values(), *captured)
+
+
+def _of_wanted(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[..., Tensor]:
+    def function(products: Tensor, *given: Tensor) -> Tensor:
+        captured = list(how.captured)
+        for number, tensor in zip(wanted, given, strict=True):
+            captured[number] = tensor
+        return _scored(block, how)(products, *captured)
+
+    return function
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(score − lse); nothing is seen of rows whose sum is nothing."""
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a.to(_wide(a)), b.to(_wide(b)).transpose(-2, -1))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Heads of keys or values, one for each of the queries."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _summed(grad: Tensor, k: Tensor) -> Tensor:
+    """Of gradients for each head of the queries and each sample, those of k's heads and samples."""
+    grad = grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
+    return grad if grad.shape[0] == k.shape[0] or k.shape[0] > 1 else grad.sum(0, keepdim=True)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def _by_torch(
+    q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], how: Scoring
+) -> tuple[Tensor, Tensor]:
+    """torch's own call: its function, compiled, with functions and a block mask."""
+    batch, heads, length, _ = q.shape
+    names = ("b", "h", "q", "k", "own b", "own h", "own q")
+    score = module_of(how.score, ("score", *names), len(captured), how.own, for_kernels=True)
+    mask = module_of(how.mask, names, len(captured), how.own, for_kernels=True)
+    b_start, h_start, q_start = how.starts
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score(s, b + b_start, h + h_start, i + q_start, j, b, h, i, *captured)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask(b + b_start, h + h_start, i + q_start, j, b, h, i, *captured)
+
+    block_mask = None
+    if how.mask != SEEN:  # compiled, it holds no mask of all pairs
+        samples, rows = (
+            size if reads(how.mask, name) else None for name, size in (("b", batch), ("h", heads))
+        )
+        make = _compiled(torchs.create_block_mask)
+        block_mask = make(mask_mod, samples, rows, length, k.shape[2], device=q.device)
+    settings = {
+        "scale": how.scale,
+        "enable_gqa": k.shape[1] != heads,
+        "return_aux": torchs.AuxRequest(lse=True),
+    }
+    out, aux = _compiled(torchs.flex_attention)(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, **settings
+    )
+    return out, aux.lse
+
+
+def _backward_by_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Sequence[int],
+    how: Scoring,
+) -> list[Tensor]:
+    with _recording():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        captured = [
+            x.detach().requires_grad_(number in wanted) for number, x in enumerate(how.captured)
+        ]
+        out, lse = _by_torch(q, k, v, captured, how)
+        results, grads = ([out], [grad]) if grad_lse is None else ([out, lse], [grad, grad_lse])
+        found = torch.autograd.grad(results, [q, k, v, *(captured[n] for n in wanted)], grads)
+    return [x.contiguous() for x in found]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """With gradients, which torch leaves out within an op."""
+    keys = torch._C.DispatchKey
+    with contextlib.ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
 
 
 @torch.library.custom_op("autopar::flex_attention", mutates_args=())

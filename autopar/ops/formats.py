@@ -1,10 +1,12 @@
 """ATen ops whose kernels want operands in one memory format, for operands in any.
 
-These kernels read their operands as if they were contiguous, and compute something else, or refuse, where they are not. Torch makes the
-copies around them, in code that no graph shows: above the dispatcher (`group_norm`, `pdist`, `embedding_bag`), or in autograd's formulas.
-Where a value is contiguous when it is captured, such a copy is nothing. In a program it may lie otherwise: inputs and parameters come
-contiguous whatever they were, and so does what a collective makes, so that a view of it, contiguous before, no longer is. Hence each
-function here copies what its kernel needs copied, where the op runs. `ANY_FORMAT` says which op each stands for.
+These kernels read their operands as if they were contiguous, and compute something else, or refuse,
+where they are not. Torch makes the copies around them, in code that no graph shows: above the
+dispatcher (`group_norm`, `pdist`, `embedding_bag`), or in autograd's formulas. Where a value is
+contiguous when it is captured, such a copy is nothing. In a program it may lie otherwise: inputs
+and parameters come contiguous whatever they were, and so does what a collective makes, so that a
+view of it, contiguous before, no longer is. Hence each function here copies what its kernel needs
+copied, where the op runs. `ANY_FORMAT` says which op each stands for.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def _of_contiguous(op: Any) -> Callable[..., Any]:
     """`op`, of contiguous copies of the operands that are not contiguous."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return op(*map(_contiguous, args), **{name: _contiguous(value) for name, value in kwargs.items()})
+        return op(
+            *map(_contiguous, args), **{name: _contiguous(value) for name, value in kwargs.items()}
+        )
 
     name = op._schema.name.partition("::")[2]
     call.__name__ = call.__qualname__ = name
@@ -34,7 +38,11 @@ def _of_contiguous(op: Any) -> Callable[..., Any]:
 
 
 def _parameter(argument: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kind = (
+        inspect.Parameter.KEYWORD_ONLY
+        if argument.kwarg_only
+        else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
     default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
     return inspect.Parameter(argument.name, kind, default=default)
 
@@ -44,13 +52,27 @@ def _contiguous(value: Any) -> Any:
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
-    """The format that kernels for images take `x` in: channels-last where it is that, else contiguous."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    return layout if not x.is_contiguous() and x.is_contiguous(memory_format=layout) else torch.contiguous_format
+    """The format that kernels for images take `x` in: channels-last where it is that, else
+    contiguous."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(
+        x.dim(), torch.contiguous_format
+    )
+    return (
+        layout
+        if not x.is_contiguous() and x.is_contiguous(memory_format=layout)
+        else torch.contiguous_format
+    )
 
 
 def native_group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As torch's, of operands in any memory format.
 
@@ -58,14 +80,24 @@ def native_group_norm(
         x: [N, C, ...], with HxW elements in the other dims. weight, bias: [C] or None.
     """
     x = x.contiguous(memory_format=_format_of(x))
-    result: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(x, _contiguous(weight), _contiguous(bias), N, C, HxW, group, eps)
+    result: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(
+        x, _contiguous(weight), _contiguous(bias), N, C, HxW, group, eps
+    )
     return result
 
 
 def native_group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    N: int, C: int, HxW: int, group: int, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As torch's, of operands in any memory format; its kernel takes `grad` to be in that of `x`.
 
     Args:
@@ -88,7 +120,9 @@ _pdist_backward = _of_contiguous(aten._pdist_backward.default)
 _embedding_bag = _of_contiguous(aten._embedding_bag.default)
 _embedding_bag_forward_only = _of_contiguous(aten._embedding_bag_forward_only.default)
 _embedding_bag_backward = _of_contiguous(aten._embedding_bag_backward.default)
-_embedding_bag_per_sample_weights_backward = _of_contiguous(aten._embedding_bag_per_sample_weights_backward.default)
+_embedding_bag_per_sample_weights_backward = _of_contiguous(
+    aten._embedding_bag_per_sample_weights_backward.default
+)
 adaptive_max_pool3d_backward = _of_contiguous(aten.adaptive_max_pool3d_backward.default)
 fractional_max_pool2d_backward = _of_contiguous(aten.fractional_max_pool2d_backward.default)
 fractional_max_pool3d_backward = _of_contiguous(aten.fractional_max_pool3d_backward.default)
@@ -104,7 +138,9 @@ ANY_FORMAT: Mapping[Any, Callable[..., Any]] = {
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_forward_only.default: _embedding_bag_forward_only,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
-    aten._embedding_bag_per_sample_weights_backward.default: _embedding_bag_per_sample_weights_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: (
+        _embedding_bag_per_sample_weights_backward
+    ),
     aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
     aten.fractional_max_pool2d_backward.default: fractional_max_pool2d_backward,
     aten.fractional_max_pool3d_backward.default: fractional_max_pool3d_backward,

@@ -1,4 +1,5 @@
-"""The forms of ops that write their result into an operand: ATen's with ``out=``, and those of autopar's own."""
+"""The forms of ops that write their result into an operand: ATen's with ``out=``, and those of
+autopar's own."""
 
 from __future__ import annotations
 
@@ -11,37 +12,52 @@ import torch
 from autopar.ops.vocabulary import cross_entropy_backward, cross_entropy_backward_
 
 _aten = torch.ops.aten
-_OWN: dict[Callable[..., Any], Callable[..., Any]] = {cross_entropy_backward: cross_entropy_backward_}
+_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+    cross_entropy_backward: cross_entropy_backward_
+}
 _BY_ELEMENT = (  # though not tagged so
-    _aten.elu_backward.default, _aten.leaky_relu_backward.default, _aten.softplus_backward.default, _aten.hardtanh_backward.default,
-)  # fmt: skip
+    _aten.elu_backward.default,
+    _aten.leaky_relu_backward.default,
+    _aten.softplus_backward.default,
+    _aten.hardtanh_backward.default,
+)
 
 
 @cache
 def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
-    """What a call becomes whose result is to lie in an operand, and the keyword that names this operand to it; the keyword is empty where
-    the form always writes into its first. None for an op that may read an element after another of the result was written.
+    """What a call becomes whose result is to lie in an operand, and the keyword that names this
+    operand to it; the keyword is empty where the form always writes into its first. None for an op
+    that may read an element after another of the result was written.
     """
     if target in _OWN:
         return _OWN[target], ""
-    if not isinstance(target, torch._ops.OpOverload) or (torch.Tag.pointwise not in target.tags and target not in _BY_ELEMENT):
+    if not isinstance(target, torch._ops.OpOverload) or (
+        torch.Tag.pointwise not in target.tags and target not in _BY_ELEMENT
+    ):
         return None
     packet = target.overloadpacket
     for form in (getattr(packet, name) for name in packet.overloads()):
         outs = [a.name for a in form._schema.arguments if a.is_out]
         # a form that torch has generated makes another tensor and copies it
-        if len(outs) == 1 and torch.Tag.generated not in form.tags and _arguments(form) == _arguments(target):
+        if (
+            len(outs) == 1
+            and torch.Tag.generated not in form.tags
+            and _arguments(form) == _arguments(target)
+        ):
             return form, outs[0]
     return None
 
 
 @cache
 def functional_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
-    """What writes its result nowhere, of a form that `in_place_form` gives, and the keyword to leave out; None for any other op."""
+    """What writes its result nowhere, of a form that `in_place_form` gives, and the keyword to
+    leave out; None for any other op."""
     for own, into in _OWN.items():
         if into == target:
             return own, ""
-    if isinstance(target, torch._ops.OpOverload) and any(a.is_out for a in target._schema.arguments):
+    if isinstance(target, torch._ops.OpOverload) and any(
+        a.is_out for a in target._schema.arguments
+    ):
         packet = target.overloadpacket
         for functional in (getattr(packet, name) for name in packet.overloads()):
             form = in_place_form(functional)

@@ -1,7 +1,7 @@
 """Convolution and pooling on a part of space: what a rank calls on operands that lie with halos.
 
-In a spatial dim that is split, padding is part of the operand already, as its halo; `padding` is 0 there. Results cover the
-rank's own elements alone.
+In a spatial dim that is split, padding is part of the operand already, as its halo; `padding` is 0
+there. Results cover the rank's own elements alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Sizes = Sequence[int]
 
 
 class Edges(NamedTuple):
-    """Of one spatial dim that is split: how many elements of a gradient of results, and of an operand, are the neighbours', and
-    how many the whole op pads before the dim."""
+    """Of one spatial dim that is split: how many elements of a gradient of results, and of an
+    operand, are the neighbours', and how many the whole op pads before the dim."""
 
     grad_before: int
     grad_after: int
@@ -40,13 +40,22 @@ def own(x: Tensor, before: Sizes, after: Sizes) -> Tensor:
     return x
 
 
-def _shape_seen(grad: Tensor, x: Tensor, edges: Sequence[Edges | None], extents: Sizes, strides: Sizes) -> list[int]:
-    """Spatial shape of the operand whose results are all of `grad`: in split dims what the halo of `grad` sees too."""
+def _shape_seen(
+    grad: Tensor, x: Tensor, edges: Sequence[Edges | None], extents: Sizes, strides: Sizes
+) -> list[int]:
+    """Spatial shape of the operand whose results are all of `grad`: in split dims what the halo
+    of `grad` sees too."""
     lengths = list(x.shape[x.dim() - len(edges) :])
     for i, edge in enumerate(edges):
         if edge is not None:
-            results, length = grad.shape[grad.dim() - len(edges) + i], lengths[i] - edge.before - edge.after
-            lengths[i] = max((results - 1) * strides[i] + extents[i], edge.grad_before * strides[i] + edge.padding + length)
+            results, length = (
+                grad.shape[grad.dim() - len(edges) + i],
+                lengths[i] - edge.before - edge.after,
+            )
+            lengths[i] = max(
+                (results - 1) * strides[i] + extents[i],
+                edge.grad_before * strides[i] + edge.padding + length,
+            )
     return lengths
 
 
@@ -72,7 +81,8 @@ def convolution_backward_part(
     output_mask: Sequence[bool],
     edges: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """``convolution_backward`` on a part: the gradient of the part's own elements, and addends of the other gradients.
+    """``convolution_backward`` on a part: the gradient of the part's own elements, and addends of
+    the other gradients.
 
     Args:
         grad: [n, o, ...] and x: [n, c, ...], both with the halos that `edges` says.
@@ -86,12 +96,18 @@ def convolution_backward_part(
         extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
         shape = [*x.shape[:2], *_shape_seen(grad, x, around, extents, strides)]
         like = x.new_empty(1).expand(shape)  # only its shape is read
-        seen, _, _ = aten.convolution_backward.default(grad, like, weight, None, *settings, [True, False, False])
+        seen, _, _ = aten.convolution_backward.default(
+            grad, like, weight, None, *settings, [True, False, False]
+        )
         grad_x = _own_gradient(seen, x, around, strides)
     if output_mask[1] or output_mask[2]:
-        before, after = ([getattr(e, name) if e else 0 for e in around] for name in ("grad_before", "grad_after"))
+        before, after = (
+            [getattr(e, name) if e else 0 for e in around] for name in ("grad_before", "grad_after")
+        )
         mask = [False, *output_mask[1:]]
-        _, grad_weight, grad_bias = aten.convolution_backward.default(own(grad, before, after), x, weight, bias_sizes, *settings, mask)
+        _, grad_weight, grad_bias = aten.convolution_backward.default(
+            own(grad, before, after), x, weight, bias_sizes, *settings, mask
+        )
     return grad_x, grad_weight, grad_bias
 
 
@@ -106,39 +122,65 @@ def avg_pool_backward_part(
     divisor_override: int | None,
     edges: Sequence[Sequence[int] | None],
 ) -> Tensor:
-    """The gradient of average pooling for the part's own elements; `grad` comes with the halos of `edges`, as in
-    `convolution_backward_part`."""
+    """The gradient of average pooling for the part's own elements; `grad` comes with the halos of
+    `edges`, as in `convolution_backward_part`."""
     num, around = len(edges), _named(edges)
     kernels, strides = _each(kernel_size, num), _each(stride or kernel_size, num)
     shape = [*x.shape[: x.dim() - num], *_shape_seen(grad, x, around, kernels, strides)]
     backward = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}[num]
     like = x.new_empty(1).expand(shape)
-    seen = backward(grad, like, kernels, strides, _each(padding, num), ceil_mode, count_include_pad, divisor_override)
+    seen = backward(
+        grad,
+        like,
+        kernels,
+        strides,
+        _each(padding, num),
+        ceil_mode,
+        count_include_pad,
+        divisor_override,
+    )
     return _own_gradient(seen, x, around, strides)
 
 
 def max_pool_part(
-    x: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil_mode: bool, starts: Sizes, sizes: Sizes
+    x: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    ceil_mode: bool,
+    starts: Sizes,
+    sizes: Sizes,
 ) -> tuple[Tensor, Tensor]:
     """Maxima of the part and their indices in the whole space.
 
     Args:
-        starts: per spatial dim, the global index of the first element of `x`, which in a halo before the dim is negative.
+        starts: per spatial dim, the global index of the first element of `x`, which in a halo
+            before the dim is negative.
         sizes: the whole space.
     """
-    pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[len(sizes)]
+    pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[
+        len(sizes)
+    ]
     values, indices = pool(x, kernel_size, stride, padding, dilation, ceil_mode)
     places = _unravel(indices, x.shape[x.dim() - len(sizes) :])
-    # where all that a window sees is the lowest value the first place counts, which may lie in the halo before the dim
-    places = [(place + start).clamp_(0, size - 1) for place, start, size in zip(places, starts, sizes, strict=True)]
+    # where all that a window sees is the lowest value the first place counts, which may lie in the
+    # halo before the dim
+    places = [
+        (place + start).clamp_(0, size - 1)
+        for place, start, size in zip(places, starts, sizes, strict=True)
+    ]
     return values, _ravel(places, sizes)
 
 
-def max_pool_backward_part(grad: Tensor, x: Tensor, indices: Tensor, starts: Sizes, sizes: Sizes) -> Tensor:
+def max_pool_backward_part(
+    grad: Tensor, x: Tensor, indices: Tensor, starts: Sizes, sizes: Sizes
+) -> Tensor:
     """The gradient of `max_pool_part` for the part's own elements, which `x` has the shape of.
 
     Args:
-        grad, indices: of all results that see the part. starts: per spatial dim, the part's first index.
+        grad, indices: of all results that see the part. starts: per spatial dim, the part's first
+            index.
     """
     num = len(sizes)
     lengths = x.shape[x.dim() - num :]

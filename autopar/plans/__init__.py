@@ -1,26 +1,37 @@
 """Plans and their parts."""
 
-from autopar.plans.asked import OPTIONS
-from autopar.plans.bucket import Bucket, Member
-from autopar.plans.flip import COMPUTE, FARTHEST, NO_CHOICE, NO_DEARER, NO_FLIP, NO_OTHER, Flip, Flips
-from autopar.plans.idle import idle_axes
+from autopar.plans.consistency import OPTIONS
 from autopar.plans.load import beyond_shares_s, counted_time, forward_load, load_of, moved_load
-from autopar.plans.overlap import Overlap, Piece
 from autopar.plans.parts import (
     KERNELS_BUFFERS,
     RESTING,
+    Bucket,
     Communication,
     Crossed,
     Entry,
     Fingerprint,
     InKernel,
     Kept,
+    Member,
     NodeChoice,
+    Overlap,
+    Piece,
     Prediction,
     RunnerUp,
 )
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 from autopar.plans.proof import OnProfile, Potential, Proof, Version
+from autopar.plans.sensitivity import (
+    COMPUTE,
+    FARTHEST,
+    NO_CHOICE,
+    NO_DEARER,
+    NO_FLIP,
+    NO_OTHER,
+    Flip,
+    Flips,
+    idle_axes,
+)
 
 __all__ = [
     "COMPUTE",

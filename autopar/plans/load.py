@@ -1,20 +1,30 @@
-"""What the two streams of a step have to do under a plan (`autopar.streams.Load`), from what the plan says of each piece of work."""
+"""What the two streams of a step have to do under a plan (`autopar.core.streams.Load`), from
+what the plan says of each piece of work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.collective import collective_time, share_of_bucket
-from autopar.hardware import HardwareProfile
+from autopar.core.collective import collective_time, share_of_bucket
+from autopar.core.hardware import HardwareProfile
+from autopar.core.streams import Load, work
 from autopar.plans.parts import Communication, Entry
 from autopar.plans.plan import Plan
-from autopar.streams import Load, work
 
 
 def load_of(plan: Plan) -> Load:
     """Of a step, or of a stage's microbatch."""
-    entries = sum((_entry_load(e, e.time_s * len(e.instances), e.again_s * len(e.instances)) for e in plan.entries), Load())
-    return sum((moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in plan.communications), entries)
+    entries = sum(
+        (
+            _entry_load(e, e.time_s * len(e.instances), e.again_s * len(e.instances))
+            for e in plan.entries
+        ),
+        Load(),
+    )
+    return sum(
+        (moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in plan.communications),
+        entries,
+    )
 
 
 def forward_load(plan: Plan) -> Load:
@@ -26,12 +36,14 @@ def forward_load(plan: Plan) -> Load:
 
 
 def beyond_shares_s(moves: Iterable[Communication]) -> float:
-    """What collectives take by themselves, beyond the shares of buckets that the objective counts."""
+    """What collectives take by themselves, beyond the shares of buckets that the objective
+    counts."""
     return sum(len(c.instances) * (c.by_itself_s - c.time_s) for c in moves)
 
 
 def counted_time(c: Communication, axis_size: int, link: str, profile: HardwareProfile) -> float:
-    """Seconds of one instance of a collective elsewhere, counted as in the plan; arguments as of `collective_time`."""
+    """Seconds of one instance of a collective elsewhere, counted as in the plan; arguments as of
+    `collective_time`."""
     moved = c.collective
     alone_s = collective_time(moved, axis_size, link, profile)
     if c.alone_s is None or axis_size == 1:
@@ -51,7 +63,8 @@ def _saved_s(c: Communication) -> float:
 
 
 def moved_load(c: Communication, time_s: float, saved_s: float = 0.0) -> Load:
-    """All instances of a collective, for so many seconds, of which and of its product kernels save so many."""
+    """All instances of a collective, for so many seconds, of which and of its product kernels
+    save so many."""
     if c.phase == "step":
         return Load(time_s)
     found = work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)

@@ -1,9 +1,9 @@
-"""Pictures of a plan: chosen layouts per module, memory by kind, time line; one page with all of them; and what a notebook shows."""
+"""Pictures of a plan: chosen layouts per module, memory by kind, time line; one page with all of
+them; and what a notebook shows."""
 
 from autopar.report.card import card
 from autopar.report.figures import layouts, memory
 from autopar.report.page import report
-from autopar.report.pipeline import schedule, stage_memory
-from autopar.report.timeline import timeline
+from autopar.report.timelines import schedule, stage_memory, timeline
 
 __all__ = ["card", "layouts", "memory", "report", "schedule", "stage_memory", "timeline"]

@@ -1,7 +1,9 @@
-"""A plan as a notebook shows it: what it is for and takes, the step and the peak as bars, and what each module does.
+"""A plan as a notebook shows it: what it is for and takes, the step and the peak as bars, and what
+each module does.
 
-HTML that stands alone, without scripts or pictures. It takes the page's own colours for text, and marks that show on light and on dark
-ground, so that it reads under every theme. Every name in it is escaped.
+HTML that stands alone, without scripts or pictures. It takes the page's own colours for text, and
+marks that show on light and on dark ground, so that it reads under every theme. Every name in it is
+escaped.
 """
 
 from __future__ import annotations
@@ -10,15 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from autopar.breakdown import Part, in_words, peak_kinds, rank_memory, step_parts
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.core.units import seconds, share, size
 from autopar.explanation import Explanation, StagedExplanation, explain
-from autopar.explanation.lines import fullest
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.explanation.summary import fullest
 from autopar.plans import Plan
 from autopar.plans.plan import shown_by
-from autopar.report.canvas import COLOURS, INK, LIGHT, MEMORY_COLOURS
-from autopar.report.figures import shown
-from autopar.units import seconds, share, size
+from autopar.report.figures import COLOURS, INK, LIGHT, MEMORY_COLOURS, shown
 
 _STYLE = """
 .autopar-plan{font:13px/1.45 system-ui,sans-serif;max-width:1150px}
@@ -40,12 +41,22 @@ _STYLE = """
 .autopar-plan .as{white-space:nowrap}
 .autopar-plan .num{text-align:right;white-space:nowrap}
 .autopar-plan code{font-size:12px;background:none;color:inherit;white-space:nowrap}
-"""
+"""  # noqa: E501
 _GREY = "rgba(128,128,128,.55)"
 _HATCHED = f"repeating-linear-gradient(45deg,{_GREY} 0,{_GREY} 2px,transparent 2px,transparent 6px)"
-_STEP_COLOURS = ("#5b8db8", "#a77bb5", "#8fb4d6", "#d1605e", "#e8924a", "#c9a227", _HATCHED)  # in the order of `StepParts.named`
+_STEP_COLOURS = (
+    "#5b8db8",
+    "#a77bb5",
+    "#8fb4d6",
+    "#d1605e",
+    "#e8924a",
+    "#c9a227",
+    _HATCHED,
+)  # in the order of `StepParts.named`
 _ROUNDING = 1e-9  # share of a bar: what is no longer is not drawn
-_TELLS_MORE = "autopar.explain(plan) tells every price and the next best choice; autopar.report draws it."
+_TELLS_MORE = (
+    "autopar.explain(plan) tells every price and the next best choice; autopar.report draws it."
+)
 
 
 def card(plan: Plan) -> str:
@@ -55,7 +66,8 @@ def card(plan: Plan) -> str:
     body = "".join(f"<div>{escape(line)}</div>" for line in lines)
     tables = "".join(_tables(explained))
     return (
-        f'<div class="autopar-plan"><style>{_STYLE}</style><div class="name">{escape(name)}</div>{body}'
+        f'<div class="autopar-plan"><style>{_STYLE}</style><div'
+        f' class="name">{escape(name)}</div>{body}'
         f"{_step(plan)}{_memory(plan)}{tables}<div>{escape(_TELLS_MORE)}</div></div>"
     )
 
@@ -65,14 +77,21 @@ def _step(plan: Plan) -> str:
     parts = step_parts(plan)
     colours = {name: colour for (name, _), colour in zip(parts.named(), _STEP_COLOURS, strict=True)}
     there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
-    told = {name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}" for name, time_s in there.items()}
+    told = {
+        name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}"
+        for name, time_s in there.items()
+    }
     of = "" if parts.rank is None else f" of {_place(plan)} {parts.rank}, which is busy longest"
     bar = _bar({name: time_s / parts.total_s for name, time_s in there.items()}, colours, told)
-    return f'<div class="head">A step{of}, simulated as emitted: {seconds(parts.total_s)}</div>{_row("", bar)}{_keys(told, colours)}'
+    return (
+        f'<div class="head">A step{of}, simulated as emitted:'
+        f" {seconds(parts.total_s)}</div>{_row('', bar)}{_keys(told, colours)}"
+    )
 
 
 def _memory(plan: Plan) -> str:
-    """The peak of a device, or of each rank's, equal neighbours together, by kind, on a scale that holds the budget."""
+    """The peak of a device, or of each rank's, equal neighbours together, by kind, on a scale
+    that holds the budget."""
     rows = list(_peaks(plan))
     scale = max(max(peak, budget) for _, peak, _, budget in rows)
     told = dict.fromkeys(kind for _, _, kinds, _ in rows for kind in peak_kinds(kinds))
@@ -80,24 +99,43 @@ def _memory(plan: Plan) -> str:
     for of, peak, kinds, budget in rows:
         sizes = peak_kinds(kinds)
         said = {kind: f"{kind} {size(num_bytes)}" for kind, num_bytes in sizes.items()}
-        bar = _bar({kind: num_bytes / scale for kind, num_bytes in sizes.items()}, MEMORY_COLOURS, said, budget / scale)
+        bar = _bar(
+            {kind: num_bytes / scale for kind, num_bytes in sizes.items()},
+            MEMORY_COLOURS,
+            said,
+            budget / scale,
+        )
         bars.append(_row(of, bar, f"{size(peak)} of {size(budget)}" if budget else size(peak)))
     alone = peak_kinds(rows[0][2]) if len(rows) == 1 else {}
     keys = {kind: f"{kind} {size(alone[kind])}" if kind in alone else kind for kind in told}
-    return f'<div class="head">Memory of a device at the peak, and its budget</div>{"".join(bars)}{_keys(keys, MEMORY_COLOURS)}'
+    return (
+        '<div class="head">Memory of a device at the peak, and its'
+        f" budget</div>{''.join(bars)}{_keys(keys, MEMORY_COLOURS)}"
+    )
 
 
 def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
     """What each row is of, its peak, that by kind, and its budget; 0 where there is none."""
     pipeline = plan.pipeline
     if pipeline is None or not pipeline.axis:
-        yield "", plan.prediction.peak_bytes, plan.prediction.memory_bytes, plan.budget_of(fullest(plan))
+        yield (
+            "",
+            plan.prediction.peak_bytes,
+            plan.prediction.memory_bytes,
+            plan.budget_of(fullest(plan)),
+        )
         return
-    held = [(*rank_memory(pipeline, rank), plan.budget_of(rank)) for rank in range(pipeline.num_ranks)]
+    held = [
+        (*rank_memory(pipeline, rank), plan.budget_of(rank)) for rank in range(pipeline.num_ranks)
+    ]
     first = 0
     for rank in range(1, len(held) + 1):
         if rank == len(held) or held[rank] != held[first]:
-            which = f"{_place(plan)} {first}" if rank == first + 1 else f"{_place(plan)}s {first} to {rank - 1}"
+            which = (
+                f"{_place(plan)} {first}"
+                if rank == first + 1
+                else f"{_place(plan)}s {first} to {rank - 1}"
+            )
             yield which, *held[first]
             first = rank
 
@@ -109,19 +147,42 @@ def _place(plan: Plan) -> str:
 def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:
     """One table, or one per stage, of which equal neighbours are one; the first is open."""
     if isinstance(explained, Explanation):
-        yield _folded("What each module does, per device and step", explained.plan.mesh, explained.parts, is_open=True)
+        yield _folded(
+            "What each module does, per device and step",
+            explained.plan.mesh,
+            explained.parts,
+            is_open=True,
+        )
         return
     for number, section in enumerate(explained.sections):
         title = f"What each module does, {section.name}; per device and microbatch"
-        yield _folded(title, section.explanation.plan.mesh, section.explanation.parts, is_open=not number)
+        yield _folded(
+            title, section.explanation.plan.mesh, section.explanation.parts, is_open=not number
+        )
 
 
 def _folded(title: str, mesh: Mesh, parts: Sequence[Part], *, is_open: bool) -> str:
-    columns = ("module", "×", *mesh.names, "weights rest → as used", "activations", ">compute", ">communication", ">kept", ">run again")
-    heads = "".join(f'<th{" class=num" * name.startswith(">")}>{escape(name.lstrip(">"))}</th>' for name in columns)
+    columns = (
+        "module",
+        "×",
+        *mesh.names,
+        "weights rest → as used",
+        "activations",
+        ">compute",
+        ">communication",
+        ">kept",
+        ">run again",
+    )
+    heads = "".join(
+        f"<th{' class=num' * name.startswith('>')}>{escape(name.lstrip('>'))}</th>"
+        for name in columns
+    )
     rows = "".join(f"<tr>{''.join(_cells(part, mesh))}</tr>" for part in shown(parts))
     opened = " open" if is_open else ""
-    return f'<details{opened}><summary class="head">{escape(title)}</summary><table><tr>{heads}</tr>{rows}</table></details>'
+    return (
+        f"<details{opened}><summary"
+        f' class="head">{escape(title)}</summary><table><tr>{heads}</tr>{rows}</table></details>'
+    )
 
 
 def _cells(part: Part, mesh: Mesh) -> Iterator[str]:
@@ -130,13 +191,23 @@ def _cells(part: Part, mesh: Mesh) -> Iterator[str]:
         yield f"<td>{_chip(kind) if kind else ''}</td>"
     weights = [w for w in part.weights if w.name != "bias"] or part.weights
     named = (f"{escape(w.name)} " if len(weights) > 1 else "" for w in weights)
-    resting = [name + _layouts((w.storage, *w.compute), mesh, "weight") for name, w in zip(named, weights, strict=True)]
+    resting = [
+        name + _layouts((w.storage, *w.compute), mesh, "weight")
+        for name, w in zip(named, weights, strict=True)
+    ]
     gathered = "".join(_chip(kind) for kind in dict.fromkeys(filter(None, part.sharded)))
     yield f'<td class="as">{"<br>".join(resting)} {gathered}</td>'
     passing = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
     yield f"<td>{_layouts(passing, mesh, 'activation') if passing else ''}</td>"
-    numbers = (seconds(part.compute_s), seconds(part.communication_s), size(part.kept_bytes), seconds(part.recompute_s))
-    yield from (f'<td class="num">{"" if said.startswith("0 ") else escape(said)}</td>' for said in numbers)
+    numbers = (
+        seconds(part.compute_s),
+        seconds(part.communication_s),
+        size(part.kept_bytes),
+        seconds(part.recompute_s),
+    )
+    yield from (
+        f'<td class="num">{"" if said.startswith("0 ") else escape(said)}</td>' for said in numbers
+    )
 
 
 def _layouts(layouts: Iterable[Layout], mesh: Mesh, role: str) -> str:
@@ -148,25 +219,42 @@ def _layouts(layouts: Iterable[Layout], mesh: Mesh, role: str) -> str:
 
 def _chip(kind: str) -> str:
     ink = INK if kind in LIGHT else "white"
-    return f'<span class="chip" style="background:{COLOURS[kind]};color:{ink}">{escape(kind)}</span>'
+    return (
+        f'<span class="chip" style="background:{COLOURS[kind]};color:{ink}">{escape(kind)}</span>'
+    )
 
 
-def _bar(shares: Mapping[str, float], colours: Mapping[str, str], told: Mapping[str, str], mark: float = 0.0) -> str:
+def _bar(
+    shares: Mapping[str, float],
+    colours: Mapping[str, str],
+    told: Mapping[str, str],
+    mark: float = 0.0,
+) -> str:
     """Shares of a whole, one after another; a dashed line at the share `mark`, if any."""
     pieces = (
-        f'<i style="width:{100 * part:.3f}%;background:{colours[name]}" title="{escape(told[name])}"></i>' for name, part in shares.items()
+        f'<i style="width:{100 * part:.3f}%;background:{colours[name]}"'
+        f' title="{escape(told[name])}"></i>'
+        for name, part in shares.items()
     )
     line = f'<b style="left:calc({100 * mark:.3f}% - 2px)" title="budget"></b>' if mark else ""
-    return f'<div class="bar" role="img" aria-label="{escape("; ".join(told.values()))}">{"".join(pieces)}{line}</div>'
+    return (
+        '<div class="bar" role="img"'
+        f' aria-label="{escape("; ".join(told.values()))}">{"".join(pieces)}{line}</div>'
+    )
 
 
 def _row(of: str, bar: str, said: str = "") -> str:
-    before, after = (f'<span class="of">{escape(text)}</span>' if text else "" for text in (of, said))
+    before, after = (
+        f'<span class="of">{escape(text)}</span>' if text else "" for text in (of, said)
+    )
     return f'<div class="row">{before}{bar}{after}</div>'
 
 
 def _keys(told: Mapping[str, str], colours: Mapping[str, str]) -> str:
-    return "".join(f'<span class="key"><i style="background:{colours[name]}"></i>{escape(said)}</span>' for name, said in told.items())
+    return "".join(
+        f'<span class="key"><i style="background:{colours[name]}"></i>{escape(said)}</span>'
+        for name, said in told.items()
+    )
 
 
 shown_by(card)

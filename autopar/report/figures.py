@@ -2,19 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.tensor import Shard
-
-from autopar.breakdown import INPUTS, Part, breakdown, peak_kinds
-from autopar.plans import Plan
-from autopar.report.canvas import COLOURS, FAINT, INK, LIGHT, MEMORY_COLOURS, canvas, quiet
-from autopar.units import seconds, size
+from autopar.errors import AutoparError
+from autopar.plans import KERNELS_BUFFERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
+
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import Shard
+
+from autopar.breakdown import INPUTS, Part, breakdown, peak_kinds
+from autopar.core.units import seconds, size
+from autopar.plans import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+
+# --------------------------------------------------------------------------------------------------
+# What the figures share: colours, an empty canvas, quiet axes. matplotlib is imported when the
+# first figure is drawn.
+
+COLOURS = {
+    "data": "#5b8db8",
+    "sequence": "#5aa469",
+    "space": "#3f8f8b",
+    "heads": "#a77bb5",
+    "experts": "#c9a227",
+    "tensor": "#e8924a",
+    "replicated": "#e3e3e3",
+    "ZeRO-3": "#2f5d8a",
+    "ZeRO-2": "#8fb4d6",
+    "ZeRO-1": "#c5d9ec",
+    "sharded": "#f0c08d",
+    "whole": "#f1f1f1",
+    "compute": "#4a4f57",
+    "communication": "#d1605e",
+}
+MEMORY_COLOURS = {
+    "parameters": "#5b8db8",
+    "optimizer": "#8fb4d6",
+    "copies": "#3f7a8c",
+    KERNELS_BUFFERS: "#7a6f9b",
+    "gradients": "#e8924a",
+    "activations": "#5aa469",
+    "transient": "#b9b9b9",
+    "buffers": "#a77bb5",
+    "inputs": "#cdb4d6",
+}
+LIGHT = ("replicated", "whole", "sharded", "ZeRO-2", "ZeRO-1")  # colours on which text is dark
+INK, FAINT = "#2b2b2b", "#8a8a8a"
+
+
+def canvas(width: float, height: float, inside: SubFigure | None = None) -> Any:
+    """A figure of `width` × `height` inches, or the part of one that is given.
+
+    Raises:
+        AutoparError: where matplotlib is missing.
+    """
+    if inside is not None:
+        return inside
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise AutoparError(
+            "figures need matplotlib, which is not installed", remedy='pip install "autopar[plot]"'
+        ) from error
+    figure: Figure = Figure(
+        figsize=(width, height), dpi=110, facecolor="white", layout="constrained"
+    )
+    return figure
+
+
+def quiet(axes: Axes, *keep: str) -> Axes:
+    """Take off the frame but for the sides that are named, and the tick marks."""
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in keep)
+        spine.set_color(FAINT)
+    axes.tick_params(length=0, colors=INK, labelsize=8)
+    return axes
+
 
 GIB = 2**30
 _ROW_INCHES = 0.27
@@ -31,28 +105,52 @@ def layouts_height(plan: Plan) -> float:
 
 
 def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> Figure:
-    """One row per module, repeated layers folded: the parallelism on every mesh axis, how its weights rest, and its time.
+    """One row per module, repeated layers folded: the parallelism on every mesh axis, how its
+    weights rest, and its time.
 
     Args:
-        stage: what the title calls the plan where it is that of a stage, whose times are of one microbatch.
+        stage: what the title calls the plan where it is that of a stage, whose times are of one
+            microbatch.
     """
     parts = shown(breakdown(plan))
     figure: Any = canvas(11.5, layouts_height(plan), inside)
     num_axes = len(plan.mesh.axes)
-    computing, resting, times = figure.subplots(1, 3, sharey=True, width_ratios=(1.05 * num_axes, 0.95 * num_axes, 3.6))
+    computing, resting, times = figure.subplots(
+        1, 3, sharey=True, width_ratios=(1.05 * num_axes, 0.95 * num_axes, 3.6)
+    )
     heads = [f"{axis.name}\n{axis.size}" for axis in plan.mesh.axes]
-    _grid(computing, [p.parallelism for p in parts], [p.parallelism for p in parts], heads, "computes by")
-    _grid(resting, [_resting(p, num_axes) for p in parts], [_codes(p, num_axes) for p in parts], heads, "weights rest")
+    _grid(
+        computing,
+        [p.parallelism for p in parts],
+        [p.parallelism for p in parts],
+        heads,
+        "computes by",
+    )
+    _grid(
+        resting,
+        [_resting(p, num_axes) for p in parts],
+        [_codes(p, num_axes) for p in parts],
+        heads,
+        "weights rest",
+    )
     computing.set_yticks(range(len(parts)), [_row_name(p) for p in parts])
     computing.set_ylim(len(parts) - 0.5, -0.5)
     for tick, part in zip(computing.get_yticklabels(), parts, strict=True):
         tick.set_color(INK if len(part.instances) > 1 else "#5a5a5a")
     _times(times, parts, "microbatch" if stage else "step")
     seen = {w for p in parts for w in (*p.parallelism, *_resting(p, num_axes)) if w}
-    _legend(figure, [kind for kind in COLOURS if kind in seen or kind in ("compute", "communication")])
+    _legend(
+        figure, [kind for kind in COLOURS if kind in seen or kind in ("compute", "communication")]
+    )
     name = stage or plan.fingerprint.model_name or "model"
     of = "a microbatch" if stage else "step"
-    figure.suptitle(f"{name} on {plan.mesh}: {of} {seconds(plan.prediction.step_s)}", fontsize=11, x=0.01, ha="left", color=INK)
+    figure.suptitle(
+        f"{name} on {plan.mesh}: {of} {seconds(plan.prediction.step_s)}",
+        fontsize=11,
+        x=0.01,
+        ha="left",
+        color=INK,
+    )
     figure_of_it: Figure = figure
     return figure_of_it
 
@@ -62,11 +160,15 @@ def _row_name(part: Part) -> str:
 
 
 def _resting(part: Part, num_axes: int) -> tuple[str, ...]:
-    """How the weights rest, per axis: gathered for use, sharded as used, whole; empty without weights."""
+    """How the weights rest, per axis: gathered for use, sharded as used, whole; empty without
+    weights."""
     if not part.weights:
         return ("",) * num_axes
     storage = _main_weight(part).storage
-    return tuple(part.sharded[a] or ("sharded" if isinstance(storage.placements[a], Shard) else "whole") for a in range(num_axes))
+    return tuple(
+        part.sharded[a] or ("sharded" if isinstance(storage.placements[a], Shard) else "whole")
+        for a in range(num_axes)
+    )
 
 
 def _codes(part: Part, num_axes: int) -> tuple[str, ...]:
@@ -82,14 +184,28 @@ def _main_weight(part: Part) -> Any:
     return next((w for w in part.weights if w.name != "bias"), part.weights[0])
 
 
-def _grid(axes: Axes, kinds: Sequence[Sequence[str]], texts: Sequence[Sequence[str]], heads: Sequence[str], title: str) -> None:
+def _grid(
+    axes: Axes,
+    kinds: Sequence[Sequence[str]],
+    texts: Sequence[Sequence[str]],
+    heads: Sequence[str],
+    title: str,
+) -> None:
     """Coloured cells, a row per module and a column per mesh axis."""
     from matplotlib.patches import Rectangle
 
     for row, (row_kinds, row_texts) in enumerate(zip(kinds, texts, strict=True)):
         for column, (kind, text) in enumerate(zip(row_kinds, row_texts, strict=True)):
             if kind:
-                axes.add_patch(Rectangle((column - 0.48, row - 0.44), 0.96, 0.88, facecolor=COLOURS[kind], edgecolor="none"))
+                axes.add_patch(
+                    Rectangle(
+                        (column - 0.48, row - 0.44),
+                        0.96,
+                        0.88,
+                        facecolor=COLOURS[kind],
+                        edgecolor="none",
+                    )
+                )
                 ink = INK if kind in LIGHT else "white"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=ink)
     quiet(axes)
@@ -110,7 +226,14 @@ def _times(axes: Axes, parts: Sequence[Part], of: str) -> None:
     for row, part in zip(rows, parts, strict=True):
         total = part.compute_s + part.communication_s
         if total > 0:
-            axes.text(total * 1e3 + 0.01 * longest, row, seconds(total), va="center", fontsize=7, color=FAINT)
+            axes.text(
+                total * 1e3 + 0.01 * longest,
+                row,
+                seconds(total),
+                va="center",
+                fontsize=7,
+                color=FAINT,
+            )
     quiet(axes)
     axes.set_xlim(0, 1.14 * longest)
     axes.set_xticks([])
@@ -120,11 +243,21 @@ def _times(axes: Axes, parts: Sequence[Part], of: str) -> None:
 def _legend(figure: Any, kinds: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
-    names = {"sharded": "sharded as used", "ZeRO-1": "gathered per step (ZeRO-1)", "ZeRO-2": "gathered once (ZeRO-2)"}
+    names = {
+        "sharded": "sharded as used",
+        "ZeRO-1": "gathered per step (ZeRO-1)",
+        "ZeRO-2": "gathered once (ZeRO-2)",
+    }
     names["ZeRO-3"] = "gathered twice (ZeRO-3)"
     patches = [Patch(facecolor=COLOURS[kind], label=names.get(kind, kind)) for kind in kinds]
     figure.legend(
-        handles=patches, loc="outside lower left", ncols=len(patches), fontsize=8, frameon=False, handlelength=1.2, columnspacing=1.4
+        handles=patches,
+        loc="outside lower left",
+        ncols=len(patches),
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.4,
     )
 
 
@@ -147,9 +280,24 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
         axes.text(value + 0.006 * width, row, size(value * GIB), va="center", fontsize=8, color=INK)
     if near:
         axes.axvline(budget / GIB, color=COLOURS["communication"], linestyle="--", linewidth=1.2)
-        axes.text(budget / GIB, -0.62, f"budget {size(budget)} ", ha="right", fontsize=8, color=COLOURS["communication"])
+        axes.text(
+            budget / GIB,
+            -0.62,
+            f"budget {size(budget)} ",
+            ha="right",
+            fontsize=8,
+            color=COLOURS["communication"],
+        )
     elif budget:
-        axes.text(width, 0, f"budget {size(budget)} →", ha="right", va="center", fontsize=8, color=COLOURS["communication"])
+        axes.text(
+            width,
+            0,
+            f"budget {size(budget)} →",
+            ha="right",
+            va="center",
+            fontsize=8,
+            color=COLOURS["communication"],
+        )
     quiet(axes, "left")
     axes.set_yticks(range(len(rows) + 1), ["peak", *rows])
     axes.set_ylim(len(rows) + 0.5, -0.9)

@@ -12,10 +12,8 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.explanation import StagedExplanation, explain
 from autopar.plans import Flip, Plan
-from autopar.report.canvas import canvas
-from autopar.report.figures import layouts, layouts_height, memory
-from autopar.report.pipeline import schedule, schedule_height, stage_memory
-from autopar.report.timeline import timeline
+from autopar.report.figures import canvas, layouts, layouts_height, memory
+from autopar.report.timelines import schedule, schedule_height, stage_memory, timeline
 
 _PICTURES = (".png", ".svg", ".pdf")
 _HTML = """<!doctype html>
@@ -24,22 +22,24 @@ _HTML = """<!doctype html>
 </head><body>
 {body}
 </body></html>
-"""
+"""  # noqa: E501
 _HEIGHTS = (2.9, 4.0)  # of the memory figure and the time line, in inches
 
 
 def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
-    """Write layouts, memory and time line of `plan`, of a pipeline its schedule too:
-    one picture (.png, .svg, .pdf), or a page (.html) with the tables too, `flips` among them (`autopar.flips`).
+    """Write layouts, memory and time line of `plan`, of a pipeline its schedule too: one picture
+    (.png, .svg, .pdf), or a page (.html) with the tables too, `flips` among them (`autopar.flips`).
 
     Raises:
-        AutoparError: for another suffix, where the file cannot be written, or matplotlib is missing.
+        AutoparError: for another suffix, where the file cannot be written, or matplotlib is
+            missing.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in (*_PICTURES, ".html"):
         raise AutoparError(
-            f"a report cannot be written as {path.name!r}", remedy=f"name a file that ends in {', '.join(_PICTURES)} or .html"
+            f"a report cannot be written as {path.name!r}",
+            remedy=f"name a file that ends in {', '.join(_PICTURES)} or .html",
         )
     try:
         if suffix == ".html":
@@ -47,7 +47,9 @@ def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
         else:
             picture(plan).savefig(path)
     except OSError as error:
-        raise AutoparError(f"cannot write the report: {error.strerror}", where=str(path), remedy="check the path") from error
+        raise AutoparError(
+            f"cannot write the report: {error.strerror}", where=str(path), remedy="check the path"
+        ) from error
     return path
 
 
@@ -96,7 +98,9 @@ def _figures(plan: Plan) -> Iterator[Any]:
 
 def _page(plan: Plan, flips: Sequence[Flip]) -> str:
     title = html.escape(f"{plan.fingerprint.model_name or 'model'} on {plan.mesh}")
-    figures = "\n".join(f'<img src="data:image/png;base64,{_png(figure)}">' for figure in _figures(plan))
+    figures = "\n".join(
+        f'<img src="data:image/png;base64,{_png(figure)}">' for figure in _figures(plan)
+    )
     return _HTML.format(title=title, body=f"{figures}\n{explain(plan, flips=flips)._repr_html_()}")
 
 

@@ -1,8 +1,9 @@
 """One op application, free of fx: what a rule sees.
 
-Terms. An *operand* is a tensor that goes into the call; operands are numbered in order of appearance in args, then
-kwargs, lists flattened, and a tensor used twice counts twice. A *slot* is a parameter of the op that can take a tensor;
-the slots of one op are always the same, while an optional operand may be missing from its slot.
+Terms. An *operand* is a tensor that goes into the call; operands are numbered in order of
+appearance in args, then kwargs, lists flattened, and a tensor used twice counts twice. A *slot* is
+a parameter of the op that can take a tensor; the slots of one op are always the same, while an
+optional operand may be missing from its slot.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class TensorInfo:
 
 
 NO_TENSOR = TensorInfo((0,), torch.uint8)
-"""Stands for a result that is None (an op with an output mask), so that results keep their numbers."""
+"""Stands for a result that is None (an op with an output mask), so that results keep their
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """What rules depend on: equal calls of repeated layers have equal keys.
 
-        Which numbers are drawn (`draw`, see `autopar.random_ops`) differs from layer to layer and bears on no decision.
+        Which numbers are drawn (`draw`, see `autopar.ops.random`) differs from layer to layer and
+        bears on no decision.
         """
         settings = tuple(sorted(item for item in self.kwargs.items() if item[0] != "draw"))
         return self.target, self.args, settings, self.inputs, self.outputs
@@ -97,7 +100,9 @@ def _collect(value: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> 
 
 
 def _info(value: Any) -> TensorInfo:
-    return NO_TENSOR if value is None else TensorInfo(tuple(int(s) for s in value.shape), value.dtype)
+    return (
+        NO_TENSOR if value is None else TensorInfo(tuple(int(s) for s in value.shape), value.dtype)
+    )
 
 
 def _infos(result: Any) -> tuple[TensorInfo, ...]:
@@ -106,12 +111,18 @@ def _infos(result: Any) -> tuple[TensorInfo, ...]:
     return (_info(result),) if isinstance(result, torch.Tensor) else ()
 
 
-def call_on(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Call, list[torch.Tensor]]:
+def call_on(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[Call, list[torch.Tensor]]:
     """The call of `target` on real tensors that gave `result`, and its operands."""
     found: list[torch.Tensor] = []
     new_args = tuple(_collect(a, lambda v: isinstance(v, torch.Tensor), found) for a in args)
-    new_kwargs = {k: _collect(v, lambda v: isinstance(v, torch.Tensor), found) for k, v in kwargs.items()}
-    return Call(target, new_args, MappingProxyType(new_kwargs), tuple(map(_info, found)), _infos(result)), found
+    new_kwargs = {
+        k: _collect(v, lambda v: isinstance(v, torch.Tensor), found) for k, v in kwargs.items()
+    }
+    return Call(
+        target, new_args, MappingProxyType(new_kwargs), tuple(map(_info, found)), _infos(result)
+    ), found
 
 
 def _is_tensor_node(value: Any) -> bool:
@@ -119,7 +130,8 @@ def _is_tensor_node(value: Any) -> bool:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The operand nodes of `node`, in the order of `Call.inputs`. For a getitem: the op with several results."""
+    """The operand nodes of `node`, in the order of `Call.inputs`. For a getitem: the op with
+    several results."""
     found: list[fx.Node] = []
     for value in (*node.args, *node.kwargs.values()):
         _collect(value, _is_tensor_node, found)
@@ -146,14 +158,23 @@ def call_of(node: fx.Node) -> Call:
     Args:
         node: a call; it and its operands have their values in ``meta["val"]``.
     """
-    assert node.op == "call_function" and callable(node.target), f"node {node.name} is a {node.op}, not a call"
+    assert node.op == "call_function" and callable(node.target), (
+        f"node {node.name} is a {node.op}, not a call"
+    )
     found: list[fx.Node] = []
     args = tuple(_collect(a, _is_tensor_node, found) for a in node.args)
     kwargs = {k: _collect(v, _is_tensor_node, found) for k, v in node.kwargs.items()}
     inputs = [n.meta["val"] for n in found]
     if node.target is operator.getitem:
         inputs = [inputs[0][args[1]]]
-    return Call(node.target, args, MappingProxyType(kwargs), tuple(map(_info, inputs)), _infos(node.meta["val"]), where_of(node))
+    return Call(
+        node.target,
+        args,
+        MappingProxyType(kwargs),
+        tuple(map(_info, inputs)),
+        _infos(node.meta["val"]),
+        where_of(node),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -161,7 +182,9 @@ def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it can take a single tensor) of every parameter, in order."""
     schema = getattr(torchs_own(target), "_schema", None)
     if schema is not None:
-        return tuple((a.name, str(a.type) in ("Tensor", "Optional[Tensor]")) for a in schema.arguments)
+        return tuple(
+            (a.name, str(a.type) in ("Tensor", "Optional[Tensor]")) for a in schema.arguments
+        )
     if target is operator.getitem:
         return (("a", True), ("b", False))
     return tuple((name, True) for name in inspect.signature(target).parameters)
@@ -177,11 +200,15 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 def slots(call: Call) -> tuple[int | None, ...]:
     """Operand number per slot; None where the slot holds no tensor."""
-    values = [argument(call, name) for name, takes_tensor in _parameters(call.target) if takes_tensor]
+    values = [
+        argument(call, name) for name, takes_tensor in _parameters(call.target) if takes_tensor
+    ]
     return tuple(v.index if isinstance(v, Operand) else None for v in values)
 
 
-def replace_arguments(call: Call, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replace_arguments(
+    call: Call, changes: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """args and kwargs with the named parameters set to other values."""
     names = [name for name, _ in _parameters(call.target)]
     args, kwargs = list(call.args), dict(call.kwargs)

@@ -1,10 +1,11 @@
 """From one mesh axis to all of them: the product of a call's axis options.
 
-Where several axes shard one dim, every order in which they can split it is a strategy of its own, and all operands and
-results take the same order, since the axes split one and the same factor.
+Where several axes shard one dim, every order in which they can split it is a strategy of its own,
+and all operands and results take the same order, since the axes split one and the same factor.
 
-Splits may be uneven where one axis alone splits a dim, and only the last part is shorter (`Layout.fits`). Then all dims
-that the axis splits must have one size: of sizes 6 and 3 in four, the parts would not belong together.
+Splits may be uneven where one axis alone splits a dim, and only the last part is shorter
+(`Layout.fits`). Then all dims that the axis splits must have one size: of sizes 6 and 3 in four,
+the parts would not belong together.
 """
 
 from __future__ import annotations
@@ -17,23 +18,32 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
-from autopar.layout import Layout, Strategy
+from autopar.core.layout import Layout, Strategy
 from autopar.rules import dispatch
 from autopar.rules.call import Call, TensorInfo
 from autopar.rules.networks import heads_nest
 from autopar.rules.notation import AxisOption
 
 _layout = lru_cache(maxsize=65536)(Layout)
-_OF_HEADS = frozenset((ops.attention, ops.attention_backward, ops.flex_attention, ops.flex_attention_backward))
+_OF_HEADS = frozenset(
+    (ops.attention, ops.attention_backward, ops.flex_attention, ops.flex_attention_backward)
+)
 
 
-def expand(call: Call, every: Sequence[AxisOption], mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
-    """The product over the axes of the options `every` of a call, of which the first replicates everything.
+def expand(
+    call: Call, every: Sequence[AxisOption], mesh_shape: Sequence[int]
+) -> tuple[Strategy, ...]:
+    """The product over the axes of the options `every` of a call, of which the first replicates
+    everything.
 
-    Every operand and result fits its layout (`Layout.fits`), and splits of different dims belong together (`cuts_alike`).
+    Every operand and result fits its layout (`Layout.fits`), and splits of different dims belong
+    together (`cuts_alike`).
     """
     infos = (*call.inputs, *call.outputs)
-    per_axis = [[o for o in every if _fits([o], infos, (size,))] if size > 1 else every[:1] for size in mesh_shape]
+    per_axis = [
+        [o for o in every if _fits([o], infos, (size,))] if size > 1 else every[:1]
+        for size in mesh_shape
+    ]
     found: dict[Strategy, None] = {}
     for combination in itertools.product(*per_axis):
         if not _fits(combination, infos, mesh_shape):
@@ -47,18 +57,25 @@ def expand(call: Call, every: Sequence[AxisOption], mesh_shape: Sequence[int]) -
     return tuple(found)
 
 
-def _fits(combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_shape: Sequence[int]) -> bool:
+def _fits(
+    combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_shape: Sequence[int]
+) -> bool:
     """Whether every tensor fits its layout, whatever the order of the axes."""
     every = zip(*((*option.inputs, *option.outputs) for option in combination), strict=True)
-    return all(_layout(p).fits(info.shape, mesh_shape) for p, info in zip(every, infos, strict=True))
+    return all(
+        _layout(p).fits(info.shape, mesh_shape) for p, info in zip(every, infos, strict=True)
+    )
 
 
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether parts of different dims belong together: on each axis that splits some dim unevenly, all dims that it splits
-    have one size, and attention finds its heads. Where tokens are dispatched to experts, these are split evenly, whatever tokens are."""
+    """Whether parts of different dims belong together: on each axis that splits some dim unevenly,
+    all dims that it splits have one size, and attention finds its heads. Where tokens are
+    dispatched to experts, these are split evenly, whatever tokens are."""
     if call.target in _OF_HEADS and not heads_nest(call, strategy):
         return False
-    tensors = list(zip((*strategy.inputs, *strategy.outputs), (*call.inputs, *call.outputs), strict=True))
+    tensors = list(
+        zip((*strategy.inputs, *strategy.outputs), (*call.inputs, *call.outputs), strict=True)
+    )
     dispatched = dispatch.dispatch_axes(call, strategy.inputs)
     if dispatched and not dispatch.is_even(call, strategy, dispatched, mesh_shape):
         return False
@@ -66,8 +83,14 @@ def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> boo
         return True
     for axis in range(len(mesh_shape)):
         here = dispatch.of_tokens(call, strategy) if axis in dispatched else tensors
-        split = [(layout, info, p.dim) for layout, info in here if isinstance(p := layout.placements[axis], Shard)]
-        uneven = any(info.shape[dim] % layout.num_shards(dim, mesh_shape) for layout, info, dim in split)
+        split = [
+            (layout, info, p.dim)
+            for layout, info in here
+            if isinstance(p := layout.placements[axis], Shard)
+        ]
+        uneven = any(
+            info.shape[dim] % layout.num_shards(dim, mesh_shape) for layout, info, dim in split
+        )
         if uneven and len({info.shape[dim] for _, info, dim in split}) > 1:
             return False
     return True
@@ -85,7 +108,9 @@ def _distinct(placements: tuple[Placement, ...]) -> bool:
     return len(set(dims)) == len(dims)
 
 
-def is_expansion(call: Call, every: Sequence[AxisOption], strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
+def is_expansion(
+    call: Call, every: Sequence[AxisOption], strategy: Strategy, mesh_shape: Sequence[int]
+) -> bool:
     """Whether `expand` gives this strategy, without listing them all."""
     layouts, num_axes = (*strategy.inputs, *strategy.outputs), len(mesh_shape)
     if (len(strategy.inputs), len(strategy.outputs)) != (len(call.inputs), len(call.outputs)):
@@ -93,13 +118,21 @@ def is_expansion(call: Call, every: Sequence[AxisOption], strategy: Strategy, me
     if any(len(layout.placements) != num_axes for layout in layouts):
         return False
     combination = [
-        AxisOption(tuple(i.placements[axis] for i in strategy.inputs), tuple(o.placements[axis] for o in strategy.outputs))
+        AxisOption(
+            tuple(i.placements[axis] for i in strategy.inputs),
+            tuple(o.placements[axis] for o in strategy.outputs),
+        )
         for axis in range(num_axes)
     ]
-    offered = all(o in (every if size > 1 else every[:1]) for o, size in zip(combination, mesh_shape, strict=True))
+    offered = all(
+        o in (every if size > 1 else every[:1])
+        for o, size in zip(combination, mesh_shape, strict=True)
+    )
     if not offered or not _fits(combination, (*call.inputs, *call.outputs), mesh_shape):
         return False
     if not cuts_alike(call, strategy, mesh_shape):
         return False
     orders = _orders([layout.placements for layout in layouts], num_axes)
-    return any(all(_layout(layout.placements, order) == layout for layout in layouts) for order in orders)
+    return any(
+        all(_layout(layout.placements, order) == layout for layout in layouts) for order in orders
+    )

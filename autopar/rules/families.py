@@ -1,4 +1,5 @@
-"""Rules of families of tensor ops whose notation depends on ranks, dims and flags: each takes a call and gives its factors."""
+"""Rules of families of tensor ops whose notation depends on ranks, dims and flags: each takes a
+call and gives its factors."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from autopar.mirrored import Mirrored
+from autopar.core.placements import Mirrored
 from autopar.ops.products import bias_term
 from autopar.rules.call import Call, Operand, argument, slots
 from autopar.rules.notation import WHOLE, AxisOption, Factors, Term, parse
@@ -49,31 +50,47 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
 
 
 def dot(call: Call) -> Factors:
-    """`autopar.ops.dot`: its equation is the rule. A bias is whole where what is summed over is split (`localization` says who adds it)."""
+    """`autopar.ops.dot`: its equation is the rule. A bias is whole where what is summed over is
+    split (`localization` says who adds it)."""
     left, _, right = call.args[0].replace(" ", "").partition("->")
     factors = tuple(map(tuple, left.split(",")))
     if len(call.inputs) == 2:
         return Factors(factors, (tuple(right),), linear=((0,), (1,)))
-    return Factors((*factors, tuple(bias_term(call.args[0], len(call.inputs[2].shape)))), (tuple(right),), linear=((0, 2), (1, 2)))
+    return Factors(
+        (*factors, tuple(bias_term(call.args[0], len(call.inputs[2].shape)))),
+        (tuple(right),),
+        linear=((0, 2), (1, 2)),
+    )
 
 
 def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False) -> Family:
-    """Reductions over ``dim``: reduced dims give partial results, or stay whole where those would be wrong."""
+    """Reductions over ``dim``: reduced dims give partial results, or stay whole where those
+    would be wrong."""
 
     def rule(call: Call) -> Factors:
         rank = len(call.inputs[0].shape)
         reduced = dims_of(argument(call, "dim"), rank)
         term = _letters(rank)
         kept = len(call.outputs[0].shape) == rank
-        result = _whole(term, reduced) if kept else tuple(x for d, x in enumerate(term) if d not in reduced)
+        result = (
+            _whole(term, reduced)
+            if kept
+            else tuple(x for d, x in enumerate(term) if d not in reduced)
+        )
         source = _whole(term, reduced) if whole else term
-        return Factors((source,), (result,) * len(call.outputs), linear=((0,),) if linear else (), reduce_op=reduce_op)
+        return Factors(
+            (source,),
+            (result,) * len(call.outputs),
+            linear=((0,),) if linear else (),
+            reduce_op=reduce_op,
+        )
 
     return rule
 
 
 def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] = -1) -> Family:
-    """Ops that work along ``dim`` (softmax, cumsum, flip, cat): it stays whole, all other dims are parallel.
+    """Ops that work along ``dim`` (softmax, cumsum, flip, cat): it stays whole, all other dims are
+    parallel.
 
     `linear`: sets of operands; ``((),)`` means all operands together. `dim` is the default.
     """
@@ -82,7 +99,9 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
         rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
         asked = argument(call, "dim", argument(call, "dims", dim))
         term = _whole(_letters(rank), dims_of(asked, rank))
-        inputs = tuple(term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs)
+        inputs = tuple(
+            term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs
+        )
         sets = _all_linear(call) if linear == ((),) else linear
         return Factors(inputs, (term,) * len(call.outputs), linear=sets)
 
@@ -90,8 +109,8 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
 
 
 def view(call: Call) -> Factors:
-    """Any reshape: dims are grouped so that each group has as many elements before as after; the leading dim of a group
-    stays sharded through it."""
+    """Any reshape: dims are grouped so that each group has as many elements before as after; the
+    leading dim of a group stays sharded through it."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     before, after = [WHOLE] * len(source), [WHOLE] * len(target)
     for number, (a, b) in enumerate(_groups(source, target)):
@@ -100,7 +119,8 @@ def view(call: Call) -> Factors:
 
 
 def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The leading dims, before and after, of each smallest group of dims with an equal number of elements."""
+    """The leading dims, before and after, of each smallest group of dims with an equal number of
+    elements."""
     if math.prod(source) == 0:
         return []
     ins = [d for d, size in enumerate(source) if size > 1]
@@ -135,7 +155,9 @@ def select(call: Call) -> Factors:
     """select.int and unbind: the dim stays whole and goes away."""
     rank = len(call.inputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
-    return Factors((term,), (tuple(x for x in term if x != WHOLE),) * len(call.outputs), linear=((0,),))
+    return Factors(
+        (term,), (tuple(x for x in term if x != WHOLE),) * len(call.outputs), linear=((0,),)
+    )
 
 
 def select_backward(call: Call) -> Factors:
@@ -156,7 +178,11 @@ def stack(call: Call) -> Factors:
     """A new whole dim; all operands alike."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
-    return Factors((tuple(x for x in term if x != WHOLE),) * len(call.inputs), (term,), linear=_all_linear(call))
+    return Factors(
+        (tuple(x for x in term if x != WHOLE),) * len(call.inputs),
+        (term,),
+        linear=_all_linear(call),
+    )
 
 
 def slice_(call: Call) -> Factors:
@@ -196,21 +222,34 @@ def index(call: Call) -> Factors:
     indices = argument(call, "indices")
     source = _letters(len(call.inputs[0].shape))
     indexed = [d for d, value in enumerate(indices) if isinstance(value, Operand)]
-    if any(not call.inputs[indices[d].index].dtype.is_signed for d in indexed):  # a mask: how many it picks is unknown
-        return Factors(tuple((WHOLE,) * len(i.shape) for i in call.inputs), ((WHOLE,) * len(call.outputs[0].shape),))
+    if any(
+        not call.inputs[indices[d].index].dtype.is_signed for d in indexed
+    ):  # a mask: how many it picks is unknown
+        return Factors(
+            tuple((WHOLE,) * len(i.shape) for i in call.inputs),
+            ((WHOLE,) * len(call.outputs[0].shape),),
+        )
     rank = max(len(call.inputs[indices[d].index].shape) for d in indexed)
     broadcast = tuple(f"i{k}" for k in range(rank))
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     at = indexed[0] if adjacent else 0
     rest = [x for d, x in enumerate(source) if d not in indexed]
     terms: dict[int, Term] = {0: _whole(source, indexed)}
-    terms |= {indices[d].index: broadcast[rank - len(call.inputs[indices[d].index].shape) :] for d in indexed}
-    return Factors(tuple(terms[i] for i in range(len(call.inputs))), ((*rest[:at], *broadcast, *rest[at:]),), linear=((0,),))
+    terms |= {
+        indices[d].index: broadcast[rank - len(call.inputs[indices[d].index].shape) :]
+        for d in indexed
+    }
+    return Factors(
+        tuple(terms[i] for i in range(len(call.inputs))),
+        ((*rest[:at], *broadcast, *rest[at:]),),
+        linear=((0,),),
+    )
 
 
 def index_put(call: Call) -> Factors:
-    """Dims that are not indexed are parallel where values and tensor agree on them: behind the last indexed one, and before the
-    first where the indexed ones are adjacent. A mask indexes as many dims as it has."""
+    """Dims that are not indexed are parallel where values and tensor agree on them: behind the last
+    indexed one, and before the first where the indexed ones are adjacent. A mask indexes as many
+    dims as it has."""
     shape, values = call.inputs[0].shape, argument(call, "values").index
     dim, rank, spans = 0, 0, []
     for value in argument(call, "indices"):
@@ -222,13 +261,20 @@ def index_put(call: Call) -> Factors:
         dim += taken
     adjacent = all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
     first, last = spans[0][0] if adjacent else 0, spans[-1][1]
-    source = tuple(x if d >= last or d < first else WHOLE for d, x in enumerate(_letters(len(shape))))
+    source = tuple(
+        x if d >= last or d < first else WHOLE for d, x in enumerate(_letters(len(shape)))
+    )
     between = rank if adjacent else rank + last - sum(end - start for start, end in spans)
     full = source[:first] + (WHOLE,) * between + source[last:]
     num_dims = len(call.inputs[values].shape)
     value_term = ((WHOLE,) * num_dims + full)[-num_dims:] if num_dims else ()
-    terms = {i: (WHOLE,) * len(info.shape) for i, info in enumerate(call.inputs)} | {0: source, values: value_term}
-    return Factors(tuple(terms[i] for i in range(len(call.inputs))), (source,), linear=((0, values),))
+    terms = {i: (WHOLE,) * len(info.shape) for i, info in enumerate(call.inputs)} | {
+        0: source,
+        values: value_term,
+    }
+    return Factors(
+        tuple(terms[i] for i in range(len(call.inputs))), (source,), linear=((0, values),)
+    )
 
 
 def _same_dims(call: Call, dim: int) -> list[int]:
@@ -267,10 +313,13 @@ def factory(call: Call) -> Factors:
 
 
 def new_tensor(call: Call) -> Factors:
-    """new_zeros and its like: only the shape counts; a dim of the operand that has the same place and size follows it."""
+    """new_zeros and its like: only the shape counts; a dim of the operand that has the same
+    place and size follows it."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     letters = tuple(f"d{d}" for d in range(len(target)))
-    term = tuple(f"d{d}" if target[d : d + 1] == source[d : d + 1] else f"x{d}" for d in range(len(source)))
+    term = tuple(
+        f"d{d}" if target[d : d + 1] == source[d : d + 1] else f"x{d}" for d in range(len(source))
+    )
     loose = frozenset(x for x in term if x not in letters)
     return Factors((term,), (letters,), equal=(loose,))
 
@@ -292,4 +341,9 @@ def getitem(call: Call) -> Factors:
     """One result of an op that has several; of attention it may be mirrored."""
     term = _letters(rank := len(call.inputs[0].shape))
     mirrored = (Mirrored(2),)
-    return Factors((term,), (term,), linear=((0,),), further=(AxisOption(mirrored, mirrored),) if rank > 2 else ())
+    return Factors(
+        (term,),
+        (term,),
+        linear=((0,),),
+        further=(AxisOption(mirrored, mirrored),) if rank > 2 else (),
+    )

@@ -2,8 +2,8 @@
 
 Scores are split by batch entries, by heads and by queries. A function is given places in the whole,
 so a captured tensor that is whole serves every part. A dim that is indexed by the coordinate which
-is split (`autopar.ops.reading`) is split as well, where it has as many elements; the function then
-indexes a part. Keys are never split: a row's sum is over all of them.
+is split (`autopar.ops.score_functions`) is split as well, where it has as many elements; the
+function then indexes a part. Keys are never split: a row's sum is over all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
-from autopar.layout import PARTIAL, REPLICATE
-from autopar.ops.reading import Reading, reading
+from autopar.core.placements import PARTIAL, REPLICATE
+from autopar.ops.score_functions import Reading, reading
 from autopar.rules.call import Call, Operand, argument
 from autopar.rules.notation import WHOLE, AxisOption, Factors, Term
 from autopar.rules.site import Local, Site

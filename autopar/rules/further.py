@@ -1,4 +1,5 @@
-"""Rows of ops that fewer models use: activations without torch's pointwise tag, images, signals, orders, batched algebra."""
+"""Rows of ops that fewer models use: activations without torch's pointwise tag, images, signals,
+orders, batched algebra."""
 
 from __future__ import annotations
 
@@ -10,8 +11,7 @@ import torch
 from autopar.rules import families as f
 from autopar.rules import windows
 from autopar.rules.call import Call, argument
-from autopar.rules.notation import WHOLE, Factors, parse
-from autopar.rules.rows import EITHER, FIRST, Row
+from autopar.rules.notation import EITHER, FIRST, WHOLE, Factors, Row, parse
 
 aten = torch.ops.aten
 
@@ -33,20 +33,26 @@ def index_add(linear: bool) -> f.Family:
         rank = len(call.inputs[0].shape)
         dim = argument(call, "dim") % max(rank, 1)
         term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
-        return Factors((term, (WHOLE,) * len(call.inputs[1].shape), term), (term,), linear=((0, 2),) if linear else ())
+        return Factors(
+            (term, (WHOLE,) * len(call.inputs[1].shape), term),
+            (term,),
+            linear=((0, 2),) if linear else (),
+        )
 
     return rule
 
 
 def searched(call: Call) -> Factors:
-    """searchsorted: each row of values in its own row, which is sorted or whose order is the third operand; or all in one."""
+    """searchsorted: each row of values in its own row, which is sorted or whose order is the
+    third operand; or all in one."""
     one = len(call.inputs[0].shape) == 1
     reads = ("_", "...", "_") if one else ("... _", "... v", "... _")
     return parse(f"{', '.join(reads[: len(call.inputs)])} -> {reads[1]}", call)
 
 
 def renorm(call: Call) -> Factors:
-    """Slices along ``dim`` are cut down to a largest norm, each by itself. Experiments on numbers below it see nothing of that."""
+    """Slices along ``dim`` are cut down to a largest norm, each by itself. Experiments on
+    numbers below it see nothing of that."""
     rank = len(call.inputs[0].shape)
     dim = argument(call, "dim") % max(rank, 1)
     term = " ".join("v" if d == dim else "_" for d in range(rank))
@@ -54,11 +60,19 @@ def renorm(call: Call) -> Factors:
 
 
 def columns(call: Call) -> Factors:
-    """im2col and col2im: a channel's windows stay together. A single channel's dim, which is broadcast, has no letter."""
-    (image, _), to_columns = sorted((*call.inputs, *call.outputs), key=lambda i: -len(i.shape)), call.target is aten.im2col.default
+    """im2col and col2im: a channel's windows stay together. A single channel's dim, which is
+    broadcast, has no letter."""
+    (image, _), to_columns = (
+        sorted((*call.inputs, *call.outputs), key=lambda i: -len(i.shape)),
+        call.target is aten.im2col.default,
+    )
     c = "c" if image.shape[-3] > 1 else WHOLE
     terms = f"n {c} _ _", f"n {c} _"
-    return parse(f"{terms[0]} -> {terms[1]}" if to_columns else f"{terms[1]} -> {terms[0]}", call, linear=((0,),))
+    return parse(
+        f"{terms[0]} -> {terms[1]}" if to_columns else f"{terms[1]} -> {terms[0]}",
+        call,
+        linear=((0,),),
+    )
 
 
 def unfold(call: Call) -> Factors:
@@ -94,12 +108,17 @@ def diagonal_backward(call: Call) -> Factors:
 
 
 def grouped_mm(call: Call) -> Factors:
-    """A product for each group of rows (or of the inner dim), whose ends are the third operand: grouped dims stay whole.
+    """A product for each group of rows (or of the inner dim), whose ends are the third operand:
+    grouped dims stay whole.
 
-    torch demands that rows begin at multiples of 16 bytes, those of a part too: other dims are split where parts will be so.
+    torch demands that rows begin at multiples of 16 bytes, those of a part too: other dims are
+    split where parts will be so.
     """
     first, second = call.inputs[0].shape, call.inputs[1].shape
-    m, k, n = (x if size % 64 == 0 else WHOLE for x, size in (("m", first[-2]), ("k", first[-1]), ("n", second[-1])))
+    m, k, n = (
+        x if size % 64 == 0 else WHOLE
+        for x, size in (("m", first[-2]), ("k", first[-1]), ("n", second[-1]))
+    )
     text = {
         (2, 3): f"_ {k}, _ {k} {n}, _ -> _ {n}",
         (2, 2): f"{m} _, _ {n}, _ -> _ {m} {n}",
@@ -125,7 +144,14 @@ ACTIVATIONS: Mapping[Any, f.Family] = {
             aten._prelu_kernel_backward.default,
         )
     },
-    **{op: f.pointwise() for op in (aten.hardswish.default, aten.log_sigmoid_forward.default, aten._prelu_kernel.default)},
+    **{
+        op: f.pointwise()
+        for op in (
+            aten.hardswish.default,
+            aten.log_sigmoid_forward.default,
+            aten._prelu_kernel.default,
+        )
+    },
     aten.glu.default: f.along(),
     aten.glu_backward.default: f.along(FIRST),
 }
@@ -169,14 +195,22 @@ IMAGES: Mapping[Any, f.Family] = {
     aten.im2col.default: columns,
     aten.col2im.default: columns,
     aten.grid_sampler_2d.default: Row("n c _ _, n h w _ -> n c h w", FIRST),
-    aten.grid_sampler_2d_backward.default: Row("n c h w, n c _ _, n h w _ -> n c _ _, n h w _", FIRST),
+    aten.grid_sampler_2d_backward.default: Row(
+        "n c h w, n c _ _, n h w _ -> n c _ _, n h w _", FIRST
+    ),
 }
 
 SIGNALS: Mapping[Any, f.Family] = {
-    **{op: f.along(FIRST) for op in (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)},
+    **{
+        op: f.along(FIRST)
+        for op in (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
+    },
     aten.view_as_real.default: Row("... -> ... _", FIRST),
     aten.view_as_complex.default: Row("... _ -> ...", FIRST),
-    **{op: f.pointwise() for op in (aten.polar.default, aten.complex.default, aten.conj_physical.default)},
+    **{
+        op: f.pointwise()
+        for op in (aten.polar.default, aten.complex.default, aten.conj_physical.default)
+    },
     aten.unfold.default: unfold,
     aten.unfold_backward.default: unfold_backward,
     aten.diagonal.default: diagonal,
@@ -185,12 +219,26 @@ SIGNALS: Mapping[Any, f.Family] = {
 }
 
 WINDOWS = (
-    *(getattr(aten, f"{name}_window").default for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
-    *(getattr(aten, f"{name}_window").periodic for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
+    *(
+        getattr(aten, f"{name}_window").default
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+    ),
+    *(
+        getattr(aten, f"{name}_window").periodic
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+    ),
 )
 
 ORDERS: Mapping[Any, f.Family] = {
-    **{op: f.along() for op in (aten.argsort.default, aten.cumprod.default, aten.cummax.default, aten.logcumsumexp.default)},
+    **{
+        op: f.along()
+        for op in (
+            aten.argsort.default,
+            aten.cumprod.default,
+            aten.cummax.default,
+            aten.logcumsumexp.default,
+        )
+    },
     **{
         op: f.reduction(whole=True)
         for op in (
@@ -212,7 +260,15 @@ ORDERS: Mapping[Any, f.Family] = {
     aten.index_add.default: index_add(linear=True),
     aten.index_copy.default: index_add(linear=True),
     aten.scatter_reduce.two: f.scatter(linear=False),
-    **{op: f.factory for op in (aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default, *WINDOWS)},
+    **{
+        op: f.factory
+        for op in (
+            aten.linspace.default,
+            aten.tril_indices.default,
+            aten.triu_indices.default,
+            *WINDOWS,
+        )
+    },
 }
 
 ALGEBRA: Mapping[Any, f.Family] = {

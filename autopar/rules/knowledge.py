@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from autopar.layout import Strategy
+from autopar.core.layout import Strategy
 from autopar.rules.call import Call, KeyedCall
 from autopar.rules.discovery import discover
 from autopar.rules.expansion import expand, is_expansion
@@ -14,7 +14,8 @@ from autopar.rules.table import rule_of
 
 
 def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, and none was discovered that splits it: every rank does all of it."""
+    """Whether the op has no rule, and none was discovered that splits it: every rank does all of
+    it."""
     return rule_of(call.target) is None and not is_discovered(call)
 
 
@@ -29,8 +30,9 @@ def why_replicated(call: Call) -> str:
 
 
 def axis_options(call: Call) -> tuple[AxisOption, ...]:
-    """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at, but dims of size 1 are
-    never sharded. Those of an op without a rule are discovered, if there are any.
+    """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at,
+    but dims of size 1 are never sharded. Those of an op without a rule are discovered, if there are
+    any.
 
     Raises:
         RuleError: where the op's rule does not fit the call.
@@ -52,7 +54,8 @@ def forget() -> None:
 
 
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
-    """All strategies of a call on a mesh, replicate-everything first, in a fixed order (see `expansion`)."""
+    """All strategies of a call on a mesh, replicate-everything first, in a fixed order (see
+    `expansion`)."""
     return _strategies(KeyedCall(call), tuple(mesh_shape))
 
 

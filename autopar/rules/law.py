@@ -1,4 +1,5 @@
-"""The law that every rule must pass: split → run → join equals run (`trial`), for every strategy that is offered."""
+"""The law that every rule must pass: split → run → join equals run (`trial`), for every strategy
+that is offered."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ __all__ = ["check_option", "check_options", "check_strategies", "check_strategy"
 
 
 def check_options(call: Call, make_inputs: Callable[[], Sequence[torch.Tensor]], n: int) -> int:
-    """Check every option of `call` that splits evenly on an axis of size `n`; gives how many there were.
+    """Check every option of `call` that splits evenly on an axis of size `n`; gives how many there
+    were.
 
     Raises:
         RuleError: where an option does not reproduce the whole op.

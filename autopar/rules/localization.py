@@ -1,7 +1,8 @@
 """Local arguments: what one rank calls, given the strategy.
 
-Most ops take the same arguments on shards as on the whole. The rows here are those whose arguments hold sizes, which
-become local; positions, which become `Start` tokens; or whose result on a shard is not simply the op's (a mean).
+Most ops take the same arguments on shards as on the whole. The rows here are those whose arguments
+hold sizes, which become local; positions, which become `Start` tokens; or whose result on a shard
+is not simply the op's (a mean).
 """
 
 from __future__ import annotations
@@ -13,21 +14,34 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from autopar import ops, random_ops
-from autopar.layout import Strategy
+from autopar import ops
+from autopar.core.layout import Strategy
+from autopar.ops import random
 from autopar.ops.formats import torchs_own
-from autopar.rules import dispatch, flex, space
+from autopar.rules import dispatch, flex, windows
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
 from autopar.rules.further import RESIZE_GRADIENTS
-from autopar.rules.losses import IN_ITS_OWN, LOSS_GRADIENTS, LOSSES, MEAN, NONE, SUM, mean_loss_part, reduced_loss
+from autopar.rules.networks import (
+    IN_ITS_OWN,
+    LOSS_GRADIENTS,
+    LOSSES,
+    MEAN,
+    NONE,
+    SUM,
+    mean_loss_part,
+    reduced_loss,
+)
 from autopar.rules.site import Local, Site, groups_of, same
 
 aten = torch.ops.aten
 
 
-def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A rank's share of a mean over `dims` that are split: its sum over the global number of elements, `count`.
+def mean_part(
+    x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A rank's share of a mean over `dims` that are split: its sum over the global number of
+    elements, `count`.
 
     Half types are summed in float32, whose range their sums may need.
     """
@@ -36,7 +50,8 @@ def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, d
 
 
 def _reshape(site: Site) -> Local:
-    """Local operands may have other strides than the whole had, so what was a view may have to copy."""
+    """Local operands may have other strides than the whole had, so what was a view may have to
+    copy."""
     return Local(aten.reshape.default, (site.call.args[0], site.output_shape()), {})
 
 
@@ -46,14 +61,17 @@ def _size(name: str) -> Callable[[Site], Local]:
 
 
 def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], Local]:
-    """`start` is the first index of a dim of an operand, and `size`, where the op takes it, the dim's global size."""
+    """`start` is the first index of a dim of an operand, and `size`, where the op takes it, the
+    dim's global size."""
 
     def local(site: Site) -> Local:
         shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
         at = dim % len(shape)
         if not layout.splitters(at):
             return same(site)
-        return site.change(start=site.start(layout, shape[at], at), **({"size": shape[at]} if sized else {}))
+        return site.change(
+            start=site.start(layout, shape[at], at), **({"size": shape[at]} if sized else {})
+        )
 
     return local
 
@@ -68,16 +86,24 @@ def _drawn(site: Site) -> Local:
 
 
 def _attention(query: int) -> Callable[[Site], Local]:
-    """Parts of the queries know their places; heads that are split without key and value's know which of these they read."""
+    """Parts of the queries know their places; heads that are split without key and value's know
+    which of these they read."""
 
     def local(site: Site) -> Local:
-        (q, k), (shape, shared) = site.strategy.inputs[query : query + 2], (site.call.inputs[i].shape for i in (query, query + 1))
+        (q, k), (shape, shared) = (
+            site.strategy.inputs[query : query + 2],
+            (site.call.inputs[i].shape for i in (query, query + 1)),
+        )
         changes: dict[str, Any] = {}
         if argument(site.call, "is_causal", False) and q.splitters(2):
             changes["q_start"] = site.start(q, shape[2], 2)
             changes |= {"mirrored_in": shape[2]} if q.is_mirrored(2) else {}
         if q.splitters(1) != k.splitters(1):
-            changes["heads"] = (site.start(q, shape[1], 1), site.start(k, shared[1], 1), shape[1] // shared[1])
+            changes["heads"] = (
+                site.start(q, shape[1], 1),
+                site.start(k, shared[1], 1),
+                shape[1] // shared[1],
+            )
         return site.change(**changes)
 
     return local
@@ -87,41 +113,63 @@ def _embedding_backward(site: Site) -> Local:
     layout = site.strategy.outputs[0]
     if not layout.splitters(0):
         return same(site)
-    return site.change(num_rows=site.output_shape()[0], start=site.start(layout, site.call.outputs[0].shape[0], 0))
+    return site.change(
+        num_rows=site.output_shape()[0], start=site.start(layout, site.call.outputs[0].shape[0], 0)
+    )
 
 
 def _dot(site: Site) -> Local:
-    """Parts of what is summed over know where they begin, where there is a bias: the first of them adds it."""
+    """Parts of what is summed over know where they begin, where there is a bias: the first of
+    them adds it."""
     if len(site.call.inputs) == 2:
         return same(site)
     factors, _, result = site.call.args[0].partition("->")
     layout, shape = site.strategy.inputs[0], site.call.inputs[0].shape
     left = factors.partition(",")[0].strip()
-    inner = [dim for dim, letter in enumerate(left) if letter not in result and layout.splitters(dim)]
-    return site.change(starts=tuple(site.start(layout, shape[dim], dim) for dim in inner)) if inner else same(site)
+    inner = [
+        dim for dim, letter in enumerate(left) if letter not in result and layout.splitters(dim)
+    ]
+    return (
+        site.change(starts=tuple(site.start(layout, shape[dim], dim) for dim in inner))
+        if inner
+        else same(site)
+    )
 
 
 def _mean(site: Site) -> Local:
     call, shape = site.call, site.call.inputs[0].shape
     reduced = dims_of(argument(call, "dim"), len(shape))
-    if not any(isinstance(p, Shard) and p.dim in reduced for p in site.strategy.inputs[0].placements):
+    if not any(
+        isinstance(p, Shard) and p.dim in reduced for p in site.strategy.inputs[0].placements
+    ):
         return same(site)
     count = math.prod(shape[dim] for dim in reduced)
     keepdim = bool(argument(call, "keepdim", False))
-    return Local(mean_part, (call.args[0], tuple(sorted(reduced)), keepdim, count, call.outputs[0].dtype), {})
+    return Local(
+        mean_part, (call.args[0], tuple(sorted(reduced)), keepdim, count, call.outputs[0].dtype), {}
+    )
 
 
 def _mean_loss(operand: int) -> Callable[[Site], Local]:
-    """Of a mean over all elements of the loss of `operand` and the next one, a rank has its share."""
+    """Of a mean over all elements of the loss of `operand` and the next one, a rank has its
+    share."""
 
     def local(site: Site) -> Local:
         call = site.call
-        split = any(isinstance(p, Shard) for layout in site.strategy.inputs for p in layout.placements)
+        split = any(
+            isinstance(p, Shard) for layout in site.strategy.inputs for p in layout.placements
+        )
         name, reduction = call.target.__name__.partition(".")[0], argument(call, "reduction", MEAN)
         if reduction != MEAN or not split:
             plain = same(site)
-            return Local(reduced_loss, (name, *plain.args), plain.kwargs) if name in IN_ITS_OWN and reduction != NONE else plain
-        count = math.prod(torch.broadcast_shapes(*(info.shape for info in call.inputs[operand : operand + 2])))
+            return (
+                Local(reduced_loss, (name, *plain.args), plain.kwargs)
+                if name in IN_ITS_OWN and reduction != NONE
+                else plain
+            )
+        count = math.prod(
+            torch.broadcast_shapes(*(info.shape for info in call.inputs[operand : operand + 2]))
+        )
         args, kwargs = replace_arguments(call, {"reduction": SUM})
         return Local(mean_loss_part, (name, count, *args), kwargs)
 
@@ -141,10 +189,19 @@ def _group_norm(operand: int) -> Callable[[Site], Local]:
 LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **{op: _reshape for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)},
     **{op: _reshape for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)},
-    **{op: _size("size") for op in (aten.expand.default, aten.new_zeros.default, aten.new_ones.default)},
+    **{
+        op: _size("size")
+        for op in (aten.expand.default, aten.new_zeros.default, aten.new_ones.default)
+    },
     **{op: _size("size") for op in (aten.new_full.default, aten.new_empty.default)},
-    **{op: _size("input_sizes") for op in (aten.slice_backward.default, aten.select_backward.default)},
-    **{op: _size("input_sizes") for op in (aten.unfold_backward.default, aten.diagonal_backward.default)},
+    **{
+        op: _size("input_sizes")
+        for op in (aten.slice_backward.default, aten.select_backward.default)
+    },
+    **{
+        op: _size("input_sizes")
+        for op in (aten.unfold_backward.default, aten.diagonal_backward.default)
+    },
     **{op: _size("input_size") for op in RESIZE_GRADIENTS},
     **{op: _mean for op in (aten.mean.dim, aten.mean.default)},
     ops.dot: _dot,
@@ -155,12 +212,12 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **dict.fromkeys(dispatch.TOKENS, dispatch.local),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
-    **{op: _drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},
+    **{op: _drawn for op in (random.keep_mask, random.uniform, random.normal, random.randint)},
     **{op: _mean_loss(0) for op in LOSSES},
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),
     aten.native_group_norm_backward.default: _group_norm(1),
-    **space.LOCALIZERS,
+    **windows.LOCALIZERS,
     **flex.LOCALIZERS,
 }
 
@@ -168,7 +225,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
 def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
     """Target, args and kwargs that a rank calls on its shards.
 
-    Sizes are those of the rank's shard; `Start` tokens stand for its first index, `Length` tokens for sizes that differ.
+    Sizes are those of the rank's shard; `Start` tokens stand for its first index, `Length` tokens
+    for sizes that differ.
     """
     site = Site(call, strategy, mesh_shape)
     return LOCALIZERS.get(torchs_own(call.target), same)(site)

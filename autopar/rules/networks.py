@@ -1,16 +1,20 @@
-"""Rules of the ops of neural networks whose notation depends on flags: norms, convolution, losses, attention."""
+"""Rules of the ops of neural networks whose notation depends on flags: norms, convolution,
+losses, attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
-from autopar.layout import PARTIAL, REPLICATE, Strategy
-from autopar.mirrored import Mirrored
-from autopar.rules.call import Call, TensorInfo, argument
+from autopar.core.layout import Strategy
+from autopar.core.placements import PARTIAL, REPLICATE, Mirrored
+from autopar.rules.call import Call, TensorInfo, argument, slots
 from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
 
 
@@ -21,7 +25,8 @@ def layer_norm(call: Call) -> Factors:
 
 
 def layer_norm_backward(call: Call) -> Factors:
-    """native_layer_norm_backward: the gradients of weight and bias are partial sums over the other dims."""
+    """native_layer_norm_backward: the gradients of weight and bias are partial sums over the
+    other dims."""
     last = " ".join(WHOLE * len(argument(call, "normalized_shape")))
     operands = f"... {last}, ... {last}, ... {last}, ... {last}, {last}, {last}"
     return parse(f"{operands} -> ... {last}, {last}, {last}", call, linear=((0,),))
@@ -29,22 +34,35 @@ def layer_norm_backward(call: Call) -> Factors:
 
 def group_norm(call: Call) -> Factors:
     """native_group_norm: batch, and channels by whole groups, whose statistics are [n, groups]."""
-    space, c = " ".join(WHOLE * (len(call.inputs[0].shape) - 2)), WHOLE if argument(call, "group") == 1 else "c"
+    space, c = (
+        " ".join(WHOLE * (len(call.inputs[0].shape) - 2)),
+        WHOLE if argument(call, "group") == 1 else "c",
+    )
     return parse(f"n {c} {space}, {c}, {c} -> n {c} {space}, n {c}, n {c}", call)
 
 
 def group_norm_backward(call: Call) -> Factors:
     """As `group_norm`; the gradients of weight and bias are partial sums over the batch."""
-    space, c = " ".join(WHOLE * (len(call.inputs[0].shape) - 2)), WHOLE if argument(call, "group") == 1 else "c"
-    return parse(f"n {c} {space}, n {c} {space}, n {c}, n {c}, {c} -> n {c} {space}, {c}, {c}", call, linear=((0,),))
+    space, c = (
+        " ".join(WHOLE * (len(call.inputs[0].shape) - 2)),
+        WHOLE if argument(call, "group") == 1 else "c",
+    )
+    return parse(
+        f"n {c} {space}, n {c} {space}, n {c}, n {c}, {c} -> n {c} {space}, {c}, {c}",
+        call,
+        linear=((0,),),
+    )
 
 
 def nll_loss_forward(call: Call) -> Factors:
-    """The class dim stays whole; the batch too where the loss is a mean, whose divisor is global."""
+    """The class dim stays whole; the batch too where the loss is a mean, whose divisor is
+    global."""
     n = WHOLE if argument(call, "reduction", 1) == 1 else "n"
     batched = len(call.inputs[0].shape) == 2
     term = f"{n} _" if batched else "_"
-    return parse(f"{term}, {n if batched else ''}, _ -> {n if call.outputs[0].shape else ''}, ", call)
+    return parse(
+        f"{term}, {n if batched else ''}, _ -> {n if call.outputs[0].shape else ''}, ", call
+    )
 
 
 def nll_loss_backward(call: Call) -> Factors:
@@ -56,28 +74,37 @@ def nll_loss_backward(call: Call) -> Factors:
 
 
 def weight_norm(call: Call) -> Factors:
-    """_weight_norm_interface and its backward: norms are taken over all dims but one, which is parallel."""
+    """_weight_norm_interface and its backward: norms are taken over all dims but one, which is
+    parallel."""
     dim, rank = argument(call, "dim", 0), len(call.inputs[0].shape)
     term = " ".join("n" if d == dim % rank else WHOLE for d in range(rank))
-    return parse(f"{', '.join([term] * len(call.inputs))} -> {term}, {term}", call, linear=((0,),) if len(call.inputs) > 2 else ())
+    return parse(
+        f"{', '.join([term] * len(call.inputs))} -> {term}, {term}",
+        call,
+        linear=((0,),) if len(call.inputs) > 2 else (),
+    )
 
 
 def attention(call: Call) -> Factors:
-    """Batch, heads, and the query's sequence, mirrored too where it is causal; where query heads share those of key and value, query heads
-    alone as well."""
+    """Batch, heads, and the query's sequence, mirrored too where it is causal; where query heads
+    share those of key and value, query heads alone as well."""
     factors = parse("b h q _, b h _ _, b h _ _, b h q _ -> b h q _, b h q", call)
     return replace(factors, further=(*_query_heads(call, 0, 1), *_mirrored(call, 0, 1)))
 
 
 def attention_backward(call: Call) -> Factors:
-    """As `attention`; over the query's sequence, and its heads alone, the gradients of key and value are partial sums."""
+    """As `attention`; over the query's sequence, and its heads alone, the gradients of key and
+    value are partial sums."""
     row = "b h q _"
-    factors = parse(f"{row}, {row}, b h _ _, b h _ _, {row}, b h q, {row} -> {row}, b h _ _, b h _ _", call)
+    factors = parse(
+        f"{row}, {row}, b h _ _, b h _ _, {row}, b h q, {row} -> {row}, b h _ _, b h _ _", call
+    )
     return replace(factors, further=(*_query_heads(call, 1, 2), *_mirrored(call, 1, 2)))
 
 
 def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
-    """Split what has the query's number of heads, and repeat what has the key's; a rank reads the heads that it needs."""
+    """Split what has the query's number of heads, and repeat what has the key's; a rank reads
+    the heads that it needs."""
     heads, shared = (call.inputs[i].shape[1] for i in (query, key))
     if heads == shared:
         return ()
@@ -92,17 +119,96 @@ def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
 
 
 def _mirrored(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
-    """Causal attention of mirrored parts of the queries, whose work is the same for all ranks (`autopar.mirrored`)."""
+    """Causal attention of mirrored parts of the queries, whose work is the same for all ranks
+    (`autopar.core.placements`)."""
     masked = len(call.inputs) > (3 if query == 0 else 6)
     length = call.inputs[query].shape[2]
-    if masked or not argument(call, "is_causal", False) or call.inputs[key].shape[2] != length or length == 1:
+    if (
+        masked
+        or not argument(call, "is_causal", False)
+        or call.inputs[key].shape[2] != length
+        or length == 1
+    ):
         return ()
-    inputs = tuple(REPLICATE if number in (key, key + 1) else Mirrored(2) for number in range(len(call.inputs)))
-    return (AxisOption(inputs, (Mirrored(2), Mirrored(2)) if query == 0 else (Mirrored(2), PARTIAL, PARTIAL)),)
+    inputs = tuple(
+        REPLICATE if number in (key, key + 1) else Mirrored(2) for number in range(len(call.inputs))
+    )
+    return (
+        AxisOption(
+            inputs, (Mirrored(2), Mirrored(2)) if query == 0 else (Mirrored(2), PARTIAL, PARTIAL)
+        ),
+    )
 
 
 def heads_nest(call: Call, strategy: Strategy) -> bool:
-    """Whether the query's heads of every rank read heads of key and value that it has: axes which split both are the outer ones."""
+    """Whether the query's heads of every rank read heads of key and value that it has: axes
+    which split both are the outer ones."""
     first = 1 if call.target is ops.attention_backward else 0
     query, key = (strategy.inputs[i].splitters(1) for i in (first, first + 1))
     return query[: len(key)] == key
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses of two tensors element by element, averaged, summed or neither: the rules, and what a
+# rank computes of an average.
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+_REDUCTION = 2  # position of that argument, of all of them
+LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+)
+IN_ITS_OWN = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss"})
+LOSS_GRADIENTS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
+
+
+def loss(call: Call) -> Factors:
+    """Every dim is parallel; a sum over it, or a share of a mean, is partial."""
+    terms = ", ".join("..." for _ in slots(call))
+    return parse(f"{terms} -> {'' if argument(call, 'reduction', MEAN) else '...'}", call)
+
+
+def loss_gradient(call: Call) -> Factors:
+    """Every dim is parallel; the gradient that comes in is a scalar where the loss was."""
+    rest = ", ".join("..." for _ in slots(call)[1:])
+    return parse(f"{'...' if call.inputs[0].shape else ''}, {rest} -> ...", call, linear=((0,),))
+
+
+def reduced_loss(name: str, *args: Any, **kwargs: Any) -> Tensor:
+    """A mean or a sum of a loss, in memory of its own: torch's kernels of `IN_ITS_OWN` reduce into
+    that of the unreduced loss, which is as large as the scores, and held as long as what is
+    reduced."""
+    reduction = args[_REDUCTION] if len(args) > _REDUCTION else kwargs.get("reduction", MEAN)
+    further = {key: value for key, value in kwargs.items() if key != "reduction"}
+    each: Tensor = getattr(aten, name).default(
+        *args[:_REDUCTION], NONE, *args[_REDUCTION + 1 :], **further
+    )
+    return each.mean() if reduction == MEAN else each.sum()
+
+
+def mean_loss_part(name: str, count: int, *args: Any, **kwargs: Any) -> Tensor:
+    """A rank's share of a mean loss of `count` elements, or its part of that loss' gradient: the
+    sum's, over `count`.
+
+    Half types are computed in float32, whose range their sums may need.
+    """
+    first = next(a for a in args if isinstance(a, Tensor))
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    wide = tuple(a.float() if half and isinstance(a, Tensor) else a for a in args)
+    result: Tensor = (
+        reduced_loss(name, *wide, **kwargs)
+        if name in IN_ITS_OWN
+        else getattr(aten, name).default(*wide, **kwargs)
+    )
+    return result.div_(count).to(first.dtype)

@@ -2,7 +2,8 @@
 
     autopar.rules.register(torch.ops.mine.scaled_mm.default, "m k, k n -> m n", linear=((0,), (1,)))
 
-The law is tried on the user's examples, or, where the op's schema says enough, on tensors made from the rule's letters.
+The law is tried on the user's examples, or, where the op's schema says enough, on tensors made from
+the rule's letters.
 """
 
 from __future__ import annotations
@@ -12,50 +13,83 @@ from typing import Any
 
 import torch
 
-from autopar.ambient import as_written
+from autopar.core.autocast_state import as_written
 from autopar.errors import RuleError
 from autopar.rules.call import Call, Operand, TensorInfo, call_on, op_name
 from autopar.rules.discovery import unfit
 from autopar.rules.expansion import expand
 from autopar.rules.knowledge import forget
-from autopar.rules.notation import WHOLE, Factors, options, terms_of
-from autopar.rules.rows import Row
-from autopar.rules.samples import RECIPES, tensors_for
+from autopar.rules.notation import WHOLE, Factors, Row, options, terms_of
+from autopar.rules.small_calls import RECIPES, tensors_for
 from autopar.rules.table import REGISTERED, TABLE
 from autopar.rules.trial import check_strategy, run
 
 Example = Sequence[Any] | Mapping[str, Any]
 _MESHES = ((2,), (3,), (2, 2))
-_SIZES = ((8, 10, 14, 16, 20, 22, 26), (6,) * 7, (5, 7, 9, 11, 13, 15, 17))  # of letters: even, equal, odd
+_SIZES = (
+    (8, 10, 14, 16, 20, 22, 26),
+    (6,) * 7,
+    (5, 7, 9, 11, 13, 15, 17),
+)  # of letters: even, equal, odd
 _WHOLE_SIZE = 6
-_ASK = "pass examples=[(tensor, ...), ...]: arguments that the op takes, with every letter's dim larger than 1 in some example"
+_ASK = (
+    "pass examples=[(tensor, ...), ...]: arguments that the op takes, with every letter's dim"
+    " larger than 1 in some example"
+)
 
 
-def register(op: Any, rule: str, *, linear: Iterable[Iterable[int]] = (), reduce_op: str = "sum", examples: Iterable[Example] = ()) -> None:
-    """Tell autopar how an op may be split: its rule in factor notation (see `autopar.rules.notation`).
+def register(
+    op: Any,
+    rule: str,
+    *,
+    linear: Iterable[Iterable[int]] = (),
+    reduce_op: str = "sum",
+    examples: Iterable[Example] = (),
+) -> None:
+    """Tell autopar how an op may be split: its rule in factor notation (see
+    `autopar.rules.notation`).
 
     Args:
-        op: an OpOverload, ``torch.ops.mine.name`` with one overload, or what ``torch.library.custom_op`` gives.
+        op: an OpOverload, ``torch.ops.mine.name`` with one overload, or what
+            ``torch.library.custom_op`` gives.
         rule: one term per tensor parameter and per result, as in ``"m k, k n -> m n"``.
         linear: sets of tensor parameters, by position, in which the op is linear together.
-        reduce_op: how partial results of letters that a result lacks are reduced: ``sum``, ``max`` or ``min``.
-        examples: arguments to try the rule on, each a tuple of positional or a dict of named ones. Without any, float tensors are
-            made from the letters; all other arguments then need defaults.
+        reduce_op: how partial results of letters that a result lacks are reduced: ``sum``, ``max``
+            or ``min``.
+        examples: arguments to try the rule on, each a tuple of positional or a dict of named ones.
+            Without any, float tensors are made from the letters; all other arguments then need
+            defaults.
 
     Raises:
-        RuleError: where the rule is wrong (with the counterexample), does not fit the op, or cannot be tried; the op then
-            keeps what it had.
+        RuleError: where the rule is wrong (with the counterexample), does not fit the op, or cannot
+            be tried; the op then keeps what it had.
     """
     target = _overload(op)
     row = Row(rule, tuple(map(tuple, linear)), reduce_op)
     if reduce_op not in ("sum", "max", "min"):
-        raise RuleError(f"reduce op {reduce_op!r} is unknown", where=op_name(target), remedy="write sum, max or min")
+        raise RuleError(
+            f"reduce op {reduce_op!r} is unknown",
+            where=op_name(target),
+            remedy="write sum, max or min",
+        )
     if target in TABLE:
-        raise RuleError("the op has a rule in autopar's own table", where=op_name(target), remedy="only ops without one can be registered")
+        raise RuleError(
+            "the op has a rule in autopar's own table",
+            where=op_name(target),
+            remedy="only ops without one can be registered",
+        )
     if reason := unfit(target):
-        raise RuleError(f"the op cannot have a rule: {reason}", where=op_name(target), remedy="make it a function of its arguments alone")
+        raise RuleError(
+            f"the op cannot have a rule: {reason}",
+            where=op_name(target),
+            remedy="make it a function of its arguments alone",
+        )
     given = [_example(target, e) for e in examples]
-    calls = [c for call, tensors in given for c in _with_other_values(call, tensors)] if given else list(_generated(target, row))
+    calls = (
+        [c for call, tensors in given for c in _with_other_values(call, tensors)]
+        if given
+        else list(_generated(target, row))
+    )
     _check(target, row, calls)
     REGISTERED[target] = row
     forget()
@@ -80,7 +114,9 @@ def _example(target: Any, example: Example) -> Trial:
         with as_written():
             result = target(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything
-        raise RuleError(f"the op does not take the example: {error}", where=op_name(target), remedy=_ASK) from error
+        raise RuleError(
+            f"the op does not take the example: {error}", where=op_name(target), remedy=_ASK
+        ) from error
     return call_on(target, args, kwargs, result)
 
 
@@ -89,7 +125,10 @@ def _with_other_values(call: Call, tensors: list[torch.Tensor]) -> Iterator[Tria
     yield call, tensors
     for recipe in RECIPES:
         made = tensors_for(call.inputs, recipe)
-        other = [m.to(t.device) if t.dtype.is_floating_point else t for m, t in zip(made, tensors, strict=True)]
+        other = [
+            m.to(t.device) if t.dtype.is_floating_point else t
+            for m, t in zip(made, tensors, strict=True)
+        ]
         if _is_taken(call, other):
             yield call, other
 
@@ -123,13 +162,19 @@ def _generated(target: Any, row: Row) -> Iterator[Trial]:
                 except Exception as error:  # a user's op may raise anything
                     problem = str(error)
                     continue
-                call, _ = call_on(target, tuple(tensors), {}, results if len(results) > 1 else results[0])
+                call, _ = call_on(
+                    target, tuple(tensors), {}, results if len(results) > 1 else results[0]
+                )
                 if _is_taken(call, tensors):
                     found = True
                     yield call, tensors
         if found:
             return
-    raise RuleError(f"the op does not take what the rule's letters say: {problem}", where=op_name(target), remedy=_ASK)
+    raise RuleError(
+        f"the op does not take what the rule's letters say: {problem}",
+        where=op_name(target),
+        remedy=_ASK,
+    )
 
 
 def _operands(target: Any, num_terms: int) -> tuple[Operand, ...] | None:
@@ -137,14 +182,20 @@ def _operands(target: Any, num_terms: int) -> tuple[Operand, ...] | None:
     parameters = target._schema.arguments
     needed = [a for a in parameters if not a.has_default_value()]
     leading = parameters[:num_terms]
-    if len(needed) > num_terms or len(leading) < num_terms or any(str(a.type) not in ("Tensor", "Optional[Tensor]") for a in leading):
+    if (
+        len(needed) > num_terms
+        or len(leading) < num_terms
+        or any(str(a.type) not in ("Tensor", "Optional[Tensor]") for a in leading)
+    ):
         return None
     return tuple(map(Operand, range(num_terms)))
 
 
 def _shapes(terms: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     letters = dict.fromkeys(x for term in terms for x in term if x not in (WHOLE, "..."))
-    size_of = {letter: sizes[i % len(sizes)] for i, letter in enumerate(letters)} | {WHOLE: _WHOLE_SIZE}
+    size_of = {letter: sizes[i % len(sizes)] for i, letter in enumerate(letters)} | {
+        WHOLE: _WHOLE_SIZE
+    }
     for term in terms:
         yield tuple(s for x in term for s in (sizes[-2:] if x == "..." else (size_of[x],)))
 
@@ -152,7 +203,9 @@ def _shapes(terms: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[tu
 def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
     tried: set[str] = set()
     with as_written(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # of the CPU alone, where it runs: those of GPUs are the script's
+        torch.default_generator.manual_seed(
+            0
+        )  # of the CPU alone, where it runs: those of GPUs are the script's
         for call, tensors in trials:
             factors = row(call)
             every = options(factors, call)
@@ -163,14 +216,32 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
                         check_strategy(call, tensors, strategy, mesh_shape)
                     except RuleError as error:
                         what = f"rule {row.text!r} is wrong on a mesh of {mesh_shape}: {error.what}"
-                        raise RuleError(what, where=op_name(target), remedy="correct the rule; _ keeps a dim whole") from error
-    untried = [x for term in terms_of(row.text)[0] for x in term if x not in (WHOLE, "...") and x not in tried]
+                        raise RuleError(
+                            what,
+                            where=op_name(target),
+                            remedy="correct the rule; _ keeps a dim whole",
+                        ) from error
+    untried = [
+        x
+        for term in terms_of(row.text)[0]
+        for x in term
+        if x not in (WHOLE, "...") and x not in tried
+    ]
     if untried:
-        raise RuleError(f"no example tries letter {untried[0]!r}: its dim is 1 in all", where=op_name(target), remedy=_ASK)
+        raise RuleError(
+            f"no example tries letter {untried[0]!r}: its dim is 1 in all",
+            where=op_name(target),
+            remedy=_ASK,
+        )
 
 
 def _letters_tried(factors: Factors, call: Call) -> set[str]:
-    return {x for term, info in zip(factors.inputs, call.inputs, strict=True) for x, n in zip(term, info.shape, strict=True) if n > 1}
+    return {
+        x
+        for term, info in zip(factors.inputs, call.inputs, strict=True)
+        for x, n in zip(term, info.shape, strict=True)
+        if n > 1
+    }
 
 
 def unregister(op: Any) -> None:
@@ -181,5 +252,7 @@ def unregister(op: Any) -> None:
     """
     target = _overload(op)
     if REGISTERED.pop(target, None) is None:
-        raise RuleError("the op was not registered", where=op_name(target), remedy="register it first")
+        raise RuleError(
+            "the op was not registered", where=op_name(target), remedy="register it first"
+        )
     forget()

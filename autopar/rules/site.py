@@ -1,4 +1,5 @@
-"""What a rule's local arguments are made of: a call at a strategy on a mesh, and the tokens that stand for a rank's own numbers."""
+"""What a rule's local arguments are made of: a call at a strategy on a mesh, and the tokens that
+stand for a rank's own numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.layout import Layout, Strategy, local_range, local_shape
+from autopar.core.layout import Layout, Strategy, local_range, local_shape
 from autopar.rules.call import Call, argument, replace_arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Stands in local arguments for this rank's first global index along a dim of global size `dim_size`, less `before`, which
-    lie in its halo."""
+    """Stands in local arguments for this rank's first global index along a dim of global size
+    `dim_size`, less `before`, which lie in its halo."""
 
     dim_size: int
     layout: Layout
@@ -22,12 +23,16 @@ class Start:
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
         """The index at a rank's coordinate."""
-        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0] - self.before
+        return (
+            local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0]
+            - self.before
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Stands in local arguments for the length of this rank's part of a dim of global size `dim_size` that is split unevenly."""
+    """Stands in local arguments for the length of this rank's part of a dim of global size
+    `dim_size` that is split unevenly."""
 
     dim_size: int
     layout: Layout
@@ -40,8 +45,9 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Stands in local arguments for the first global indices of the parts of a dim of which each is at another rank of this rank's group
-    along `axis`, a splitter of the dim, in the order of these ranks."""
+    """Stands in local arguments for the first global indices of the parts of a dim of which each is
+    at another rank of this rank's group along `axis`, a splitter of the dim, in the order of these
+    ranks."""
 
     dim_size: int
     layout: Layout
@@ -50,8 +56,14 @@ class Starts:
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
         """The indices at a rank's coordinate."""
-        around = ((*coordinate[: self.axis], place, *coordinate[self.axis + 1 :]) for place in range(mesh_shape[self.axis]))
-        return tuple(local_range(self.dim_size, self.layout, self.dim, mesh_shape, there)[0] for there in around)
+        around = (
+            (*coordinate[: self.axis], place, *coordinate[self.axis + 1 :])
+            for place in range(mesh_shape[self.axis])
+        )
+        return tuple(
+            local_range(self.dim_size, self.layout, self.dim, mesh_shape, there)[0]
+            for there in around
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +90,13 @@ class Site:
     def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int | Length, ...]:
         """Numbers where all ranks have the same, tokens elsewhere."""
         largest = local_shape(shape, layout, self.mesh_shape)
-        even = [size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)]
-        return tuple(n if e else Length(shape[dim], layout, dim) for dim, (n, e) in enumerate(zip(largest, even, strict=True)))
+        even = [
+            size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)
+        ]
+        return tuple(
+            n if e else Length(shape[dim], layout, dim)
+            for dim, (n, e) in enumerate(zip(largest, even, strict=True))
+        )
 
     def change(self, **changes: Any) -> Local:
         return Local(self.call.target, *replace_arguments(self.call, changes))

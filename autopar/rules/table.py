@@ -1,7 +1,8 @@
 """The table: one row of op knowledge per op.
 
-A row is a notation text (see `notation`), or a family that makes the factors of a call. `linear` lists sets of slots in
-which the op is linear together. What an op's local arguments are is in `localization`.
+A row is a notation text (see `notation`), or a family that makes the factors of a call. `linear`
+lists sets of slots in which the op is linear together. What an op's local arguments are is in
+`localization`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import Any
 
 import torch
 
-from autopar import extreme_ops, norm_ops, ops, random_ops
+from autopar import ops
+from autopar.ops import extremes, norms, random
 from autopar.ops.formats import torchs_own
 from autopar.rules import families as f
-from autopar.rules import flex, losses, networks, windows
+from autopar.rules import flex, networks, windows
+from autopar.rules import networks as losses
 from autopar.rules.call import argument
 from autopar.rules.dispatch import dispatching
 from autopar.rules.further import FURTHER
-from autopar.rules.notation import parse
-from autopar.rules.rows import BOTH, EITHER, FIRST, Row
+from autopar.rules.notation import BOTH, EITHER, FIRST, Row, parse
 
 aten = torch.ops.aten
 
@@ -52,9 +54,14 @@ EMBEDDING: Mapping[Any, f.Family] = {
     ),
 }
 
-EXPERTS: Mapping[Any, f.Family] = {  # f lies between two linears with an activation; what is split of it, or of the experts, adds up
+EXPERTS: Mapping[
+    Any, f.Family
+    # f lies between two linears with an activation; what is split of it, or of the experts, adds up
+] = {
     ops.experts: f.also(Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))), dispatching),
-    ops.experts_backward: f.also(Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST), dispatching),
+    ops.experts_backward: f.also(
+        Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST), dispatching
+    ),
 }
 
 LOSS: Mapping[Any, f.Family] = {
@@ -74,11 +81,11 @@ NORMS: Mapping[Any, f.Family] = {
     aten.native_layer_norm_backward.default: networks.layer_norm_backward,
     aten.native_group_norm.default: networks.group_norm,
     aten.native_group_norm_backward.default: networks.group_norm_backward,
-    norm_ops.channel_sum: Row("n c ... -> c", FIRST),
-    norm_ops.squared_deviation: Row("n c ..., c -> c"),
-    norm_ops.scaled_product: Row("n c ..., n c ..., c, c -> c", FIRST),
-    norm_ops.normalize: Row("n c ..., c, c, c, c -> n c ..."),
-    norm_ops.normalize_backward: Row("n c ..., n c ..., c, c, c, c, c -> n c ..."),
+    norms.channel_sum: Row("n c ... -> c", FIRST),
+    norms.squared_deviation: Row("n c ..., c -> c"),
+    norms.scaled_product: Row("n c ..., n c ..., c, c -> c", FIRST),
+    norms.normalize: Row("n c ..., c, c, c, c -> n c ..."),
+    norms.normalize_backward: Row("n c ..., n c ..., c, c, c, c, c -> n c ..."),
     ops.square_sum: Row("... h -> ..."),
     ops.rms_norm: Row("... h, ..., h -> ... h"),
     ops.rms_product: Row("... h, ... h, h -> ...", FIRST),
@@ -109,7 +116,10 @@ POOLING: Mapping[Any, f.Family] = {
 }
 
 REDUCTIONS: Mapping[Any, f.Family] = {
-    **{op: f.reduction(linear=True) for op in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)},
+    **{
+        op: f.reduction(linear=True)
+        for op in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+    },
     **{op: f.reduction("max") for op in (aten.amax.default, aten.max.default)},
     **{op: f.reduction("min") for op in (aten.amin.default, aten.min.default)},
     **{
@@ -132,9 +142,9 @@ REDUCTIONS: Mapping[Any, f.Family] = {
             aten.prod.dim_int,
         )
     },
-    extreme_ops.is_extreme: f.along(),
-    extreme_ops.is_scattered_extreme: f.scatter(linear=False),
-    extreme_ops.cdist_backward: Row("... p r, ... p _, ... r _ -> ... p _", FIRST),
+    extremes.is_extreme: f.along(),
+    extremes.is_scattered_extreme: f.scatter(linear=False),
+    extremes.cdist_backward: Row("... p r, ... p _, ... r _ -> ... p _", FIRST),
     **{op: f.along() for op in (aten.sort.default, aten.argsort.stable, aten.topk.default)},
     aten.flip.default: f.along(FIRST),
     aten.cumsum.default: f.along(FIRST),
@@ -200,7 +210,15 @@ FACTORIES: Mapping[Any, f.Family] = {
             aten.eye.default,
         )
     },
-    **{op: f.new_tensor for op in (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)},
+    **{
+        op: f.new_tensor
+        for op in (
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+            aten.new_empty.default,
+        )
+    },
 }
 
 POINTWISE_LINEAR: Mapping[Any, f.Family] = {
@@ -229,14 +247,16 @@ POINTWISE_LINEAR: Mapping[Any, f.Family] = {
             aten.softplus_backward.default,
         )
     },
-    aten.masked_fill.Scalar: lambda call: f.pointwise(FIRST if argument(call, "value") == 0 else ())(call),
+    aten.masked_fill.Scalar: lambda call: f.pointwise(
+        FIRST if argument(call, "value") == 0 else ()
+    )(call),
     aten.copy.default: f.pointwise(((1,),)),
 }
 
 RANDOM: Mapping[Any, f.Family] = {
-    **{op: f.drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},
-    random_ops.masked_scale: f.pointwise(FIRST),
-    random_ops.gamma: Row("..., ... _, ... _, ... -> ..."),
+    **{op: f.drawn for op in (random.keep_mask, random.uniform, random.normal, random.randint)},
+    random.masked_scale: f.pointwise(FIRST),
+    random.gamma: Row("..., ... _, ... _, ... -> ..."),
     aten._standard_gamma_grad.default: f.pointwise(),
     aten._dirichlet_grad.default: Row("... _, ... _, ... _ -> ... _"),
 }
@@ -275,7 +295,8 @@ REGISTERED: dict[Callable[..., Any], f.Family] = {}
 
 
 def rule_of(target: Callable[..., Any]) -> f.Family | None:
-    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None. What stands for an ATen op has that op's."""
+    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None. What
+    stands for an ATen op has that op's."""
     target = torchs_own(target)
     if target in TABLE:
         return TABLE[target]

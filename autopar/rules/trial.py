@@ -1,7 +1,8 @@
 """Split → run → join: one strategy of a call, tried on numbers.
 
-The operands are split as a strategy says (a partial sum into random addends), every rank runs the localized call on its
-parts, the results are joined as the strategy says (replicated results must agree) and compared with the whole op.
+The operands are split as a strategy says (a partial sum into random addends), every rank runs the
+localized call on its parts, the results are joined as the strategy says (replicated results must
+agree) and compared with the whole op.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Shard
 
+from autopar.core.layout import Layout, Strategy, local_range
+from autopar.core.placements import second_start, window
 from autopar.errors import RuleError
-from autopar.halo import window
-from autopar.layout import Layout, Strategy, local_range
-from autopar.mirrored import second_start
-from autopar.ops.dispatched import DISPATCHED, Together
+from autopar.ops.experts import DISPATCHED, Together
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
@@ -27,23 +27,38 @@ from autopar.rules.site import Length, Local, Start, Starts
 
 Coordinate = tuple[int, ...]
 Parts = dict[Coordinate, torch.Tensor]
-_JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def check_option(call: Call, inputs: Sequence[torch.Tensor], option: AxisOption, n: int) -> None:
     """Check one option on an axis of size `n`."""
-    strategy = Strategy(tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs))
+    strategy = Strategy(
+        tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs)
+    )
     check_strategy(call, inputs, strategy, (n,))
 
 
-def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strategy, mesh_shape: Sequence[int]) -> None:
+def check_strategy(
+    call: Call, inputs: Sequence[torch.Tensor], strategy: Strategy, mesh_shape: Sequence[int]
+) -> None:
     """Check one strategy.
 
     Raises:
-        RuleError: where a rank cannot run the op, replicated results differ, or the joined result is not the whole one.
+        RuleError: where a rank cannot run the op, replicated results differ, or the joined result
+            is not the whole one.
     """
-    ranks, random = list(itertools.product(*map(range, mesh_shape))), torch.Generator("cpu").manual_seed(0)
-    parts = [split(x, layout, mesh_shape, random) for x, layout in zip(inputs, strategy.inputs, strict=True)]
+    ranks, random = (
+        list(itertools.product(*map(range, mesh_shape))),
+        torch.Generator("cpu").manual_seed(0),
+    )
+    parts = [
+        split(x, layout, mesh_shape, random)
+        for x, layout in zip(inputs, strategy.inputs, strict=True)
+    ]
     local, tolerance = localize(call, strategy, mesh_shape), tolerance_of(call)
     operands = {rank: [p[rank] for p in parts] for rank in ranks}
     expected = run(call.target, call.args, call.kwargs, inputs, (), ())
@@ -51,15 +66,28 @@ def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strateg
         if local.target in DISPATCHED:
             results = run_together(local, operands, mesh_shape)
         else:
-            results = {rank: run(local.target, local.args, local.kwargs, operands[rank], mesh_shape, rank) for rank in ranks}
+            results = {
+                rank: run(local.target, local.args, local.kwargs, operands[rank], mesh_shape, rank)
+                for rank in ranks
+            }
     except Exception as error:  # a user's op may raise anything
         raise _broken(call, strategy, f"a rank cannot run it: {error}") from error
     for number, whole in enumerate(expected):
         if call.outputs[number] == NO_TENSOR:
             continue
-        joined = join({rank: results[rank][number] for rank in ranks}, whole, strategy.outputs[number], mesh_shape, tolerance)
+        joined = join(
+            {rank: results[rank][number] for rank in ranks},
+            whole,
+            strategy.outputs[number],
+            mesh_shape,
+            tolerance,
+        )
         if isinstance(joined, str) or not close(joined, whole, tolerance):
-            raise _broken(call, strategy, joined if isinstance(joined, str) else _difference(number, joined, whole))
+            raise _broken(
+                call,
+                strategy,
+                joined if isinstance(joined, str) else _difference(number, joined, whole),
+            )
 
 
 def run(
@@ -74,41 +102,55 @@ def run(
     if target is operator.getitem:
         return (tensors[0],)
     filled = [_filled(a, tensors, mesh_shape, rank) for a in args]
-    return _results(target(*filled, **{k: _filled(v, tensors, mesh_shape, rank) for k, v in kwargs.items()}))
+    return _results(
+        target(*filled, **{k: _filled(v, tensors, mesh_shape, rank) for k, v in kwargs.items()})
+    )
 
 
 def run_together(
     local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
-    """Run what ranks do together along a mesh axis, its last argument but one (`autopar.ops.dispatched`); by rank."""
+    """Run what ranks do together along a mesh axis, its last argument but one
+    (`autopar.ops.experts`); by rank."""
     *args, _, axis, _ = local.args
     results: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
     for first in (rank for rank in operands if not rank[axis]):
         group = [(*first[:axis], place, *first[axis + 1 :]) for place in range(mesh_shape[axis])]
-        found = local.target([tuple(_filled(a, operands[rank], mesh_shape, rank) for a in args) for rank in group], Together())
+        found = local.target(
+            [tuple(_filled(a, operands[rank], mesh_shape, rank) for a in args) for rank in group],
+            Together(),
+        )
         results.update(zip(group, map(_results, found), strict=True))
     return results
 
 
-def _filled(value: Any, tensors: Sequence[torch.Tensor], mesh_shape: Sequence[int], rank: Coordinate) -> Any:
+def _filled(
+    value: Any, tensors: Sequence[torch.Tensor], mesh_shape: Sequence[int], rank: Coordinate
+) -> Any:
     if isinstance(value, Operand):
         return tensors[value.index]
     if isinstance(value, Start | Length | Starts):
         return value.at(mesh_shape, rank)
-    return [_filled(v, tensors, mesh_shape, rank) for v in value] if isinstance(value, tuple) else value
+    return (
+        [_filled(v, tensors, mesh_shape, rank) for v in value]
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def _results(result: Any) -> tuple[torch.Tensor, ...]:
     return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 
-def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], random: torch.Generator) -> Parts:
-    """The part of `x` at every coordinate. Partial axes come first, so that ranks which differ only on replicated axes get
-    the same addends.
+def split(
+    x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], random: torch.Generator
+) -> Parts:
+    """The part of `x` at every coordinate. Partial axes come first, so that ranks which differ only
+    on replicated axes get the same addends.
 
     Args:
-        random: a generator on the CPU, from which the addends of a partial sum are drawn. The default generator is not used: its
-            numbers belong to the script that compiles a model.
+        random: a generator on the CPU, from which the addends of a partial sum are drawn. The
+            default generator is not used: its numbers belong to the script that compiles a model.
     """
     partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     addends: Parts = {(): x}
@@ -117,22 +159,37 @@ def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], random: to
         pieces = {at: _addends(part, reduce_op, size, random) for at, part in addends.items()}
         addends = {(*at, i): pieces[at][i] for at in addends for i in range(size)}
     ranks = itertools.product(*map(range, mesh_shape))
-    return {rank: _part(addends[tuple(rank[axis] for axis in partial)], layout, mesh_shape, rank).clone() for rank in ranks}
+    return {
+        rank: (
+            _part(addends[tuple(rank[axis] for axis in partial)], layout, mesh_shape, rank).clone()
+        )
+        for rank in ranks
+    }
 
 
-def _part(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> torch.Tensor:
+def _part(
+    x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], rank: Coordinate
+) -> torch.Tensor:
     """What lies at a coordinate, halos included, of mirrored parts both halves."""
     for dim in range(x.dim()):
         start, length = local_range(x.shape[dim], layout, dim, mesh_shape, rank)
         halo = layout.halo(dim)
         if layout.is_mirrored(dim):
-            x = torch.cat([x.narrow(dim, at, length // 2) for at in (start, second_start(x.shape[dim], length, start))], dim=dim)
+            x = torch.cat(
+                [
+                    x.narrow(dim, at, length // 2)
+                    for at in (start, second_start(x.shape[dim], length, start))
+                ],
+                dim=dim,
+            )
         else:
             x = x.narrow(dim, start, length) if halo is None else window(x, halo, start, length)
     return x
 
 
-def _indices(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[torch.Tensor, ...]:
+def _indices(
+    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate
+) -> tuple[torch.Tensor, ...]:
     """Which elements of the whole a part without halos has, per dim, to be indexed with."""
     found = []
     for dim, size in enumerate(shape):
@@ -144,11 +201,18 @@ def _indices(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], ra
     return torch.meshgrid(*found, indexing="ij") if found else ()
 
 
-def _addends(x: torch.Tensor, reduce_op: str, size: int, random: torch.Generator) -> list[torch.Tensor]:
+def _addends(
+    x: torch.Tensor, reduce_op: str, size: int, random: torch.Generator
+) -> list[torch.Tensor]:
     """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
     size_of_x = float(x.abs().max()) if x.numel() and x.is_floating_point() else 8.0
-    unit = 2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0  # a power of two rounds nothing
-    drawn = [torch.randint(1, 9, x.shape, generator=random, device="cpu").to(x.device) for _ in range(size)]
+    unit = (
+        2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0
+    )  # a power of two rounds nothing
+    drawn = [
+        torch.randint(1, 9, x.shape, generator=random, device="cpu").to(x.device)
+        for _ in range(size)
+    ]
     noise = [(numbers * unit * (-1) ** i).to(x.dtype) for i, numbers in enumerate(drawn)]
     if reduce_op == "sum":
         rest = noise[:-1]
@@ -158,7 +222,9 @@ def _addends(x: torch.Tensor, reduce_op: str, size: int, random: torch.Generator
     return [torch.where(holder == i, x, x + sign * n.abs()) for i, n in enumerate(noise)]
 
 
-def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], tolerance: float) -> torch.Tensor | str:
+def join(
+    parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], tolerance: float
+) -> torch.Tensor | str:
     """The global tensor, or what is wrong with the parts."""
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard):
@@ -177,13 +243,17 @@ def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence
     for rank, part in parts.items():
         own = _indices(whole.shape, layout, mesh_shape, rank)
         if result[own].shape != part.shape or part.dtype != whole.dtype:
-            return f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype} {tuple(result[own].shape)} is due"
+            return (
+                f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype}"
+                f" {tuple(result[own].shape)} is due"
+            )
         result[own] = part
     return result
 
 
 def tolerance_of(call: Call) -> float:
-    """Single precision rounds; half precision does too, but where a rule holds only up to that, it is refused."""
+    """Single precision rounds; half precision does too, but where a rule holds only up to that,
+    it is refused."""
     single = any(info.dtype == torch.float32 for info in (*call.inputs, *call.outputs))
     return 1e-5 if single else 1e-9
 
@@ -200,7 +270,10 @@ def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
     """What differs most."""
     apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
     at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
-    return f"result {number} is not the whole op's: {joined[at].item():.6g} where {whole[at].item():.6g} is due, at {list(at)}"
+    return (
+        f"result {number} is not the whole op's: {joined[at].item():.6g} where"
+        f" {whole[at].item():.6g} is due, at {list(at)}"
+    )
 
 
 def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:

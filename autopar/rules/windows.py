@@ -1,8 +1,9 @@
 """Convolution and pooling: ops that see space through windows, and may be split over it.
 
-A dim of H elements has H' results, each of which sees a window of e elements, ``e = dilation · (kernel − 1) + 1``; windows
-begin every s elements, the first p before the dim. Where ``H = s · H'``, which "same" padding and pooling by a divisor give,
-parts of the dim and of the results begin together on every rank. A rank then needs from its neighbours
+A dim of H elements has H' results, each of which sees a window of e elements, ``e = dilation ·
+(kernel − 1) + 1``; windows begin every s elements, the first p before the dim. Where ``H = s ·
+H'``, which "same" padding and pooling by a divisor give, parts of the dim and of the results begin
+together on every rank. A rank then needs from its neighbours
 
     for its results                p elements before its own, max(0, e − p − s) after
     for the gradient of its own    ⌊(e − 1 − p) / s⌋ of the results' gradients before, ⌈p / s⌉ after
@@ -12,18 +13,26 @@ Other dims stay whole, and so do those of transposed convolutions whose windows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.halo import Halo
-from autopar.layout import PARTIAL, REPLICATE
-from autopar.ops.windows import Edges
+from autopar.core.layout import Layout
+from autopar.core.placements import PARTIAL, REPLICATE, Halo
+from autopar.ops.windows import (
+    Edges,
+    avg_pool_backward_part,
+    convolution_backward_part,
+    max_pool_backward_part,
+    max_pool_part,
+)
 from autopar.rules.call import NO_TENSOR, Call, argument, slots
 from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
+from autopar.rules.site import Local, Site, Start, groups_of, same
 
 aten = torch.ops.aten
 FIRST = ((0,),)
@@ -42,7 +51,9 @@ class Window:
         """What a part needs of its neighbours (see the module docstring)."""
         after = max(0, self.extent - self.padding - self.stride)
         grad_before = (self.extent - 1 - self.padding) // self.stride
-        return Edges(grad_before, -(-self.padding // self.stride), self.padding, after, self.padding)
+        return Edges(
+            grad_before, -(-self.padding // self.stride), self.padding, after, self.padding
+        )
 
 
 Windows = tuple[Window | None, ...]
@@ -58,9 +69,18 @@ def each(values: Sequence[int], num: int) -> tuple[int, ...]:
     return tuple(values) * num if len(values) == 1 else tuple(values)
 
 
-def _windows(extents: Sequence[int], strides: Sequence[int], paddings: Sequence[int], x: Sequence[int], out: Sequence[int]) -> Windows:
+def _windows(
+    extents: Sequence[int],
+    strides: Sequence[int],
+    paddings: Sequence[int],
+    x: Sequence[int],
+    out: Sequence[int],
+) -> Windows:
     found = zip(extents, strides, paddings, x, out, strict=True)
-    return tuple(Window(e, s, p) if size == s * results and results > 1 else None for e, s, p, size, results in found)
+    return tuple(
+        Window(e, s, p) if size == s * results and results > 1 else None
+        for e, s, p, size, results in found
+    )
 
 
 def convolution_windows(call: Call) -> Windows:
@@ -69,11 +89,20 @@ def convolution_windows(call: Call) -> Windows:
     x, weight = _shape_of(call, "input")[2:], _shape_of(call, "weight")[2:]
     out = (_shape_of(call, "grad_output") if backward else call.outputs[0].shape)[2:]
     num = len(weight)
-    stride, padding, dilation = (each(argument(call, name), num) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = (
+        each(argument(call, name), num) for name in ("stride", "padding", "dilation")
+    )
     extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight, strict=True)]
-    if argument(call, "transposed"):  # a result sees one element where windows neither overlap nor leave gaps
-        apart = [e == s and p == 0 and size * s == n for e, s, p, size, n in zip(extents, stride, padding, x, out, strict=True)]
-        return tuple(Window(1, 1, 0) if ok and size > 1 else None for ok, size in zip(apart, x, strict=True))
+    if argument(
+        call, "transposed"
+    ):  # a result sees one element where windows neither overlap nor leave gaps
+        apart = [
+            e == s and p == 0 and size * s == n
+            for e, s, p, size, n in zip(extents, stride, padding, x, out, strict=True)
+        ]
+        return tuple(
+            Window(1, 1, 0) if ok and size > 1 else None for ok, size in zip(apart, x, strict=True)
+        )
     return _windows(extents, stride, padding, x, out)
 
 
@@ -86,14 +115,21 @@ def pooling_windows(call: Call, num: int) -> Windows:
     dilation = (1,) * num if averages else each(argument(call, "dilation", (1,)), num)
     extents = tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True))
     backward = "backward" in call.target.__name__
-    x, out = _shape_of(call, "self")[-num:], (call.inputs[0] if backward else call.outputs[0]).shape[-num:]
+    x, out = (
+        _shape_of(call, "self")[-num:],
+        (call.inputs[0] if backward else call.outputs[0]).shape[-num:],
+    )
     if averages and any(padding) and not argument(call, "count_include_pad", True):
         return (None,) * num  # at the ends it divides by less
     if not argument(call, "ceil_mode", False):
         return _windows(extents, stride, padding, x, out)
-    # with the last windows reaching beyond the padding: a maximum does not mind, an average divides by less
+    # with the last windows reaching beyond the padding: a maximum does not mind, an average divides
+    # by less
     found = zip(_windows(extents, stride, padding, x, out), x, strict=True)
-    ends = lambda w, size: w.extent >= w.padding + w.stride and not (averages and (size + 2 * w.padding - w.extent) % w.stride)  # noqa: E731
+    ends = lambda w, size: (  # noqa: E731
+        w.extent >= w.padding + w.stride
+        and not (averages and (size + 2 * w.padding - w.extent) % w.stride)
+    )  # noqa: E731, RUF100
     return tuple(w if w is not None and ends(w, size) else None for w, size in found)
 
 
@@ -111,9 +147,11 @@ def seen_back(edges: Edges, dim: int) -> Shard:
     return _placed(dim, edges.grad_before, edges.grad_after)
 
 
-def over_space(call: Call, windows: Windows, place: Callable[[Edges, int], Sequence[Placement]]) -> tuple[AxisOption, ...]:
-    """The options that split one spatial dim. `place` gives the operands' and results' placements, of an operand that is
-    missing and a result that is None none."""
+def over_space(
+    call: Call, windows: Windows, place: Callable[[Edges, int], Sequence[Placement]]
+) -> tuple[AxisOption, ...]:
+    """The options that split one spatial dim. `place` gives the operands' and results' placements,
+    of an operand that is missing and a result that is None none."""
     rank, num = len(call.inputs[0].shape), len(windows)
     found = []
     for i, window in enumerate(windows):
@@ -133,18 +171,28 @@ def _channels(call: Call) -> tuple[str, str, str, str]:
 
 
 def convolution(call: Call) -> Factors:
-    """Batch, output channels, groups where each has one channel, without a bias input channels, and space.
-    With a bias a partial sum over input channels would count it once per rank."""
+    """Batch, output channels, groups where each has one channel, without a bias input channels, and
+    space. With a bias a partial sum over input channels would count it once per rank."""
     space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
     has_bias = argument(call, "bias") is not None
     x, w0, w1, out = (WHOLE if letter == "c" and has_bias else letter for letter in _channels(call))
-    factors = parse(f"n {x} {space}, {w0} {w1} {space}, {out} -> n {out} {space}", call, linear=() if has_bias else ((0,), (1,)))
+    factors = parse(
+        f"n {x} {space}, {w0} {w1} {space}, {out} -> n {out} {space}",
+        call,
+        linear=() if has_bias else ((0,), (1,)),
+    )
     others = (REPLICATE,) * (len(call.inputs) - 1)
-    return replace(factors, further=over_space(call, convolution_windows(call), lambda e, d: (seen(e, d), *others, Shard(d))))
+    return replace(
+        factors,
+        further=over_space(
+            call, convolution_windows(call), lambda e, d: (seen(e, d), *others, Shard(d))
+        ),
+    )
 
 
 def convolution_backward(call: Call) -> Factors:
-    """As `convolution`; the bias' gradient depends on no input channel, and over space weight and bias have partial sums."""
+    """As `convolution`; the bias' gradient depends on no input channel, and over space weight
+    and bias have partial sums."""
     space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
     x, w0, w1, out = _channels(call)
     operands = f"n {out} {space}, n {x} {space}, {w0} {w1} {space}"
@@ -155,7 +203,15 @@ def convolution_backward(call: Call) -> Factors:
         grad = seen_back(edges, dim) if wants_x else Shard(dim)
         operand = seen(edges, dim) if wants_weight else Shard(dim)
         results = [Shard(dim), PARTIAL, PARTIAL]
-        return grad, operand, REPLICATE, *(p if o != NO_TENSOR else REPLICATE for p, o in zip(results, call.outputs, strict=True))
+        return (
+            grad,
+            operand,
+            REPLICATE,
+            *(
+                p if o != NO_TENSOR else REPLICATE
+                for p, o in zip(results, call.outputs, strict=True)
+            ),
+        )
 
     return replace(factors, further=over_space(call, convolution_windows(call), place))
 
@@ -169,7 +225,11 @@ def max_pool(num: int) -> Callable[[Call], Factors]:
     """max_pool with indices over the last `num` dims: batch, channels, and space."""
 
     def rule(call: Call) -> Factors:
-        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen(e, d, lowest=True), Shard(d), Shard(d)))
+        further = over_space(
+            call,
+            pooling_windows(call, num),
+            lambda e, d: (seen(e, d, lowest=True), Shard(d), Shard(d)),
+        )
         return replace(parse(_terms(num, 1, 2), call), further=further)
 
     return rule
@@ -179,7 +239,11 @@ def max_pool_backward(num: int) -> Callable[[Call], Factors]:
     """Its gradient, of operands (gradient, the pooling's operand, indices)."""
 
     def rule(call: Call) -> Factors:
-        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), seen_back(e, d), Shard(d)))
+        further = over_space(
+            call,
+            pooling_windows(call, num),
+            lambda e, d: (seen_back(e, d), Shard(d), seen_back(e, d), Shard(d)),
+        )
         return replace(parse(_terms(num, 3, 1), call, FIRST), further=further)
 
     return rule
@@ -199,20 +263,227 @@ def avg_pool_backward(num: int) -> Callable[[Call], Factors]:
     """Its gradient, of operands (gradient, the pooling's operand)."""
 
     def rule(call: Call) -> Factors:
-        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), Shard(d)))
+        further = over_space(
+            call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), Shard(d))
+        )
         return replace(parse(_terms(num, 2, 1), call, FIRST), further=further)
 
     return rule
 
 
 def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
-    """Nearest-neighbour resizing: space too, where a dim grows by a whole factor, which no scale of another value says otherwise."""
+    """Nearest-neighbour resizing: space too, where a dim grows by a whole factor, which no scale
+    of another value says otherwise."""
     names = ("scales",) if num == 1 else ("scales_d", "scales_h", "scales_w")[-num:]
 
     def rule(call: Call) -> Factors:
-        small, large = (call.outputs[0], call.inputs[0]) if gradient else (call.inputs[0], call.outputs[0])
-        grown = zip(small.shape[-num:], large.shape[-num:], (argument(call, name) for name in names), strict=True)
-        letters = " ".join(f"s{i}" if b % a == 0 and s in (None, b // a) else WHOLE for i, (a, b, s) in enumerate(grown))
+        small, large = (
+            (call.outputs[0], call.inputs[0]) if gradient else (call.inputs[0], call.outputs[0])
+        )
+        grown = zip(
+            small.shape[-num:],
+            large.shape[-num:],
+            (argument(call, name) for name in names),
+            strict=True,
+        )
+        letters = " ".join(
+            f"s{i}" if b % a == 0 and s in (None, b // a) else WHOLE
+            for i, (a, b, s) in enumerate(grown)
+        )
         return parse(f"... {letters} -> ... {letters}", call, FIRST)
 
     return rule
+
+
+# --------------------------------------------------------------------------------------------------
+# Local arguments of ops over space: see `autopar.rules.windows` and `autopar.ops.windows`.
+
+
+def _is_split(layout: Layout, rank: int, num: int) -> tuple[bool, ...]:
+    """Which of the last `num` of `rank` dims are split."""
+    return tuple(bool(layout.splitters(dim)) for dim in range(rank - num, rank))
+
+
+def _padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, ...]:
+    """0 where the dim is split: there the halo has it already."""
+    return tuple(0 if s else p for p, s in zip(each(padding, len(split)), split, strict=True))
+
+
+def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[Edges | None, ...]:
+    """Per spatial dim what lies around a part's own elements, None where the dim is not split."""
+    found: list[Edges | None] = []
+    for dim, window in enumerate(windows, rank - len(windows)):
+        if not operand.splitters(dim):
+            found.append(None)
+            continue
+        assert window is not None, "only dims that may be split are"
+        around, of_grad = operand.halo(dim), grad.halo(dim)
+        found.append(
+            Edges(
+                of_grad.before if of_grad else 0,
+                of_grad.after if of_grad else 0,
+                around.before if around else 0,
+                around.after if around else 0,
+                window.padding,
+            )
+        )
+    return tuple(found)
+
+
+def local_convolution(site: Site) -> Local:
+    """Groups are split with their channels; padding of a split dim has become its halo."""
+    rank = len(site.call.inputs[0].shape)
+    split = _is_split(site.strategy.inputs[0], rank, rank - 2)
+    return site.change(
+        groups=groups_of(site, 0), padding=_padding(argument(site.call, "padding"), split)
+    )
+
+
+def local_convolution_backward(site: Site) -> Local:
+    """As `convolution`."""
+    call, (grad, operand, *_) = site.call, site.strategy.inputs
+    rank = len(call.inputs[0].shape)
+    split = _is_split(operand, rank, rank - 2)
+    sizes = argument(call, "bias_sizes")
+    if sizes is not None and call.outputs[2] != NO_TENSOR:
+        sizes = site.output_shape(2)
+    if not any(split) or argument(call, "transposed"):
+        return site.change(groups=groups_of(site, 1), bias_sizes=sizes)
+    stride, padding, dilation, mask = (
+        argument(call, name) for name in ("stride", "padding", "dilation", "output_mask")
+    )
+    edges = _edges(convolution_windows(call), grad, operand, rank)
+    args = (
+        *call.args[:3],
+        sizes,
+        stride,
+        _padding(padding, split),
+        dilation,
+        groups_of(site, 1),
+        mask,
+        edges,
+    )
+    return Local(convolution_backward_part, args, {})
+
+
+def _starts(site: Site, operand: int, num: int) -> tuple[Start | int, ...]:
+    """Per spatial dim the index of the rank's first element, of its halo where it has one."""
+    shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
+    found: list[Start | int] = []
+    for dim in range(len(shape) - num, len(shape)):
+        halo = layout.halo(dim)
+        start = site.start(layout, shape[dim], dim)
+        found.append(
+            Start(start.dim_size, start.layout, dim, halo.before)
+            if halo and isinstance(start, Start)
+            else start
+        )
+    return tuple(found)
+
+
+def _max_pool(num: int) -> Callable[[Site], Local]:
+    def local(site: Site) -> Local:
+        shape, layout = site.call.inputs[0].shape, site.strategy.inputs[0]
+        split = _is_split(layout, len(shape), num)
+        if not any(split):
+            return same(site)
+        defaults = {
+            "kernel_size": None,
+            "stride": (),
+            "padding": (0,),
+            "dilation": (1,),
+            "ceil_mode": False,
+        }
+        kernel, stride, padding, dilation, ceil_mode = (
+            argument(site.call, name, value) for name, value in defaults.items()
+        )
+        settings = kernel, stride, _padding(padding, split), dilation, ceil_mode
+        return Local(
+            max_pool_part, (site.call.args[0], *settings, _starts(site, 0, num), shape[-num:]), {}
+        )
+
+    return local
+
+
+def _max_pool_backward(num: int) -> Callable[[Site], Local]:
+    def local(site: Site) -> Local:
+        shape = site.call.inputs[1].shape
+        if not any(_is_split(site.strategy.inputs[1], len(shape), num)):
+            return same(site)
+        indices = argument(site.call, "indices")
+        return Local(
+            max_pool_backward_part,
+            (*site.call.args[:2], indices, _starts(site, 1, num), shape[-num:]),
+            {},
+        )
+
+    return local
+
+
+def _avg_pool(num: int) -> Callable[[Site], Local]:
+    def local(site: Site) -> Local:
+        split = _is_split(site.strategy.inputs[0], len(site.call.inputs[0].shape), num)
+        return (
+            site.change(padding=_padding(argument(site.call, "padding", (0,)), split))
+            if any(split)
+            else same(site)
+        )
+
+    return local
+
+
+def _avg_pool_backward(num: int) -> Callable[[Site], Local]:
+    def local(site: Site) -> Local:
+        call, (grad, operand) = site.call, site.strategy.inputs
+        rank = len(call.inputs[1].shape)
+        split = _is_split(operand, rank, num)
+        if not any(split):
+            return same(site)
+        names = (
+            "kernel_size",
+            "stride",
+            "padding",
+            "ceil_mode",
+            "count_include_pad",
+            "divisor_override",
+        )
+        kernel, stride, padding, *others = (argument(call, name) for name in names)
+        edges = _edges(pooling_windows(call, num), grad, operand, rank)
+        return Local(
+            avg_pool_backward_part,
+            (*call.args[:2], kernel, stride, _padding(padding, split), *others, edges),
+            {},
+        )
+
+    return local
+
+
+def _resized(num: int, *, gradient: bool = False) -> Callable[[Site], Local]:
+    """Nearest-neighbour resizing: sizes are arguments."""
+
+    def local(site: Site) -> Local:
+        sizes: dict[str, Any] = {
+            "output_size": (site.input_shape(0) if gradient else site.output_shape())[-num:]
+        }
+        return site.change(**sizes, **({"input_size": site.output_shape()} if gradient else {}))
+
+    return local
+
+
+LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
+    aten.convolution.default: local_convolution,
+    aten.convolution_backward.default: local_convolution_backward,
+    aten.max_pool2d_with_indices.default: _max_pool(2),
+    aten.max_pool3d_with_indices.default: _max_pool(3),
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
+    aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
+    aten.avg_pool2d.default: _avg_pool(2),
+    aten.avg_pool3d.default: _avg_pool(3),
+    aten.avg_pool2d_backward.default: _avg_pool_backward(2),
+    aten.avg_pool3d_backward.default: _avg_pool_backward(3),
+    aten.upsample_nearest1d.default: _resized(1),
+    aten.upsample_nearest2d.default: _resized(2),
+    aten.upsample_nearest3d.default: _resized(3),
+    aten.upsample_nearest2d_backward.default: _resized(2, gradient=True),
+    aten.upsample_nearest3d_backward.default: _resized(3, gradient=True),
+}

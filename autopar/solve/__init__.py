@@ -2,16 +2,33 @@
 
 from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluated, fits
-from autopar.solve.least import Least, Lightest, least_budget
 from autopar.solve.lp_file import write_lp
+from autopar.solve.min_budget import Least, Lightest, least_budget
 from autopar.solve.moves import variant_load
 from autopar.solve.multipliers import quickest
-from autopar.solve.named import check_solver
+from autopar.solve.pick_kernels import Taken, within
 from autopar.solve.prices import op_load, routed_load
+from autopar.solve.pulp_models import check_solver
 from autopar.solve.solver import choices_or_least, shortage, solve
-from autopar.solve.taken import Taken, within
 
 __all__ = [
-    "Common", "Evaluation", "Least", "Lightest", "Taken", "check_solver", "choices_or_least", "evaluate", "evaluated", "fits",
-    "least_budget", "op_load", "quickest", "routed_load", "shortage", "solve", "variant_load", "within", "write_lp",
-]  # fmt: skip
+    "Common",
+    "Evaluation",
+    "Least",
+    "Lightest",
+    "Taken",
+    "check_solver",
+    "choices_or_least",
+    "evaluate",
+    "evaluated",
+    "fits",
+    "least_budget",
+    "op_load",
+    "quickest",
+    "routed_load",
+    "shortage",
+    "solve",
+    "variant_load",
+    "within",
+    "write_lp",
+]

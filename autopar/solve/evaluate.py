@@ -1,29 +1,121 @@
 """What given choices cost, by arithmetic alone: no solver, exact trees of collectives.
 
-A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.streams`), which is what is minimised: trees are the cheapest where
-an early second costs s, or, where early communication then outlasts compute, those of other balances with which the step is shorter
-(`autopar.solve.balanced`).
+A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.core.streams`), which is what
+is minimised: trees are the cheapest where an early second costs s, or, where early communication
+then outlasts compute, those of other balances with which the step is shorter
+(`autopar.solve.evaluate`).
 
-A kernel that is on offer (`autopar.cost.kernels`) is taken where it saves something: of one collective by one product, and of a product
-either what is gathered for it or what its result is scattered by, for all instances alike (`autopar.solve.taken`).
+A kernel that is on offer (`autopar.cost.kernels`) is taken where it saves something: of one
+collective by one product, and of a product either what is gathered for it or what its result is
+scattered by, for all instances alike (`autopar.solve.pick_kernels`).
 
-The same function prices the incumbent, runner-ups and hand-made choices, and says which versions of a value forward
-makes, which are kept and which collectives run. Emission follows it step by step, so that what is priced is emitted.
+The same function prices the incumbent, runner-ups and hand-made choices, and says which versions of
+a value forward makes, which are kept and which collectives run. Emission follows it step by step,
+so that what is priced is emitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.choices import Choices
-from autopar.problem import Problem
-from autopar.solve.balanced import balanced
-from autopar.solve.memory import budget_rows
-from autopar.solve.moves import Moves, Redistribution, moves_of
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices
+from autopar.core.streams import ON_COMPUTE, Balance, Load
+from autopar.solve.memory_rows import budget_rows
+from autopar.solve.moves import Moves, Redistribution, moved_load, moves_of
+from autopar.solve.pick_kernels import regions_of, saved_by, within, without_clashes
 from autopar.solve.prices import op_load, routed_load
-from autopar.solve.taken import regions_of, saved_by, within, without_clashes
-from autopar.streams import ON_COMPUTE, Balance, Load
+
+# --------------------------------------------------------------------------------------------------
+# Trees of collectives where early communication outlasts compute.
+#
+# Where the trees that cost least at λ = 1 (`autopar.core.streams`) leave no phase outlasted, none
+# is better. Else the compute of a phase that is outlasted costs nothing, and its early
+# communication all that it takes: at λ = 0. Where that makes compute the longer in turn, the best
+# lies between, and λ is sought there by halves. A tensor whose trees are the same at both ends has
+# no others between. Of the rest each takes those, of all that were seen, with which the step is the
+# shortest.
+
+_HALVES = 4
+_BETTER = 1e-12  # of a step, relative
+
+
+def balanced(
+    problem: Problem,
+    first: Sequence[Moves],
+    at: Callable[[int, Balance], Moves],
+    load: Callable[[Sequence[Moves]], Load],
+) -> Sequence[Moves]:
+    """The trees of all variants that make the step the shortest.
+
+    Args:
+        first: those of λ = 1. at: those of a variant at a balance. load: of a step with such trees.
+    """
+    slowdown = problem.overlap_slowdown
+    tried, loads = [first], [load(first)]
+    outlasted = loads[0].unbalanced(slowdown)
+    bounds = [(0.0, 1.0) if said else (1.0, 1.0) for said in outlasted]
+    open_ = range(len(first))
+    for _ in range(1 + _HALVES if any(outlasted) else 0):
+        balance = _middle(bounds) if len(tried) > 1 else (bounds[0][0], bounds[1][0])
+        found = {v: at(v, balance) for v in open_}
+        tried.append([found.get(v, moves) for v, moves in enumerate(first)])
+        loads.append(load(tried[-1]))
+        open_ = [v for v in open_ if len(tried) > 2 or found[v] != first[v]]  # type: ignore[assignment]
+        bounds = [
+            _narrowed(*each)
+            for each in zip(bounds, balance, loads[-1].unbalanced(slowdown), strict=True)
+        ]
+        if not open_ or all(low == high for low, high in bounds):
+            break
+    best = min(range(len(tried)), key=lambda n: loads[n].least_s(slowdown))
+    return _each_its_best(problem, tried, best, loads[best])
+
+
+def _middle(bounds: Sequence[tuple[float, float]]) -> Balance:
+    forward, backward = ((low + high) / 2 for low, high in bounds)
+    return forward, backward
+
+
+def _narrowed(bounds: tuple[float, float], share: float, outlasted: bool) -> tuple[float, float]:
+    """Where λ of a phase may be, if one share leaves it outlasted, or does not."""
+    low, high = bounds
+    return (low, share) if outlasted and low < high else (max(low, share), high)
+
+
+def _each_its_best(
+    problem: Problem, tried: Sequence[Sequence[Moves]], best: int, total: Load
+) -> list[Moves]:
+    """From the best of all so far one change after the other, each the one that saves the most,
+    until none saves anything."""
+    found, slowdown = list(tried[best]), problem.overlap_slowdown
+    options = {
+        v: ways
+        for v, ways in ((v, _distinct(each)) for v, each in enumerate(zip(*tried, strict=True)))
+        if len(ways) > 1
+    }
+    moved = {v: [moved_load(problem, v, way) for way in ways] for v, ways in options.items()}
+    changes = [(v, n) for v, ways in options.items() for n in range(len(ways))]
+
+    def after(change: tuple[int, int]) -> Load:
+        v, n = change
+        return total + moved[v][n] + moved[v][options[v].index(found[v])].scaled(-1.0)
+
+    while changes:
+        v, n = best_one = min(changes, key=lambda change: after(change).least_s(slowdown))
+        if after(best_one).least_s(slowdown) >= total.least_s(slowdown) * (1.0 - _BETTER):
+            break
+        total, found[v] = after(best_one), options[v][n]
+    return found
+
+
+def _distinct(ways: Sequence[Moves]) -> list[Moves]:
+    found: list[Moves] = []
+    for way in ways:
+        if way not in found:
+            found.append(way)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +126,17 @@ class Evaluation:
         compute_s, communication_s: as they take alone. saved_s: what kernels save of both.
         load: how much of the rest may run at once.
         slowdown: the profile's `overlap_slowdown`.
-        kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
+        kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always,
+            and at the end.
         host_bytes: of the host's memory, at most.
-        outlasted: whether communication outlasts compute in some phase, or would with the trees that cost least where it does not.
+        outlasted: whether communication outlasts compute in some phase, or would with the trees
+            that cost least where it does not.
         kept: per variant, the versions kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
-        resting_bytes: left side of each budget row (`autopar.solve.memory.budget_rows`), in their order.
-        regions: those that kernels and routes need; `static_bytes` holds them, too. routed: the ops whose routes are taken, and whether
-            as backward runs them again.
+        resting_bytes: left side of each budget row (`autopar.solve.memory_rows.budget_rows`), in
+            their order.
+        regions: those that kernels and routes need; `static_bytes` holds them, too. routed: the ops
+            whose routes are taken, and whether as backward runs them again.
     """
 
     compute_s: float
@@ -68,7 +163,10 @@ class Evaluation:
 
 def fits(problem: Problem, evaluation: Evaluation) -> bool:
     """Whether all budget rows hold, and the host's."""
-    return max(evaluation.resting_bytes) <= problem.budget_bytes and evaluation.host_bytes <= problem.host_budget_bytes
+    return (
+        max(evaluation.resting_bytes) <= problem.budget_bytes
+        and evaluation.host_bytes <= problem.host_budget_bytes
+    )
 
 
 def evaluate(
@@ -81,17 +179,25 @@ def evaluate(
     """Price choices.
 
     Args:
-        strategies: strategy index per op. recomputed: strategy index per op that backward runs again.
-        kept: per variant, the versions that may be kept; by default every keepable layout that forward makes, on the devices.
+        strategies: strategy index per op. recomputed: strategy index per op that backward runs
+            again.
+        kept: per variant, the versions that may be kept; by default every keepable layout that
+            forward makes, on the devices.
         regions: those that kernels may use; by default all.
     """
     problem = within(problem, regions)
     found = _evaluate(problem, strategies, recomputed or {}, kept)
-    if found.saved_s and found.outlasted:  # compute waits there anyway, so that kernels may save nothing
-        without = _evaluate(replace(problem, kernels={}, routes={}), strategies, recomputed or {}, kept)
+    if (
+        found.saved_s and found.outlasted
+    ):  # compute waits there anyway, so that kernels may save nothing
+        without = _evaluate(
+            replace(problem, kernels={}, routes={}), strategies, recomputed or {}, kept
+        )
         found = min(found, without, key=lambda e: e.objective_s)
     if found.outlasted and (kept is None or _versions(found.kept) != _versions(kept)):
-        return evaluate(problem, strategies, recomputed, found.kept)  # so that from what is kept the same trees are found again
+        return evaluate(
+            problem, strategies, recomputed, found.kept
+        )  # so that from what is kept the same trees are found again
     return found
 
 
@@ -105,7 +211,10 @@ def evaluated(problem: Problem, choices: Choices) -> Evaluation:
 
 
 def _evaluate(
-    problem: Problem, strategies: Sequence[int], recomputed: Mapping[int, int], kept: Mapping[int, tuple[int, ...]] | None
+    problem: Problem,
+    strategies: Sequence[int],
+    recomputed: Mapping[int, int],
+    kept: Mapping[int, tuple[int, ...]] | None,
 ) -> Evaluation:
     def at(v: int, balance: Balance) -> Moves:
         return moves_of(problem, v, strategies, recomputed, kept, balance)
@@ -114,17 +223,37 @@ def _evaluate(
     found = _priced(problem, strategies, recomputed, first)
     if not any(found.load.unbalanced(found.slowdown)):
         return found
-    best = balanced(problem, first, at, lambda moves: _priced(problem, strategies, recomputed, moves).load)
+    best = balanced(
+        problem, first, at, lambda moves: _priced(problem, strategies, recomputed, moves).load
+    )
     return replace(_priced(problem, strategies, recomputed, best), outlasted=True)
 
 
-def _priced(problem: Problem, strategies: Sequence[int], recomputed: Mapping[int, int], moves: Sequence[Moves]) -> Evaluation:
+def _priced(
+    problem: Problem,
+    strategies: Sequence[int],
+    recomputed: Mapping[int, int],
+    moves: Sequence[Moves],
+) -> Evaluation:
     """With these trees."""
-    compute = sum(op.count * op.strategies[s].time_s for op, s in zip(problem.ops, strategies, strict=True))
-    compute += sum(problem.ops[o].count * problem.ops[o].strategies[s].time_s for o, s in recomputed.items())
-    static = sum(op.count * op.strategies[s].static_bytes for op, s in zip(problem.ops, strategies, strict=True))
-    gradient = sum(op.count * op.strategies[s].gradient_bytes for op, s in zip(problem.ops, strategies, strict=True))
-    on_host = sum(op.count * op.strategies[s].host_bytes for op, s in zip(problem.ops, strategies, strict=True))
+    compute = sum(
+        op.count * op.strategies[s].time_s for op, s in zip(problem.ops, strategies, strict=True)
+    )
+    compute += sum(
+        problem.ops[o].count * problem.ops[o].strategies[s].time_s for o, s in recomputed.items()
+    )
+    static = sum(
+        op.count * op.strategies[s].static_bytes
+        for op, s in zip(problem.ops, strategies, strict=True)
+    )
+    gradient = sum(
+        op.count * op.strategies[s].gradient_bytes
+        for op, s in zip(problem.ops, strategies, strict=True)
+    )
+    on_host = sum(
+        op.count * op.strategies[s].host_bytes
+        for op, s in zip(problem.ops, strategies, strict=True)
+    )
     forward: dict[int, Redistribution] = {}
     backward: dict[int, Redistribution] = {}
     kept_now: dict[int, tuple[int, ...]] = {}
@@ -138,8 +267,15 @@ def _priced(problem: Problem, strategies: Sequence[int], recomputed: Mapping[int
         stored[v] = sum(map(value.host_bytes, keep))
         on_host += problem.num_in_flight * problem.variants[v].count * stored[v]
     kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
-    communication = sum(problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items())
-    runs = [*((n, s, False) for n, s in enumerate(strategies)), *((n, s, True) for n, s in recomputed.items())]
+    communication = sum(
+        problem.variants[v].count * r.time_s
+        for phase in (forward, backward)
+        for v, r in phase.items()
+    )
+    runs = [
+        *((n, s, False) for n, s in enumerate(strategies)),
+        *((n, s, True) for n, s in recomputed.items()),
+    ]
     load = sum((op_load(problem, n, s, again=again) for n, s, again in runs), Load())
     moved = ((v, r) for phase in (forward, backward) for v, r in phase.items() if r.arcs)
     load = sum((r.load.scaled(problem.variants[v].count) for v, r in moved), load)
@@ -147,14 +283,38 @@ def _priced(problem: Problem, strategies: Sequence[int], recomputed: Mapping[int
     routes = {(n, again): problem.routes[n, s] for n, s, again in runs if (n, s) in problem.routes}
     regions = regions_of(forward, backward).union(*(route.regions for route in routes.values()))
     static += sum(problem.regions[region] for region in regions)
-    resting = tuple(row.size(static, strategies, recomputed, held, stored) for row in budget_rows(problem))
-    saved = [(problem, v, late, r) for late, phase in ((False, forward), (True, backward)) for v, r in phase.items() if r.taken]
+    resting = tuple(
+        row.size(static, strategies, recomputed, held, stored) for row in budget_rows(problem)
+    )
+    saved = [
+        (problem, v, late, r)
+        for late, phase in ((False, forward), (True, backward))
+        for v, r in phase.items()
+        if r.taken
+    ]
     less = sum((saved_by(*each) for each in saved), Load())
-    less = sum((routed_load(problem, n, route.saved_s, again=again) for (n, again), route in routes.items()), less)
+    less = sum(
+        (
+            routed_load(problem, n, route.saved_s, again=again)
+            for (n, again), route in routes.items()
+        ),
+        less,
+    )
     load = replace(load + less, serial_s=compute + communication + less.serial_s)
     return Evaluation(
-        compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown,
-        -less.serial_s, regions, frozenset(routes), on_host,
-    )  # fmt: skip
-
-
+        compute,
+        communication,
+        kept_bytes,
+        static,
+        gradient,
+        kept_now,
+        forward,
+        backward,
+        resting,
+        load,
+        problem.overlap_slowdown,
+        -less.serial_s,
+        regions,
+        frozenset(routes),
+        on_host,
+    )

@@ -1,41 +1,51 @@
 """The program, formula by formula.
 
-Indices: n op, s strategy, v variant of a value, l layout of the value, a arc (one collective), c reader (op and operand).
-All variables are multiplied in the objective by the number of instances they stand for (`count`), so that repeated
-layers cost one block of variables.
+Indices: n op, s strategy, v variant of a value, l layout of the value, a arc (one collective), c
+reader (op and operand). All variables are multiplied in the objective by the number of instances
+they stand for (`count`), so that repeated layers cost one block of variables.
 
-    x[n,s] ∈ {0,1}    op n runs with strategy s                                        Σ_s x[n,s] = 1              (1)
+    x[n,s] ∈ {0,1}    op n runs with strategy s                                 Σ_s x[n,s] = 1   (1)
     f[c,a] ∈ [0,1]    reader c gets the value over arc a
-    r[a]   ≥ f[c,a]   arc a is paid once for all readers c of the same phase                                       (2)
+    r[a]   ≥ f[c,a]   arc a is paid once for all readers c of the same phase                     (2)
     supply(l) + Σ_{a into l} f[c,a] − Σ_{a from l} f[c,a] ≥ demand(c,l)                for every reader c, layout l (3)
         demand(c,l) = Σ_{s: s reads the operand in l} x[c,s]
-        supply(l)   = Σ_{s: s makes the value in l} x[producer,s]                      readers of the same phase
-        supply(l)   = k[v,l] + Σ_s rc[producer,s: makes l]                             backward readers of forward values
+        supply(l)   = Σ_{s: s makes the value in l} x[producer,s]                      readers of
+                    the same phase
+        supply(l)   = k[v,l] + Σ_s rc[producer,s: makes l]                             backward
+                    readers of forward values
                       (+ the producer's own layout where the value is resident: parameters, inputs)
-    k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] + h[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)  (4)
+    k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] + h[v,l] ≤ supply(l) + Σ_{c forward}
+                                                         demand(c,l)  (4)
                       (where the value is not keepable in l there is none)
-    h[v,l] ∈ {0,1}    version l is stored on the hosts, and fetched in backward: k[v,l] in rows (3), (9), (12) and (18) is k[v,l] + h[v,l]
-    rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
-                      (but those that only what backward has no use for is made of: `autopar.problem.Use.again`)
-    k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
-    k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
-    Σ host·x + Σ count·bytes(l)·h[v,l] ≤ the host's budget, if something may lie there                             (19)
-    budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (18), of kernels: see `autopar.solve.kernel_rows`
+    h[v,l] ∈ {0,1}    version l is stored on the hosts, and fetched in backward: k[v,l] in rows (3),
+                      (9), (12) and (18) is k[v,l] + h[v,l]
+    rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward
+                                                         readers        (5)
+                      (but those that only what backward has no use for is made of:
+                      `autopar.core.problem.Use.again`)
+    k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for
+                                                         all its readers  (9)
+    k[v,l] ≤ Σ_{c forward} demand(c,l)   where v rests anyway, what supply(l) makes needs no k   (9)
+    Σ host·x + Σ count·bytes(l)·h[v,l] ≤ the host's budget, if something may lie there          (19)
+    budget rows (6), (7), (8): see `autopar.solve.memory_rows`; rows (10) to (18), of kernels: see
+    `autopar.solve.kernel_rows`
 
-    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l] − what kernels save
-    prices: see `autopar.solve.prices`
-    (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
+    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l] −
+    what kernels save prices: see `autopar.solve.prices` (what early communication takes beyond the
+    compute that hides it comes on top: `autopar.solve.overlap_rows`)
 
-The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
-collectives by itself. Two readers share without rows (2): f[c,a] = g[a] + h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions
-(4, 5) replace a keep bit per op: keeping the sharded tensor and gathering it again in backward is one of the choices, and
-so are ZeRO-3 and its mixtures, since parameters are values like others. An op whose results neither backward nor another
-op's recomputation can read has no rc. Budget rows are added by those who want them; without, the program is a relaxation.
+The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables,
+and finds chains of collectives by itself. Two readers share without rows (2): f[c,a] = g[a] +
+h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions (4, 5) replace a keep bit per op: keeping the
+sharded tensor and gathering it again in backward is one of the choices, and so are ZeRO-3 and its
+mixtures, since parameters are values like others. An op whose results neither backward nor another
+op's recomputation can read has no rc. Budget rows are added by those who want them; without, the
+program is a relaxation.
 
-Rows (9) cut off no choices, only mixtures of them: several readers together, or a layout at rest beside one that was gathered, offer
-more under (4) than one version. They are kept apart (`Formulation.tighter`), for searches that branch; (4) alone is what certificates
-speak of.
-"""
+Rows (9) cut off no choices, only mixtures of them: several readers together, or a layout at rest
+beside one that was gathered, offer more under (4) than one version. They are kept apart
+(`Formulation.tighter`), for searches that branch; (4) alone is what certificates speak of.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -46,15 +56,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.layout_graph import LayoutGraph
-from autopar.problem import Use
+from autopar.core.layout_graph import LayoutGraph
+from autopar.core.problem import Use
+from autopar.core.streams import ON_COMPUTE, Balance
 from autopar.solve.kernel_rows import UNSEEN, KernelRows, RowKey
-from autopar.solve.memory import BudgetRow
-from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
-from autopar.solve.paths import useful_arcs
+from autopar.solve.lp import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
+from autopar.solve.memory_rows import BudgetRow
+from autopar.solve.paths import Demand, arriving, merged, useful_arcs, worth_recomputing
 from autopar.solve.prices import arc_loads, away_load, op_load
-from autopar.solve.terms import Demand, arriving, merged, worth_recomputing
-from autopar.streams import ON_COMPUTE, Balance
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
@@ -68,7 +77,9 @@ class Formulation(KernelRows):
 
     keep: dict[tuple[int, int], Column] = field(default_factory=dict)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
-    tighter_keys: list[RowKey] = field(default_factory=list)  # of these, the variant, the layout, and which of the two it is
+    tighter_keys: list[RowKey] = field(
+        default_factory=list
+    )  # of these, the variant, the layout, and which of the two it is
     _parts: tuple[NDArray[np.int32], Floats, Floats, Floats] | None = None
 
     def __post_init__(self) -> None:
@@ -81,18 +92,26 @@ class Formulation(KernelRows):
         self.model.minimise(self.costs(ON_COMPUTE))
 
     def costs(self, balance: Balance) -> Costs:
-        """The prices of variables that take time, at a balance (`autopar.streams.Load.priced_s`)."""
+        """The prices of variables that take time, at a balance
+        (`autopar.core.streams.Load.priced_s`)."""
         numbers, serial_s, compute_s, early_s = self.parts()
         shares, slowdown = np.array(balance), self.problem.overlap_slowdown
-        return numbers, (serial_s - (1.0 - slowdown) * early_s @ shares - compute_s @ (1.0 - shares)) * SCALE
+        return (
+            numbers,
+            (serial_s - (1.0 - slowdown) * early_s @ shares - compute_s @ (1.0 - shares)) * SCALE,
+        )
 
     def parts(self) -> tuple[NDArray[np.int32], Floats, Floats, Floats]:
-        """All loads: the number of the variable, seconds in all, and per phase (second dim) those of compute and early ones."""
+        """All loads: the number of the variable, seconds in all, and per phase (second dim)
+        those of compute and early ones."""
         if self._parts is None:
             loads, num = [load for _, load in self.loads], len(self.loads)
             numbers = np.fromiter((variable.number for variable, _ in self.loads), np.int32, num)
             serial_s = np.fromiter((load.serial_s for load in loads), np.float64, num)
-            both = [np.array([getattr(load, name) for load in loads], float).reshape(num, 2) for name in ("compute_s", "early_s")]
+            both = [
+                np.array([getattr(load, name) for load in loads], float).reshape(num, 2)
+                for name in ("compute_s", "early_s")
+            ]
             self._parts = (numbers, serial_s, both[0], both[1])
         return self._parts
 
@@ -116,14 +135,24 @@ class Formulation(KernelRows):
                 self._row((AGAIN, n), [(v, 1) for v in self.again[n]], AT_MOST, 1)
                 rows.append((self.again[n], True))
             for row, again in rows:
-                self.loads += [(x, op_load(self.problem, n, s, again=again)) for s, x in enumerate(row) if op.strategies[s].time_s]
+                self.loads += [
+                    (x, op_load(self.problem, n, s, again=again))
+                    for s, x in enumerate(row)
+                    if op.strategies[s].time_s
+                ]
 
     def _host(self) -> None:
         """Row (19), in shares of the budget."""
         budget = self.problem.host_budget_bytes
-        flying, values = self.problem.num_in_flight, [self.problem.values[variant.value] for variant in self.problem.variants]
+        flying, values = (
+            self.problem.num_in_flight,
+            [self.problem.values[variant.value] for variant in self.problem.variants],
+        )
         terms = [
-            (variable, flying * self.problem.variants[v].count * values[v].host_bytes(version) / budget)
+            (
+                variable,
+                flying * self.problem.variants[v].count * values[v].host_bytes(version) / budget,
+            )
             for (v, version), variable in self.keep.items()
             if budget and values[v].on_host(version)
         ]
@@ -147,15 +176,21 @@ class Formulation(KernelRows):
         """layout → the strategies that read the operand in it."""
         result: Demand = {}
         for variable, strategy in zip(variables, self.problem.ops[use.op].strategies, strict=True):
-            result.setdefault(graph.index[strategy.layouts.inputs[use.operand]], []).append((variable, 1))
+            result.setdefault(graph.index[strategy.layouts.inputs[use.operand]], []).append(
+                (variable, 1)
+            )
         return result
 
     def _supply(self, v: int, variables: list[Column]) -> Demand:
         """layout → the strategies that make the value in it."""
         value = self.problem.values[self.problem.variants[v].value]
         result: Demand = {}
-        for variable, strategy in zip(variables, self.problem.ops[value.op].strategies, strict=True):
-            result.setdefault(value.graph.index[strategy.layouts.outputs[value.result]], []).append((variable, 1))
+        for variable, strategy in zip(
+            variables, self.problem.ops[value.op].strategies, strict=True
+        ):
+            result.setdefault(value.graph.index[strategy.layouts.outputs[value.result]], []).append(
+                (variable, 1)
+            )
         return result
 
     def _variant(self, v: int) -> None:
@@ -166,7 +201,9 @@ class Formulation(KernelRows):
         uses = list(enumerate(variant.uses))
         now = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase == value.phase}
         later = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase != value.phase}
-        again = [(i, u) for i, u in uses if u.phase == value.phase and u.again and u.op in self.again]
+        again = [
+            (i, u) for i, u in uses if u.phase == value.phase and u.again and u.op in self.again
+        ]
         later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
         arriving = self._flows((v, 0), supply, now)
         if later and self._has_later(v):
@@ -187,14 +224,24 @@ class Formulation(KernelRows):
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
                 kept: Terms = [(keep, 1), *self._stored(v, layout)]
-                self._row((KEEP, v, layout), merged([*kept, *((variable, -c) for variable, c in made)]), AT_MOST, 0)
-                self._tighter((v, layout, 0), [*kept, *((variable, -c) for variable, c in first + arriving.get(layout, []))])
+                self._row(
+                    (KEEP, v, layout),
+                    merged([*kept, *((variable, -c) for variable, c in made)]),
+                    AT_MOST,
+                    0,
+                )
+                self._tighter(
+                    (v, layout, 0),
+                    [*kept, *((variable, -c) for variable, c in first + arriving.get(layout, []))],
+                )
                 for i, terms in enumerate(self.scattered.get((v, layout), ())):
                     self._whole((v, layout, i), [*kept, *terms], supply[layout])
                 for i, terms in enumerate(self.unseen.get((v, layout), ())):
                     self._row((UNSEEN, v, layout, i), [*kept, *terms], AT_MOST, 1)
                 if free:
-                    self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
+                    self._tighter(
+                        (v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)]
+                    )
                 found[layout] += kept
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
@@ -217,11 +264,14 @@ class Formulation(KernelRows):
         self.tighter.append(merged(terms))
 
     def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
-        """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]` is 1) in backward what forward
-        made. Demands are by the reader's position in `uses`. Returns layout → what is paid for collectives that lead to it."""
+        """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]`
+        is 1) in backward what forward made. Demands are by the reader's position in `uses`. Returns
+        layout → what is paid for collectives that lead to it."""
         variant = self.problem.variants[group[0]]
         graph = self.problem.values[variant.value].graph
-        arcs = useful_arcs(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
+        arcs = useful_arcs(
+            graph, supply.keys(), {layout for demand in demands.values() for layout in demand}
+        )
         load = arc_loads(self.problem, group[0], late=bool(group[1]), count=variant.count)
         loads = [load(graph.arcs[a]) for a in arcs]
         if len(demands) > 2:
@@ -240,7 +290,14 @@ class Formulation(KernelRows):
         self._kernels(group, arcs, [*shared, *apart], supply, demands)
         return arriving(graph, arcs, [*shared, *apart])
 
-    def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[Column]]) -> None:
+    def _balance(
+        self,
+        reader: RowKey,
+        arcs: list[int],
+        supply: Demand,
+        demand: Demand,
+        flows: list[list[Column]],
+    ) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""
         graph = self.problem.values[self.problem.variants[reader[0]].value].graph
         balance = [list(supply.get(layout, [])) for layout in range(len(graph.layouts))]
@@ -258,13 +315,26 @@ class Formulation(KernelRows):
         values = [self.problem.values[variant.value] for variant in self.problem.variants]
         held, fetched = dict(row.held), dict(row.fetched)
         kept = [
-            (variable, float(held.get(v, 0) * values[v].bytes(version) + fetched.get(v, 0) * values[v].host_bytes(version)))
+            (
+                variable,
+                float(
+                    held.get(v, 0) * values[v].bytes(version)
+                    + fetched.get(v, 0) * values[v].host_bytes(version)
+                ),
+            )
             for (v, version), variable in self.keep.items()
         ]
         runs_again = ((self.again[n], sizes) for n, sizes in row.again if n in self.again)
-        again = [(variable, float(c)) for variables, sizes in runs_again for variable, c in zip(variables, sizes, strict=True)]
+        again = [
+            (variable, float(c))
+            for variables, sizes in runs_again
+            for variable, c in zip(variables, sizes, strict=True)
+        ]
         live = [(self.x[n][s], float(size)) for n, s, size in row.strategy_bytes(self.problem)]
-        shared = [(variable, float(self.problem.regions[region])) for region, variable in self.regions.items()]
+        shared = [
+            (variable, float(self.problem.regions[region]))
+            for region, variable in self.regions.items()
+        ]
         return live + [(v, c) for v, c in (*kept, *again, *shared) if c]
 
     def add_budget(self, row: BudgetRow) -> None:
@@ -276,12 +346,21 @@ class Formulation(KernelRows):
     def chosen(self, values: Mapping[str, float]) -> Chosen:
         """Strategies, recomputed, kept and regions, from the values of the variables by name."""
         strategies = tuple(_largest(row, values) for row in self.x)
-        recomputed = {n: _largest(row, values) for n, row in self.again.items() if sum(values[v.name] for v in row) > 0.5}
+        recomputed = {
+            n: _largest(row, values)
+            for n, row in self.again.items()
+            if sum(values[v.name] for v in row) > 0.5
+        }
         kept: dict[int, tuple[int, ...]] = {}
         for (v, layout), variable in self.keep.items():
             if values[variable.name] > 0.5:
                 kept[v] = (*kept.get(v, ()), layout)
-        return strategies, recomputed, kept, frozenset(b for b, variable in self.regions.items() if values[variable.name] > 0.5)
+        return (
+            strategies,
+            recomputed,
+            kept,
+            frozenset(b for b, variable in self.regions.items() if values[variable.name] > 0.5),
+        )
 
 
 def _largest(row: Sequence[Column], values: Mapping[str, float]) -> int:

@@ -1,20 +1,24 @@
-"""The rows of the program that speak of collective-overlap kernels (`autopar.cost.kernels`), and of routes (`autopar.cost.routes`).
+"""The rows of the program that speak of collective-overlap kernels (`autopar.cost.kernels`), and of
+routes (`autopar.cost.expert_routes`).
 
-Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that ranks share.
+Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that
+ranks share.
 
     h[g,a] ∈ [0,1]    kernel g, a product with one of some strategies, does arc a as well
-    Σ_g h[g,a] ≤ r[a]                                    an arc is done by one kernel                              (10)
-    Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                a product does one arc of a variant                       (11)
-    Σ_g h[g,a] + y ≤ supply(tail(a))                     what a product scatters at once is nowhere in one piece:  (12)
+    Σ_g h[g,a] ≤ r[a]                                    an arc is done by one kernel           (10)
+    Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                a product does one arc of a variant    (11)
+    Σ_g h[g,a] + y ≤ supply(tail(a))                     what a product scatters at once is nowhere
+                                                         in one piece:  (12)
         y: r of another arc from there, a reader's demand for it, or the version k that is kept
-    z[b] ∈ {0,1}      region b is there, through which some kernels reach their peers; its bytes stand in every budget row
-    Σ_{a through b} h[g,a] ≤ z[b]                        for all its users once                                    (13)
-    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m makes the last addend of what n of (11) adds up         (14)
-    Σ_a h[g,a] + Σ_a h[e,a] ≤ 1                          a product is cut one way: g gathers, e scatters           (15)
-    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m adds up or norms what g scatters, which g does as well  (16)
-    h[g,a] + k ≤ 1                                       and then what arrives by itself is nowhere to be kept     (18)
+    z[b] ∈ {0,1}      region b is there, through which some kernels reach their peers; its bytes
+                      stand in every budget row
+    Σ_{a through b} h[g,a] ≤ z[b]                        for all its users once                 (13)
+    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]          m makes the last addend of what n of (11) adds up   (14)
+    Σ_a h[g,a] + Σ_a h[e,a] ≤ 1               a product is cut one way: g gathers, e scatters   (15)
+    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]    m adds up or norms what g scatters, which g does as well  (16)
+    h[g,a] + k ≤ 1                      and then what arrives by itself is nowhere to be kept   (18)
     t[n,s] ∈ [0,1]    what op n sends with strategy s takes its route; likewise as it runs again
-    t[n,s] ≤ x[n,s], or rc        and t[n,s] ≤ z[b] of all regions b that the route takes                          (17)
+    t[n,s] ≤ x[n,s], or rc        and t[n,s] ≤ z[b] of all regions b that the route takes       (17)
 
 No certificate has multipliers of rows (12) to (18).
 """
@@ -25,15 +29,16 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.problem import Kernel, Problem
-from autopar.solve.model import AT_MOST, Column, Model, Terms
+from autopar.core.problem import Kernel, Problem
+from autopar.core.streams import Load
+from autopar.solve.lp import AT_MOST, Column, Model, Terms
+from autopar.solve.paths import Demand, merged
 from autopar.solve.prices import routed_load, saved_load
-from autopar.solve.terms import Demand, merged
-from autopar.streams import Load
 
 ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO, ROUTE, UNSEEN = 10, 11, 12, 13, 14, 15, 16, 17, 18
 RowKey = tuple[int, ...]
-"""Number of the formula, then the indices that stand in it: what a row is, whatever its position."""
+"""Number of the formula, then the indices that stand in it: what a row is, whatever its
+position."""
 
 
 @dataclass
@@ -42,7 +47,8 @@ class KernelRows:
 
     Attributes:
         loads: what a variable stands for, where that takes time.
-        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of kernels that do what its reader would.
+        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of
+            kernels that do what its reader would.
         ways: product → kind of collective → what does one.
     """
 
@@ -73,9 +79,15 @@ class KernelRows:
         self.model.add_row(terms, sense, right)
 
     def _kernels(
-        self, group: RowKey, arcs: Sequence[int], paid: Sequence[Sequence[Column]], supply: Demand, demands: Mapping[int, Demand]
+        self,
+        group: RowKey,
+        arcs: Sequence[int],
+        paid: Sequence[Sequence[Column]],
+        supply: Demand,
+        demands: Mapping[int, Demand],
     ) -> None:
-        """Rows (10) to (13) of the kernels that do a collective of variant `group[0]`; `paid` as what `_flows` pays, per arc."""
+        """Rows (10) to (13) of the kernels that do a collective of variant `group[0]`; `paid` as
+        what `_flows` pays, per arc."""
         v, late = group[0], bool(group[1])
         graph = self.problem.values[self.problem.variants[v].value].graph
         doing: dict[int, Terms] = {}
@@ -85,35 +97,60 @@ class KernelRows:
             through: dict[int, Terms] = {}
             for hidden in kernel.hides if product else ():
                 if hidden.arc in arcs:
-                    terms.append((self._flow(saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)), 1))
+                    terms.append(
+                        (
+                            self._flow(
+                                saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)
+                            ),
+                            1,
+                        )
+                    )
                     doing.setdefault(hidden.arc, []).append(terms[-1])
                     if hidden.region is not None:
                         through.setdefault(hidden.region, []).append(terms[-1])
             for region, users in through.items():
-                self._row((REGION, *group, i, region), [*users, (self._region(region), -1)], AT_MOST, 0)
+                self._row(
+                    (REGION, *group, i, region), [*users, (self._region(region), -1)], AT_MOST, 0
+                )
             if product and terms:
                 kind = graph.arcs[kernel.hides[0].arc].collective.kind
-                self.ways.setdefault((kernel.product[0], kernel.again), {}).setdefault(kind, []).append(terms)
-                self._row((PRODUCT, *group, i), [*terms, *((x, -c) for x, c in self._products(v, kernel, product))], AT_MOST, 0)
+                self.ways.setdefault((kernel.product[0], kernel.again), {}).setdefault(
+                    kind, []
+                ).append(terms)
+                self._row(
+                    (PRODUCT, *group, i),
+                    [*terms, *((x, -c) for x, c in self._products(v, kernel, product))],
+                    AT_MOST,
+                    0,
+                )
                 if addends := self._addends(kernel):
-                    self._row((ADDEND, *group, i), [*terms, *((x, -1) for x in addends)], AT_MOST, 0)
+                    self._row(
+                        (ADDEND, *group, i), [*terms, *((x, -1) for x in addends)], AT_MOST, 0
+                    )
                 if kernel.also:
-                    self.unseen.setdefault((v, graph.arcs[kernel.hides[0].arc].dst), []).append(terms)
+                    self.unseen.setdefault((v, graph.arcs[kernel.hides[0].arc].dst), []).append(
+                        terms
+                    )
                 for op, readers in self._also(kernel):
-                    self._row((ALSO, *group, i, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0)
+                    self._row(
+                        (ALSO, *group, i, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0
+                    )
         for a, terms in doing.items():
             at, source = arcs.index(a), graph.arcs[a].src
             self._row((ARC, *group, a), [*((flow[at], -1) for flow in paid), *terms], AT_MOST, 0)
             if graph.arcs[a].collective.kind == "reduce_scatter":
                 others = [i for i, b in enumerate(arcs) if b != a and graph.arcs[b].src == source]
-                uses = [[(flow[i], 1.0) for flow in paid] for i in others] + [d[source] for d in demands.values() if source in d]
+                uses = [[(flow[i], 1.0) for flow in paid] for i in others] + [
+                    d[source] for d in demands.values() if source in d
+                ]
                 for i, use in enumerate(uses):
                     self._whole((*group, a, i), [*terms, *use], supply[source])
                 if not late:
                     self.scattered.setdefault((v, source), []).append(terms)
 
     def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
-        """The strategies with which an op's product can do a kernel's collectives, per tensor of variant v."""
+        """The strategies with which an op's product can do a kernel's collectives, per tensor of
+        variant v."""
         return [(variables[s], 1) for s in kernel.strategies]
 
     def _ways(self) -> None:
@@ -123,12 +160,14 @@ class KernelRows:
                 self._row((WAY, *product, i), [*a, *b], AT_MOST, 1)
 
     def _addends(self, kernel: Kernel) -> list[Column]:
-        """The strategies with which the last addend of a kernel's sum can do its collectives; none where there is no sum."""
+        """The strategies with which the last addend of a kernel's sum can do its collectives;
+        none where there is no sum."""
         op, strategies = kernel.product
         return [self.x[op][s] for s in strategies if kernel.added]
 
     def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
-        """The ops that a kernel does beside its product, with the strategies that it can do them with."""
+        """The ops that a kernel does beside its product, with the strategies that it can do them
+        with."""
         yield from ((op, [self.x[op][s] for s in strategies]) for op, strategies in kernel.also)
 
     def _routes(self) -> None:
@@ -139,7 +178,9 @@ class KernelRows:
                     taken = self._flow(routed_load(self.problem, n, route.saved_s, again=again))
                     needed = variables[s], *(self._region(region) for region in route.regions)
                     for i, variable in enumerate(needed):
-                        self._row((ROUTE, n, s, int(again), i), [(taken, 1), (variable, -1)], AT_MOST, 0)
+                        self._row(
+                            (ROUTE, n, s, int(again), i), [(taken, 1), (variable, -1)], AT_MOST, 0
+                        )
 
     def _region(self, region: int) -> Column:
         if region not in self.regions:
@@ -148,4 +189,6 @@ class KernelRows:
 
     def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
         """A row (12)."""
-        self._row((WHOLE, *key), merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0)
+        self._row(
+            (WHOLE, *key), merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0
+        )

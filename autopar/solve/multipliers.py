@@ -1,13 +1,16 @@
 """The duals that a plan keeps, so that arithmetic alone can prove a bound: few, short, and good.
 
-Kept are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 where rows (9) are in, and the prices of budget rows, to
-a few digits. Any multipliers of the right sign prove some bound, so rounding costs only what it costs. The duals of the other rows follow
-from these, each the best given the rest, with d = cost − Aᵀy over the rows that are known so far (names of rows and columns as in
-`autopar.solve.formulation`):
+Kept are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 where rows (9) are
+in, and the prices of budget rows, to a few digits. Any multipliers of the right sign prove some
+bound, so rounding costs only what it costs. The duals of the other rows follow from these, each the
+best given the rest, with d = cost − Aᵀy over the rows that are known so far (names of rows and
+columns as in `autopar.solve.formulation`):
 
-    (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they pay together decides
+    (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they
+                                 pay together decides
     (4)  min(0, d[k], d[h])      then no version has one
-    (10) −max(0, min d[f])       over the flows that pay for the collective: what it costs beyond its worth, kernels may save
+    (10) −max(0, min d[f])       over the flows that pay for the collective: what it costs beyond
+                                 its worth, kernels may save
     (11) min(0, min_a d[h])      what they save beyond that, comes from the product
     (5)  min(0, min_s d[rc])     at most one strategy
     (1)  min_s d[x]              exactly one strategy
@@ -20,39 +23,53 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.choices import Multipliers
-from autopar.problem import Problem
-from autopar.solve.engine import Engine, proof
+from autopar.core.problem import Problem
+from autopar.core.solution import Multipliers
+from autopar.core.streams import Balance
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
+from autopar.solve.highs import Engine, proof
 from autopar.solve.kernel_rows import ARC, PRODUCT
-from autopar.solve.rows import Floats, Rows
-from autopar.streams import Balance
+from autopar.solve.lp import Floats, Rows
 
 _DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
 _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
-_LEAST_PRICE = 1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
+_LEAST_PRICE = (
+    1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
+)
 
 
 def tighter(program: Formulation, engine: Engine) -> Rows:
     """Rows (9)."""
-    rows = [([engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0) for terms in program.tighter]
+    rows = [
+        ([engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0)
+        for terms in program.tighter
+    ]
     return Rows.of(rows)
 
 
 def multipliers(
-    program: Formulation, engine: Engine, balance: Balance, duals: Floats, budget: Rows, prices: Mapping[str, float]
+    program: Formulation,
+    engine: Engine,
+    balance: Balance,
+    duals: Floats,
+    budget: Rows,
+    prices: Mapping[str, float],
 ) -> Multipliers:
     """What these duals prove at the prices of a balance.
 
     Args:
-        duals: of the engine's own rows, or of these and rows (9), in the program's unit. Those of a vertex have few that are not 0.
+        duals: of the engine's own rows, or of these and rows (9), in the program's unit. Those of a
+            vertex have few that are not 0.
         budget: rows without reserves. prices: the dual of each, ≤ 0, by name.
     """
     cost, num = engine.costs(program.costs(balance)), len(program.keys)
     kinds = np.array([key[0] for key in program.keys])
     least = _LEAST * float(np.abs(cost).max(initial=0.0))
     known = _rounded(np.where((kinds == FLOW) & (duals[:num] > least), duals[:num], 0.0))
-    cuts, kept = tighter(program, engine), engine.rows.indices[engine.rows.starts[:-1][kinds == KEEP]]
+    cuts, kept = (
+        tighter(program, engine),
+        engine.rows.indices[engine.rows.starts[:-1][kinds == KEEP]],
+    )
     versions = np.zeros(len(program.tighter)), np.zeros(len(kept))
     if len(duals) > num:
         all_duals = np.concatenate([duals, np.array([*prices.values()])])
@@ -61,14 +78,32 @@ def multipliers(
     tight = [_rounded(np.where(y < -least, y, 0.0)) for y in versions]
     few = min(prices.values(), default=0.0) * _LEAST_PRICE
     worth = _rounded(np.array([y if y < min(few, -least) else 0.0 for y in prices.values()]))
-    once = Rows.of([([int(k)], [1.0], -np.inf, 1.0) for k in kept])  # k[v,l] ≤ 1, in the order of rows (4)
+    once = Rows.of(
+        [([int(k)], [1.0], -np.inf, 1.0) for k in kept]
+    )  # k[v,l] ≤ 1, in the order of rows (4)
     further, theirs = cuts.plus(once).plus(budget), np.concatenate([*tight, worth])
-    bound, _, _ = proof(cost, engine.rows.plus(further), np.concatenate([completed(program, engine, cost, known, further, theirs), theirs]))
-    potentials = {key[1:]: rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
-    memory = {name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
+    bound, _, _ = proof(
+        cost,
+        engine.rows.plus(further),
+        np.concatenate([completed(program, engine, cost, known, further, theirs), theirs]),
+    )
+    potentials = {
+        key[1:]: rounded(y / SCALE)
+        for key, y in zip(program.keys, known.tolist(), strict=True)
+        if y
+    }
+    memory = {
+        name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y
+    }
     rows = [(key, y) for key, y in zip(program.tighter_keys, tight[0].tolist(), strict=True)]
-    rows += [((*key[1:], 2), y) for key, y in zip((k for k in program.keys if k[0] == KEEP), tight[1].tolist(), strict=True)]
-    further_s = ({key[:2]: rounded(-y / SCALE) for key, y in rows if y and key[2] == which} for which in range(3))
+    rows += [
+        ((*key[1:], 2), y)
+        for key, y in zip((k for k in program.keys if k[0] == KEEP), tight[1].tolist(), strict=True)
+    ]
+    further_s = (
+        {key[:2]: rounded(-y / SCALE) for key, y in rows if y and key[2] == which}
+        for which in range(3)
+    )
     return Multipliers(max(bound / SCALE, 0.0), potentials, memory, balance, *further_s)  # type: ignore[arg-type]  # as many indices as rows have
 
 
@@ -77,8 +112,11 @@ def _rounded(duals: Floats) -> Floats:
     return np.array([rounded(y / SCALE) for y in duals.tolist()], float) * SCALE
 
 
-def completed(program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats) -> Floats:
-    """The duals of the engine's rows, given potentials, 0 for other rows, and those of further ones: see the module."""
+def completed(
+    program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats
+) -> Floats:
+    """The duals of the engine's rows, given potentials, 0 for other rows, and those of further
+    ones: see the module."""
     rows, y, kinds = engine.rows, known.copy(), np.array([key[0] for key in program.keys])
     first, last = rows.starts[:-1], rows.starts[1:] - 1
 
@@ -90,14 +128,19 @@ def completed(program: Formulation, engine: Engine, cost: Floats, known: Floats,
     y[keep] = np.minimum(0.0, _of_kept(program, rows, first, reduced())[keep])
     y[kinds == ARC] = -np.maximum(0.0, _lowest(rows, kinds == ARC, reduced(), -1.0))
     y[kinds == PRODUCT] = np.minimum(0.0, _lowest(rows, kinds == PRODUCT, reduced(), 1.0))
-    least = np.minimum.reduceat(np.append(reduced()[rows.indices], np.inf), first)  # the last row may be empty
+    least = np.minimum.reduceat(
+        np.append(reduced()[rows.indices], np.inf), first
+    )  # the last row may be empty
     y[kinds == AGAIN] = np.minimum(0.0, least[kinds == AGAIN])
     y[kinds == CHOOSE] = least[kinds == CHOOSE]
     return y
 
 
-def _of_kept(program: Formulation, rows: Rows, first: NDArray[np.signedinteger], reduced: Floats) -> Floats:
-    """Per row (4) the least reduced cost of its versions, which stand in front: on the devices, then on their hosts."""
+def _of_kept(
+    program: Formulation, rows: Rows, first: NDArray[np.signedinteger], reduced: Floats
+) -> Floats:
+    """Per row (4) the least reduced cost of its versions, which stand in front: on the devices,
+    then on their hosts."""
     found = np.zeros(len(program.keys))
     for i, key in enumerate(program.keys):
         if key[0] == KEEP:
@@ -118,7 +161,8 @@ def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) 
 
 
 def quickest(problem: Problem) -> Multipliers | None:
-    """What each op's quickest strategy proves, for which no multiplier is needed; None where kernels may do more than one op at a time."""
+    """What each op's quickest strategy proves, for which no multiplier is needed; None where
+    kernels may do more than one op at a time."""
     least = sum(op.count * min(s.time_s for s in op.strategies) for op in problem.ops)
     return None if problem.kernels or problem.routes else Multipliers(least, {}, {})
 

@@ -1,7 +1,9 @@
-"""The least cost of a part of a problem whose rows towards the rest are priced: a tree over its own rows and choices.
+"""The least cost of a part of a problem whose rows towards the rest are priced: a tree over its own
+rows and choices.
 
-Where a Lagrangian takes every op by itself, equal costs of many strategies let each op choose what suits none of its neighbours. Within
-the part no row is priced away, and no op mixes strategies; so its least is closer to what the part takes in any plan.
+Where a Lagrangian takes every op by itself, equal costs of many strategies let each op choose what
+suits none of its neighbours. Within the part no row is priced away, and no op mixes strategies; so
+its least is closer to what the part takes in any plan.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.problem import Problem
-from autopar.solve.engine import Engine
+from autopar.core.problem import Problem
+from autopar.core.streams import Load
+from autopar.solve.branching import Tree
 from autopar.solve.formulation import SCALE, Formulation
-from autopar.solve.live import Live
+from autopar.solve.highs import Engine, Live
+from autopar.solve.lp import Floats
 from autopar.solve.multipliers import tighter
-from autopar.solve.rows import Floats
-from autopar.solve.tree import Tree
-from autopar.streams import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,10 @@ class Part:
     """Some ops, each once, and the tensors that only these make and read.
 
     Attributes:
-        problem: of these. again: the ops that backward may run again, whatever the problem says of them.
-        further: per op what each strategy costs beside its time, in seconds, and what it costs as backward runs it again.
+        problem: of these. again: the ops that backward may run again, whatever the problem says of
+            them.
+        further: per op what each strategy costs beside its time, in seconds, and what it costs as
+            backward runs it again.
     """
 
     problem: Problem
@@ -52,11 +55,14 @@ class _Program(Formulation):
         return set(self.part.again)
 
 
-def least_of(part: Part, target_s: float, max_relaxations: int, time_limit_s: float = math.inf) -> tuple[float, int]:
+def least_of(
+    part: Part, target_s: float, max_relaxations: int, time_limit_s: float = math.inf
+) -> tuple[float, int]:
     """No choice for the part costs less than so many seconds; and how many relaxations that took.
 
     Args:
-        target_s: what is to be shown, if it is true; the search ends there. max_relaxations: beyond those of a first dive.
+        target_s: what is to be shown, if it is true; the search ends there. max_relaxations: beyond
+            those of a first dive.
     """
     program = _Program(part.problem, part=part)
     engine = Engine(program.model, time_limit_s)
@@ -64,7 +70,16 @@ def least_of(part: Part, target_s: float, max_relaxations: int, time_limit_s: fl
         return math.inf, 1
     live = Live(engine, tighter(program, engine))
     target = target_s * SCALE
-    tree = Tree(program, engine, live, lambda _: (), lambda: target, 0.0, max_relaxations, np.zeros(len(engine.names)))
+    tree = Tree(
+        program,
+        engine,
+        live,
+        lambda _: (),
+        lambda: target,
+        0.0,
+        max_relaxations,
+        np.zeros(len(engine.names)),
+    )
     bound = tree.dive().bound
     if bound < target:
         bound = max(bound, tree.branch().bound)

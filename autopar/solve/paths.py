@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.layout_graph import LayoutGraph
+from autopar.core.layout import Layout
+from autopar.core.layout_graph import LayoutGraph
+from autopar.core.problem import Problem, Variant
+from autopar.errors import InfeasibleError
+from autopar.solve.lp import Column, Terms
 
 
 def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[int]) -> list[int]:
@@ -15,7 +19,8 @@ def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[in
 
 
 def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[int]:
-    """The layouts that arcs lead to from `start`, or `backwards` those from which they lead there."""
+    """The layouts that arcs lead to from `start`, or `backwards` those from which they lead
+    there."""
     seen, stack = set(start), list(start)
     steps: dict[int, list[int]] = {}
     for arc in graph.arcs:
@@ -27,3 +32,92 @@ def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[i
                 seen.add(after)
                 stack.append(after)
     return seen
+
+
+# --------------------------------------------------------------------------------------------------
+# Pieces of the program's rows, and what need not be in it.
+
+Demand = dict[int, Terms]  # layout → variables
+
+
+def worth_recomputing(problem: Problem) -> set[int]:
+    """Ops some result of which is read in backward, or by another of these ops in forward."""
+    made_by: dict[int, list[int]] = {}
+    useful: set[int] = set()
+    for variant in problem.variants:
+        value = problem.values[variant.value]
+        for use in variant.uses:
+            if use.phase == value.phase and use.again:
+                made_by.setdefault(use.op, []).append(value.op)
+            elif use.phase != value.phase:
+                useful.add(value.op)
+    useful = {n for n in useful if problem.ops[n].recomputable}
+    stack = sorted(useful)
+    while stack:
+        for producer in made_by.get(stack.pop(), ()):
+            if producer not in useful and problem.ops[producer].recomputable:
+                useful.add(producer)
+                stack.append(producer)
+    return useful
+
+
+def merged(terms: Terms) -> Terms:
+    """Terms with each variable once (a strategy may both make and read a layout)."""
+    total: dict[Column, float] = {}
+    for variable, coefficient in terms:
+        total[variable] = total.get(variable, 0.0) + coefficient
+    return [(variable, c) for variable, c in total.items() if c]
+
+
+def arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]) -> Demand:
+    """layout → the flows over arcs into it."""
+    found: Demand = {}
+    for flow in flows:
+        for a, variable in zip(arcs, flow, strict=True):
+            found.setdefault(graph.arcs[a].dst, []).append((variable, 1))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Why no assignment of layouts is legal, whatever the memory: which op refuses, where one tensor
+# alone shows it.
+
+_MOST = 4  # layouts that are named
+
+
+def refusal(problem: Problem) -> InfeasibleError:
+    """The error to raise of a problem that has no legal assignment."""
+    what = "no assignment of layouts is legal"
+    found = next(_refusals(problem), "")
+    remedy = "relax the constraints; each op needs one strategy that meets them"
+    return InfeasibleError(f"{what}: {found}" if found else what, remedy=remedy)
+
+
+def _refusals(problem: Problem) -> Iterator[str]:
+    """Of each op that has no strategy, and of each reader that nothing which is there can be led
+    to."""
+    yield from (f"{op.key} refuses, it has no strategy" for op in problem.ops if not op.strategies)
+    for variant in problem.variants:
+        yield from _unreached(problem, variant)
+
+
+def _unreached(problem: Problem, variant: Variant) -> Iterator[str]:
+    """Of each use that no collectives lead to from the layouts in which the tensor is made; what is
+    read or kept on the way is led to from these as well."""
+    value = problem.values[variant.value]
+    graph = value.graph
+    made = [s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies]
+    there = reach(graph, [graph.index[layout] for layout in made], backwards=False)
+    for use in variant.uses:
+        op = problem.ops[use.op]
+        read = [s.layouts.inputs[use.operand] for s in op.strategies]
+        if not any(graph.index[layout] in there for layout in read):
+            yield (
+                f"{op.key} refuses, it reads {value.key} as {_text(read)}, which no collectives"
+                f" make of {_text(made)}"
+            )
+
+
+def _text(layouts: Iterable[Layout]) -> str:
+    names = list(dict.fromkeys(map(str, layouts)))
+    return " or ".join([*names[:_MOST], *(["others"] if names[_MOST:] else [])])

@@ -1,19 +1,24 @@
 """The potentials of one tensor's readers, and the two steps that raise the bound by them.
 
-Terms. A *decision* is an op's strategy, or the one with which backward runs it again; its *costs* are the reduced costs of its strategies,
-and the *leeway* of a layout is how much the least cost of a strategy that makes or reads it exceeds the least of all. A *group* is what
-one tensor's readers of one phase share: the collectives between its layouts, and the decisions that put it there, its *sources*.
+Terms. A *decision* is an op's strategy, or the one with which backward runs it again; its *costs*
+are the reduced costs of its strategies, and the *leeway* of a layout is how much the least cost of
+a strategy that makes or reads it exceeds the least of all. A *group* is what one tensor's readers
+of one phase share: the collectives between its layouts, and the decisions that put it there, its
+*sources*.
 
-A reader c has a potential π[c,l] per layout l: what l is worth to it. It adds π to the costs of strategies that read l and takes it from
-those of all sources that supply l. Over no collective a from one layout to another do all readers' potentials together rise by more than
-it costs:
+A reader c has a potential π[c,l] per layout l: what l is worth to it. It adds π to the costs of
+strategies that read l and takes it from those of all sources that supply l. Over no collective a
+from one layout to another do all readers' potentials together rise by more than it costs:
 
     Σ_c max(0, π[c,head(a)] − π[c,tail(a)]) ≤ cost(a)
 
-The one invariant: each step keeps that, and no decision's least cost falls by it, so that the bound, their sum, only rises.
+The one invariant: each step keeps that, and no decision's least cost falls by it, so that the
+bound, their sum, only rises.
 
-    raised    π goes up where all sources have leeway, and with it what collectives lead to from there: the reader's costs rise
-    lowered   π goes down where the reader has leeway, as far as what collectives lead to from there allows: the sources' costs rise
+    raised    π goes up where all sources have leeway, and with it what collectives lead to from
+              there: the reader's costs rise
+    lowered   π goes down where the reader has leeway, as far as what collectives lead to from there
+              allows: the sources' costs rise
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ class Decision:
     """Which strategy; `optional` where it may be none.
 
     Attributes:
-        prices: by strategy. costs: as the potentials have them now. place: in the order of a sweep. share: of the leeway, for one reader.
+        prices: by strategy. costs: as the potentials have them now. place: in the order of a sweep.
+            share: of the leeway, for one reader.
     """
 
     prices: Floats
@@ -65,7 +71,8 @@ class Side:
     """The strategies of a decision by the layout in which they make or read a tensor.
 
     Attributes:
-        at: layout per strategy. times: how often what is made so counts, per strategy; 0 where it does not.
+        at: layout per strategy. times: how often what is made so counts, per strategy; 0 where it
+            does not.
         layouts, often: the layouts for which it counts, and how often it does there.
     """
 
@@ -98,7 +105,8 @@ class Group:
         tails, heads, costs: of the collectives, by their heads.
         weights: how much of the bound is lost per second by which potentials rise too far.
         sizes, most_s: bytes of what is kept, and what it costs at most: to store it on the hosts.
-        rises: by how much the potentials of all readers rise over each; kept where there are several readers.
+        rises: by how much the potentials of all readers rise over each; kept where there are
+            several readers.
     """
 
     variant: int
@@ -126,7 +134,9 @@ class Group:
         self._priced = self.costs
         self.rises = np.zeros(len(order))
         self._by_tail = np.argsort(self.tails, kind="stable")
-        self._to, self._from = (np.unique(ends, return_index=True) for ends in (self.heads, self.tails[self._by_tail]))
+        self._to, self._from = (
+            np.unique(ends, return_index=True) for ends in (self.heads, self.tails[self._by_tail])
+        )
 
     def begin(self) -> None:
         """No potentials; the decisions whose costs they have changed are to begin anew as well."""
@@ -136,7 +146,12 @@ class Group:
 
     def state(self) -> tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]:
         """Prices, costs and potentials, as they are now."""
-        return self._priced, self.costs, self.rises.copy(), [(reader.worth, reader.risen) for reader in self.readers]
+        return (
+            self._priced,
+            self.costs,
+            self.rises.copy(),
+            [(reader.worth, reader.risen) for reader in self.readers],
+        )
 
     def go_back(self, state: tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]) -> None:
         """To what they were; costs of decisions are not changed by it."""
@@ -145,7 +160,8 @@ class Group:
             reader.worth, reader.risen = worth, risen
 
     def spread(self, least: Floats, costs: Floats) -> Floats:
-        """The least of what is at hand anywhere plus what leads from there: by Bellman and Ford, all collectives at once."""
+        """The least of what is at hand anywhere plus what leads from there: by Bellman and Ford,
+        all collectives at once."""
         to, starts = self._to
         while len(to):
             found = np.minimum.reduceat(least[self.tails] + costs, starts)
@@ -166,25 +182,36 @@ class Group:
         return most
 
     def short(self) -> list[Floats]:
-        """Each reader's potentials, with few digits: what is rounded is made up for by a small share of them all, so that they rise by no
-        more than they may."""
+        """Each reader's potentials, with few digits: what is rounded is made up for by a small
+        share of them all, so that they rise by no more than they may."""
         lowest = 0.0 if self.late else min(float(reader.worth.min()) for reader in self.readers)
-        worths = [np.where(self.useful, reader.worth - lowest, 0.0) * (1.0 - _GIVEN) for reader in self.readers]
-        unit = _GIVEN / len(worths) * float(self.costs[(self.costs > 0.0) & (self.sizes == 0.0)].min(initial=np.inf))
+        worths = [
+            np.where(self.useful, reader.worth - lowest, 0.0) * (1.0 - _GIVEN)
+            for reader in self.readers
+        ]
+        unit = (
+            _GIVEN
+            / len(worths)
+            * float(self.costs[(self.costs > 0.0) & (self.sizes == 0.0)].min(initial=np.inf))
+        )
         unit = max(min(unit, _GIVEN * max(float(worth.max()) for worth in worths)), _FINEST)
         per_unit = 10.0 ** math.ceil(-math.log10(unit))
         return self.at_rest([np.floor(worth * per_unit) / per_unit for worth in worths])
 
     def reprice(self, per_byte: float) -> None:
-        """What keeping costs more per byte; versions are then worth to each reader its share of what they are to all."""
+        """What keeping costs more per byte; versions are then worth to each reader its share of
+        what they are to all."""
         self._priced = self._priced + per_byte * self.sizes
         self.costs = np.minimum(self._priced, self.most_s)
         if self.sizes.any():
-            for reader, worth in zip(self.readers, self.at_rest([reader.worth for reader in self.readers]), strict=True):
+            for reader, worth in zip(
+                self.readers, self.at_rest([reader.worth for reader in self.readers]), strict=True
+            ):
                 reader.set(worth)
 
     def at_rest(self, worths: Sequence[Floats]) -> list[Floats]:
-        """The same potentials, those of versions as low as they may be: Σ_c π[c,l] − what keeping l costs, in proportion."""
+        """The same potentials, those of versions as low as they may be: Σ_c π[c,l] − what
+        keeping l costs, in proportion."""
         keeps = self.tails >= self.num
         if not keeps.any():
             return [*worths]
@@ -207,7 +234,8 @@ class Reader:
     """One reader.
 
     Attributes:
-        use: its position among those of the variant. worth: π, by layout. risen: over each collective, where there are several readers.
+        use: its position among those of the variant. worth: π, by layout. risen: over each
+            collective, where there are several readers.
     """
 
     group: Group
@@ -227,7 +255,9 @@ class Reader:
         """See the module."""
         more = np.full(len(self.worth), np.inf)
         for source in self.group.sources:
-            more[source.layouts] = np.minimum(more[source.layouts], share(source.decision) * source.leeway())
+            more[source.layouts] = np.minimum(
+                more[source.layouts], share(source.decision) * source.leeway()
+            )
         found = self.group.spread(self.worth + more, self._room())
         self.set(np.where(np.isinf(found), self.worth, found))
 

@@ -1,38 +1,43 @@
-"""What the program pays for each piece of work, so that its objective, a sum, is a lower bound of the step.
+"""What the program pays for each piece of work, so that its objective, a sum, is a lower bound of
+the step.
 
-With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.streams`), a second
+With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.core.streams`), a second
 
     of compute, or of a slice, which is local        costs λ
-    of early communication                           costs λ·s + (1 − λ), of what may share a bucket as its share of one
+    of early communication                           costs λ·s + (1 − λ), of what may share a bucket
+                                                     as its share of one
     of all else, an op's own collectives among it    costs 1
 
-What a kernel saves of a product and a critical collective (`autopar.cost.kernels`), or a route of what an op sends (`autopar.cost.routes`),
-is that much less compute.
+What a kernel saves of a product and a critical collective (`autopar.cost.kernels`), or a route of
+what an op sends (`autopar.cost.expert_routes`), is that much less compute.
 
-With λ = 1 that is the step itself, as long as compute can hide what is early; with other λ, trees of collectives are chosen where it
-cannot (`autopar.solve.balanced`). Communication counts as early here where it has slack
-(`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`autopar.problem.is_early`); where that hangs on choices, it
-counts as critical. Copies to and from the hosts always have slack.
+With λ = 1 that is the step itself, as long as compute can hide what is early; with other λ, trees
+of collectives are chosen where it cannot (`autopar.solve.evaluate`). Communication counts as early
+here where it has slack (`autopar.solve.moves`) whatever is chosen, which the problem alone shows
+(`autopar.core.problem.is_early`); where that hangs on choices, it counts as critical. Copies to and
+from the hosts always have slack.
 
-The share of a bucket is what a bucket takes per byte at best (`autopar.collective.share_of_bucket`), whichever share it, so that the sum
-is below the step of the emitted program, whose buckets are chosen afterwards; how far, the program's simulation says.
+The share of a bucket is what a bucket takes per byte at best
+(`autopar.core.collective.share_of_bucket`), whichever share it, so that the sum is below the step
+of the emitted program, whose buckets are chosen afterwards; how far, the program's simulation says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autopar.collective import HOST_KINDS
-from autopar.layout_graph import Arc
-from autopar.problem import Phase, Problem, is_early
-from autopar.streams import ON_COMPUTE, Balance, Load, work
+from autopar.core.collective import HOST_KINDS
+from autopar.core.layout_graph import Arc
+from autopar.core.problem import Phase, Problem, is_early
+from autopar.core.streams import ON_COMPUTE, Balance, Load, work
 
-_TIE = 1e-9  # share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
+# share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
+_TIE = 1e-9
 
 
 def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> Load:
-    """What all instances of an op do, `again` where backward runs it again; beside what parameters and inputs take nothing runs, nor beside
-    an op's own collectives."""
+    """What all instances of an op do, `again` where backward runs it again; beside what parameters
+    and inputs take nothing runs, nor beside an op's own collectives."""
     op, phase = problem.ops[n], "backward" if again else problem.ops[n].phase
     chosen = op.strategies[strategy]
     if op.kind != "compute" or not chosen.communication_s:
@@ -50,7 +55,9 @@ def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
 
 def routed_load(problem: Problem, n: int, saved_s: float, *, again: bool) -> Load:
     """What a route takes away from all instances of an op."""
-    return work("backward" if again else problem.ops[n].phase, problem.ops[n].count * saved_s, compute=True).scaled(-1.0)
+    return work(
+        "backward" if again else problem.ops[n].phase, problem.ops[n].count * saved_s, compute=True
+    ).scaled(-1.0)
 
 
 def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:
@@ -63,27 +70,46 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
         key = time_s, kind = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             local = kind == "slice"
-            known[key] = work(phase, count * time_s, compute=local, early=(early or kind in HOST_KINDS) and not local)
+            known[key] = work(
+                phase,
+                count * time_s,
+                compute=local,
+                early=(early or kind in HOST_KINDS) and not local,
+            )
         return known[key]
 
     return load
 
 
 def away_load(time_s: float, count: float = 1.0) -> Load:
-    """What it takes to store so many instances of a tensor on the hosts in forward, and to fetch them in backward, each so many seconds."""
-    return work("forward", count * time_s, compute=False, early=True) + work("backward", count * time_s, compute=False, early=True)
+    """What it takes to store so many instances of a tensor on the hosts in forward, and to fetch
+    them in backward, each so many seconds."""
+    return work("forward", count * time_s, compute=False, early=True) + work(
+        "backward", count * time_s, compute=False, early=True
+    )
 
 
 def tree_costs(
-    problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[int, int], float], balance: Balance = ON_COMPUTE
+    problem: Problem,
+    v: int,
+    *,
+    late: bool,
+    saved_s: Mapping[tuple[int, int], float],
+    balance: Balance = ON_COMPUTE,
 ) -> Callable[[Arc], float]:
     """What arcs cost at a balance, without ties between quick and slow.
 
     Args:
         saved_s: ends of an arc → what kernels save where they do it.
     """
-    load, slowdown, early = arc_loads(problem, v, late=late), problem.overlap_slowdown, is_early(problem, v, late=late)
-    saved_share = balance[1 if late or problem.values[problem.variants[v].value].phase == "backward" else 0]
+    load, slowdown, early = (
+        arc_loads(problem, v, late=late),
+        problem.overlap_slowdown,
+        is_early(problem, v, late=late),
+    )
+    saved_share = balance[
+        1 if late or problem.values[problem.variants[v].value].phase == "backward" else 0
+    ]
     if slowdown >= 1.0 and not saved_s:
         return lambda arc: arc.seconds(shares=early)
     known: dict[tuple[float, str], float] = {}  # as above
@@ -92,8 +118,14 @@ def tree_costs(
         key = time_s, _ = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             known[key] = load(arc).priced_s(slowdown, balance)
-        left_s = known[key] - saved_share * saved_s.get((arc.src, arc.dst), 0.0) if saved_s else known[key]
-        assert left_s >= 0.0, "a kernel saves no more than the collective takes, and does none that is early"
+        left_s = (
+            known[key] - saved_share * saved_s.get((arc.src, arc.dst), 0.0)
+            if saved_s
+            else known[key]
+        )
+        assert left_s >= 0.0, (
+            "a kernel saves no more than the collective takes, and does none that is early"
+        )
         return left_s + _TIE * time_s
 
     return cost

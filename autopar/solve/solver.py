@@ -1,38 +1,83 @@
-"""Problem → Choices, by HiGHS (`autopar.solve.search`) or by one of PuLP's solvers (`autopar.solve.modelled`)."""
+"""Problem → Choices, by HiGHS (`autopar.solve.branch_and_cut`) or by one of PuLP's solvers
+(`autopar.solve.pulp_models`)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, overload
 
-from autopar.choices import Apart, Choices
+from autopar.core.problem import Problem
+from autopar.core.solution import Apart, Choices
+from autopar.core.streams import ON_COMPUTE, Balance
 from autopar.errors import InfeasibleError, size_text
-from autopar.problem import Problem
+from autopar.solve.branch_and_cut import BranchAndCut
 from autopar.solve.common import Common
-from autopar.solve.idle import without_idle
-from autopar.solve.illegal import refusal
-from autopar.solve.least import Least, least_budget
-from autopar.solve.modelled import solve_modelled
-from autopar.solve.named import LIVE
-from autopar.solve.quick import quick
-from autopar.solve.search import BranchAndCut
-from autopar.streams import ON_COMPUTE, Balance
+from autopar.solve.evaluate import Evaluation, evaluate, evaluated
+from autopar.solve.greedy import quick
+from autopar.solve.min_budget import Least, least_budget
+from autopar.solve.paths import refusal
+from autopar.solve.pulp_models import LIVE, solve_modelled
+
+# --------------------------------------------------------------------------------------------------
+# What backward would run again though nothing reads it.
+#
+# Where communication outlasts compute, or an op takes no time, running it again costs nothing,
+# and the program may choose so for no reason. Its operands would then be kept for it, in
+# predictions and budgets, though not in the emitted program.
 
 
-def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_limit_s: float = math.inf, solver: str = "highs") -> Choices:
+def without_idle(problem: Problem, choices: Choices) -> Choices:
+    """The choices without it; no slower, and nowhere larger."""
+    if not choices.recomputed:
+        return choices
+    evaluation = evaluated(problem, choices)
+    while idle := _idle(problem, choices.recomputed, evaluation):
+        left = {op: s for op, s in choices.recomputed.items() if op not in idle}
+        evaluation = evaluate(problem, choices.strategies, left, evaluation.kept, choices.regions)
+        choices = replace(
+            choices, recomputed=left, kept=evaluation.kept, objective_s=evaluation.objective_s
+        )
+    return choices
+
+
+def _idle(problem: Problem, recomputed: Mapping[int, int], evaluation: Evaluation) -> set[int]:
+    """The ops none of whose results is read as it is made again."""
+    idle = set(recomputed)
+    for v, moves in evaluation.backward.items():
+        value = problem.values[problem.variants[v].value]
+        if value.op in idle:
+            layouts = problem.ops[value.op].strategies[recomputed[value.op]].layouts
+            made = value.graph.index[layouts.outputs[value.result]]
+            read = {arc.src for arc in moves.arcs} | set(moves.wanted)
+            if made in read and not {made, value.stored(made)}.intersection(evaluation.kept[v]):
+                idle.discard(value.op)
+    return idle
+
+
+def solve(
+    problem: Problem,
+    *,
+    gap: float = 0.01,
+    max_nodes: int = 200,
+    time_limit_s: float = math.inf,
+    solver: str = "highs",
+) -> Choices:
     """Choose strategies, recomputation and kept versions.
 
     Args:
         gap: stop when incumbent and bound are this close (relative).
-        max_nodes: limit of ``highs``' search tree. time_limit_s: where it ends a run, which is logged, the answer may differ between
-            runs and `Choices.stats["timed_out"]` is 1.
-        solver: ``highs``, or one of PuLP's (`autopar.solve.named`), which are slower.
+        max_nodes: limit of ``highs``' search tree. time_limit_s: where it ends a run, which is
+            logged, the answer may differ between runs and `Choices.stats["timed_out"]` is 1.
+        solver: ``highs``, or one of PuLP's (`autopar.solve.pulp_models`), which are slower.
 
     Raises:
         InfeasibleError: where nothing fits the budget; with the smallest budget that would do.
     """
-    found = choices_or_least(problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver)
+    found = choices_or_least(
+        problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver
+    )
     if isinstance(found, Choices):
         return found
     would_do = f", {size_text(found.size_bytes)} would do" if found.choices else ""
@@ -52,39 +97,76 @@ def shortage(what: str, needed_bytes: int = 0) -> InfeasibleError:
 
 @overload
 def choices_or_least(
-    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False,
-    whole: Literal[True] = True, likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
+    problem: Problem,
+    *,
+    gap: float,
+    max_nodes: int = 200,
+    time_limit_s: float,
+    solver: str,
+    bound_only: bool = False,
+    whole: Literal[True] = True,
+    likely: Balance = ON_COMPUTE,
+    only_plan: bool = False,
+    waits: bool = False,
+    common: Common | None = None,
     met: Choices | None = None,
-) -> Choices | Least: ...  # fmt: skip
+) -> Choices | Least: ...
 
 
 @overload
 def choices_or_least(
-    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool,
-    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
+    problem: Problem,
+    *,
+    gap: float,
+    max_nodes: int = 200,
+    time_limit_s: float,
+    solver: str,
+    bound_only: bool = False,
+    whole: bool,
+    likely: Balance = ON_COMPUTE,
+    only_plan: bool = False,
+    waits: bool = False,
+    common: Common | None = None,
     met: Choices | None = None,
-) -> Choices | Least | Apart: ...  # fmt: skip
+) -> Choices | Least | Apart: ...
 
 
 def choices_or_least(
-    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
-    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
+    problem: Problem,
+    *,
+    gap: float,
+    max_nodes: int = 200,
+    time_limit_s: float,
+    solver: str,
+    bound_only: bool = False,
+    whole: bool = True,
+    likely: Balance = ON_COMPUTE,
+    only_plan: bool = False,
+    waits: bool = False,
+    common: Common | None = None,
     met: Choices | None = None,
-) -> Choices | Least | Apart:  # fmt: skip
+) -> Choices | Least | Apart:
     """As `solve`, but where no plan fits, how much memory would do.
 
     Args:
-        bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
-        whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`), without a
-            plan (`Apart`) where memory binds in a large problem, only a plan is asked for, and none is near the relaxation.
-        likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
+        bound_only: what would do need not be found (`least_budget`) where it is proven that nothing
+            fits.
+        whole: search on where the relaxation mixes decisions of equal ops; else the answer then
+            says which (`Choices.mixed`), without a plan (`Apart`) where memory binds in a large
+            problem, only a plan is asked for, and none is near the relaxation.
+        likely: at which balance the bound of a problem like this one was best; a search that begins
+            there is sooner done.
         waits: let the search go on past the time limit as long as it has no plan.
-        only_plan: in a large problem, or where memory binds, end with a plan, however far its bound (`Choices.unfinished`).
-        common: what searches for the same problem with other moments have found, and this one adds to.
-        met: an answer that is known already, and its bound, if any, with which HiGHS' search begins; it ends with none that is worse.
+        only_plan: in a large problem, or where memory binds, end with a plan, however far its bound
+            (`Choices.unfinished`).
+        common: what searches for the same problem with other moments have found, and this one adds
+            to.
+        met: an answer that is known already, and its bound, if any, with which HiGHS' search
+            begins; it ends with none that is worse.
 
     Raises:
-        InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op that refuses where that is known.
+        InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op
+            that refuses where that is known.
     """
     if not all(op.strategies for op in problem.ops):
         raise refusal(problem)
@@ -95,7 +177,19 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return without_idle(problem, known.answer)
-        search = BranchAndCut(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits, common or Common(), met)
+        search = BranchAndCut(
+            problem,
+            gap,
+            max_nodes,
+            time_limit_s,
+            whole,
+            likely,
+            known,
+            only_plan,
+            waits,
+            common or Common(),
+            met,
+        )
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:
@@ -104,9 +198,17 @@ def choices_or_least(
             return search.apart
     if choices is not None:
         return without_idle(problem, choices)
-    least = least_budget(problem, math.inf if waits else time_limit_s, bound_only=bound_only and proven)
+    least = least_budget(
+        problem, math.inf if waits else time_limit_s, bound_only=bound_only and proven
+    )
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.
     bound_s = min(bound_s, least.choices.objective_s)
-    return replace(least.choices, bound_s=bound_s, free_bound_s=0.0, solver=solver.lower(), multipliers=proven_by)
+    return replace(
+        least.choices,
+        bound_s=bound_s,
+        free_bound_s=0.0,
+        solver=solver.lower(),
+        multipliers=proven_by,
+    )

@@ -1,7 +1,7 @@
 """Budget rows at prices: the Lagrangian relaxation of memory.
 
-With λ[r] ≥ 0 seconds per byte of row r, rows (6) to (8) of `autopar.solve.memory` become costs of the choices that take bytes, less what
-the budget itself is worth:
+With λ[r] ≥ 0 seconds per byte of row r, rows (6) to (8) of `autopar.solve.memory_rows` become costs
+of the choices that take bytes, less what the budget itself is worth:
 
     Σ_r λ[r] · (static·x + held·bytes(l)·k + live·x + again·rc + reserve − budget)
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.problem import Problem
-from autopar.solve.memory import budget_rows
+from autopar.core.problem import Problem
+from autopar.solve.memory_rows import budget_rows
 
 Floats = NDArray[np.float64]
 
@@ -26,7 +26,8 @@ class Worth:
 
     Attributes:
         worths_s: budget row → what the whole budget is worth there.
-        of_ops, of_again: seconds by strategy of each op, and where backward runs it again, all instances together.
+        of_ops, of_again: seconds by strategy of each op, and where backward runs it again, all
+            instances together.
         of_kept: per variant, seconds per byte of the version of one instance.
         given_s: what the budget is worth, less what is reserved. reserved_s: of that, what is.
     """
@@ -41,7 +42,10 @@ class Worth:
 
     def __post_init__(self) -> None:
         ops = self.problem.ops
-        self.of_ops, self.of_kept = [np.zeros(len(op.strategies)) for op in ops], np.zeros(len(self.problem.variants))
+        self.of_ops, self.of_kept = (
+            [np.zeros(len(op.strategies)) for op in ops],
+            np.zeros(len(self.problem.variants)),
+        )
         rows = [row for row in budget_rows(self.problem) if self.worths_s.get(row.name, 0.0) > 0.0]
         for row in rows:
             per_byte = self.worths_s[row.name] / max(self.problem.budget_bytes, 1)
@@ -55,5 +59,7 @@ class Worth:
         whole = sum(self.worths_s[row.name] for row in rows)
         per_byte = whole / max(self.problem.budget_bytes, 1)
         for n, op in enumerate(ops):
-            self.of_ops[n] += per_byte * op.count * np.array([s.static_bytes for s in op.strategies], float)
+            self.of_ops[n] += (
+                per_byte * op.count * np.array([s.static_bytes for s in op.strategies], float)
+            )
         self.given_s = whole - self.reserved_s

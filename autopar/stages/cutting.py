@@ -11,8 +11,8 @@ from torch import fx
 
 from autopar.capture.graphs import TERM
 from autopar.capture.trace import Input, Output, Parameter, Trace
-from autopar.stages.crossing import Boundary, boundaries
 from autopar.stages.placing import Placing, place
+from autopar.stages.seams import Boundary, boundaries
 
 _add = torch.ops.aten.add.Tensor
 
@@ -22,10 +22,11 @@ class Cut:
     """A trace in stages.
 
     Attributes:
-        stages: one trace per stage. Equal nodes have the names and keys that they have in the whole trace.
+        stages: one trace per stage. Equal nodes have the names and keys that they have in the whole
+            trace.
         boundaries: what crosses from each stage to the next.
-        shared: parameter name → the stages that hold it, for parameters that several hold. Each has a part of the gradient; their sum,
-            once per step, is the gradient.
+        shared: parameter name → the stages that hold it, for parameters that several hold. Each has
+            a part of the gradient; their sum, once per step, is the gradient.
     """
 
     stages: tuple[Trace, ...]
@@ -34,15 +35,21 @@ class Cut:
 
 
 def cut(trace: Trace, positions: Sequence[int]) -> Cut:
-    """Cut a trace before the forward nodes at `positions`, which are distinct (`autopar.stages.points`).
+    """Cut a trace before the forward nodes at `positions`, which are distinct
+    (`autopar.stages.placing`).
 
     Raises:
         CutError: where the model cannot be cut there, saying which op refuses.
     """
     placing = place(trace, positions)
     crossing = boundaries(trace, placing, len(positions) + 1)
-    stages = tuple(_Stage(trace, placing, crossing, s, tuple(positions)).build() for s in range(len(positions) + 1))
-    return Cut(stages, crossing, {name: held for name, held in placing.holders.items() if len(held) > 1})
+    stages = tuple(
+        _Stage(trace, placing, crossing, s, tuple(positions)).build()
+        for s in range(len(positions) + 1)
+    )
+    return Cut(
+        stages, crossing, {name: held for name, held in placing.holders.items() if len(held) > 1}
+    )
 
 
 @dataclass
@@ -66,18 +73,29 @@ class _Stage:
         self._needed = self._find_needed(nodes, flat, after, before)
         self._placeholders(nodes, before, after)
         for node in self.trace.graph.nodes:
-            if node.op == "call_function" and node.name in self._needed and node.name not in self.env:
+            if (
+                node.op == "call_function"
+                and node.name in self._needed
+                and node.name not in self.env
+            ):
                 self._copy(node)
         return self._finish(nodes, flat, before, after)
 
     def _mine(self, name: str) -> bool:
         return self.placing.stage.get(name) == self.number
 
-    def _find_needed(self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], after: Boundary, before: Boundary) -> set[str]:
-        """What this stage runs: its own nodes, and the copied ones that these, its outputs and its buffers read."""
+    def _find_needed(
+        self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], after: Boundary, before: Boundary
+    ) -> set[str]:
+        """What this stage runs: its own nodes, and the copied ones that these, its outputs and
+        its buffers read."""
         arriving = {*before.values, *after.gradients} - {""}
         needed = {n for n in nodes if self._mine(n)} - arriving
-        needed |= {o.node for o in self.trace.outputs if self._returns(o.node) and o.node in self.placing.copied}
+        needed |= {
+            o.node
+            for o in self.trace.outputs
+            if self._returns(o.node) and o.node in self.placing.copied
+        }
         read: set[str] = set()
 
         def close(stack: list[str]) -> None:
@@ -92,7 +110,9 @@ class _Stage:
         for name, index in self.trace.mutated.items():  # a buffer's new value comes with the buffer
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
-            home = self.placing.homes.get(value) == self.number and _leads_to(nodes[buffer], nodes[value], self.placing.copied)
+            home = self.placing.homes.get(value) == self.number and _leads_to(
+                nodes[buffer], nodes[value], self.placing.copied
+            )
             if value in self.placing.copied and value not in needed and (home or buffer in read):
                 needed.add(value)
                 close([value])
@@ -100,16 +120,33 @@ class _Stage:
 
     def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
         read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
-        held = {p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]}
+        held = {
+            p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]
+        }
         flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
-        held |= {name for name, stage in self.placing.returning.items() if stage == self.number and nodes[name].op == "placeholder"}
-        changed = {name for name, index in self.trace.mutated.items() if flat[index].name in self._needed}
+        held |= {
+            name
+            for name, stage in self.placing.returning.items()
+            if stage == self.number and nodes[name].op == "placeholder"
+        }
+        changed = {
+            name for name, index in self.trace.mutated.items() if flat[index].name in self._needed
+        }
         held |= {b.node for b in self.trace.buffers if b.name in changed}
-        if self.number == len(self.positions):  # the last stage has the buffers that only what is given of the batch follows from
-            held |= {b.node for b in self.trace.buffers if not nodes[b.node].users and b.name not in self.trace.mutated}
+        if self.number == len(
+            self.positions
+        ):  # the last stage has the buffers that only what is given of the batch follows from
+            held |= {
+                b.node
+                for b in self.trace.buffers
+                if not nodes[b.node].users and b.name not in self.trace.mutated
+            }
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
-                if entry.node in held or (entry.node in read and not any(entry.node == p.node for p in self.trace.parameters)):
+                if entry.node in held or (
+                    entry.node in read
+                    and not any(entry.node == p.node for p in self.trace.parameters)
+                ):
                     self._placeholder(nodes[entry.node])
         for name in before.values:
             self._placeholder(nodes[name])
@@ -130,20 +167,36 @@ class _Stage:
         assert here.name == node.name, "names are unique in the whole trace"
         self.env[node.name] = here
 
-    def _finish(self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], before: Boundary, after: Boundary) -> Trace:
-        outputs = [o for i, o in enumerate(self.trace.outputs) if flat[i].name in self.env and self._returns(flat[i].name)]
+    def _finish(
+        self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], before: Boundary, after: Boundary
+    ) -> Trace:
+        outputs = [
+            o
+            for i, o in enumerate(self.trace.outputs)
+            if flat[i].name in self.env and self._returns(flat[i].name)
+        ]
         self.results = [self.env[o.node] for o in outputs]
         for name, gradient in zip(after.values, after.gradients, strict=True):
             shape, dtype = tuple(nodes[name].meta["val"].shape), nodes[name].meta["val"].dtype
-            outputs.append(Output(_key(nodes[name]), name, shape, dtype, False, gradient, crosses=True))
+            outputs.append(
+                Output(_key(nodes[name]), name, shape, dtype, False, gradient, crosses=True)
+            )
             self.results.append(self.env[name])
-        parameters = tuple(self._parameter(p, flat) for p in self.trace.parameters if p.node in self.env)
-        mutated = {name: self._add_result(flat[i].name) for name, i in self.trace.mutated.items() if flat[i].name in self.env}
+        parameters = tuple(
+            self._parameter(p, flat) for p in self.trace.parameters if p.node in self.env
+        )
+        mutated = {
+            name: self._add_result(flat[i].name)
+            for name, i in self.trace.mutated.items()
+            if flat[i].name in self.env
+        }
         inputs = [i for i in self.trace.inputs if i.node in self.env]
         for name, gradient in zip(before.values, before.gradients, strict=True):
             shape, dtype = tuple(nodes[name].meta["val"].shape), nodes[name].meta["val"].dtype
             index = self._add_result(gradient) if gradient else None
-            inputs.append(Input(_key(nodes[name]), name, shape, dtype, crosses=True, gradient=index))
+            inputs.append(
+                Input(_key(nodes[name]), name, shape, dtype, crosses=True, gradient=index)
+            )
         self.graph.output(tuple(self.results))
         text = f"{self.trace.fingerprint} stage {self.number} of cuts {self.positions}"
         return Trace(
@@ -186,13 +239,17 @@ class _Stage:
         for ordinal, term in enumerate(terms[1:]):
             like = total
             total = self.graph.call_function(_add, (total, term))
-            total.meta = {**like.meta, "key": f"{like.meta['module']}/add/backward/{ordinal} of {terms[0].name}"}
+            total.meta = {
+                **like.meta,
+                "key": f"{like.meta['module']}/add/backward/{ordinal} of {terms[0].name}",
+            }
         self.results.append(total)
         return len(self.results) - 1
 
 
 def _leads_to(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
-    """Whether all that is made of a node is a step on the way to `value`, by nodes of these names."""
+    """Whether all that is made of a node is a step on the way to `value`, by nodes of these
+    names."""
     left, seen = [node], {value}
     while left:
         here = left.pop()

@@ -1,17 +1,18 @@
 """Which stage runs which node.
 
-Forward nodes go by their position; those that depend on no parameter (masks, positions, numbers of labels) are *copied*: every stage
-that needs one computes it itself from the batch. Backward flows from the last stage to the first. At each boundary a backward
-node is *late* (in a later stage) or *early*. A reader of a forward value that stays on one side is on that side, a parameter's gradient
-is where the parameter is; of all ways to place the others, which add and reshape gradients, the one is taken that moves the fewest
-bytes over the boundary: a minimum cut.
+Forward nodes go by their position; those that depend on no parameter (masks, positions, numbers of
+labels) are *copied*: every stage that needs one computes it itself from the batch. Backward flows
+from the last stage to the first. At each boundary a backward node is *late* (in a later stage) or
+*early*. A reader of a forward value that stays on one side is on that side, a parameter's gradient
+is where the parameter is; of all ways to place the others, which add and reshape gradients, the one
+is taken that moves the fewest bytes over the boundary: a minimum cut.
 """
 
 from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -21,7 +22,105 @@ from torch import fx
 from autopar.capture.trace import Trace
 from autopar.errors import EmissionError
 from autopar.rules import where_of
-from autopar.stages.points import forward_nodes
+
+# --------------------------------------------------------------------------------------------------
+# Where a model may be cut: before the first node of every layer and of every part that is no
+# layer.
+#
+# Where these places are fewer than are needed, the parts are those that lie deeper: modules
+# within layers, one level after the other, and at last what each parameter is read for. So any
+# model has places as long as it has parameters.
+
+_DEEPER = 6  # levels within a layer
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """A place to cut.
+
+    Attributes:
+        position: index of a forward node among the forward nodes; a cut there puts it, and all
+            after it, into a later stage.
+        module: the layer or part that begins there.
+    """
+
+    position: int
+    module: str
+
+
+def forward_nodes(trace: Trace) -> list[fx.Node]:
+    """The forward's compute nodes, in order."""
+    return [
+        n for n in trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"
+    ]
+
+
+def layer_of(module: str) -> str:
+    """A module's path up to its first layer index; up to its second part where it has none."""
+    parts = module.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ".".join(parts[:2])
+
+
+def cut_points(trace: Trace, at_least: int = 1) -> tuple[CutPoint, ...]:
+    """Places to cut, in order; none before the first parameter is read.
+
+    Args:
+        at_least: of the coarsest parts that have so many places; of the finest, if none has.
+    """
+    points: tuple[CutPoint, ...] = ()
+    for points in levels(trace):
+        if len(points) >= at_least:
+            break
+    return points
+
+
+def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
+    """The places of layers, then those of finer and finer parts, each level with more than the
+    one before."""
+    names = {p.node: p.name for p in trace.parameters}
+
+    def read(node: fx.Node) -> str:
+        return next(
+            (names[operand.name] for operand in node.all_input_nodes if operand.name in names), ""
+        )
+
+    num = -1
+    for depth in range(_DEEPER + 1):
+
+        def part(node: fx.Node, depth: int = depth) -> str:
+            return _part_of(node.meta["module"], depth)
+
+        points = tuple(_points(trace, part))
+        if len(points) > num:
+            yield points
+        num = max(num, len(points))
+    points = tuple(_points(trace, read))
+    if len(points) > num:
+        yield points
+
+
+def _part_of(module: str, deeper: int) -> str:
+    """The path of the layer that a module is in, or of what lies so much deeper in it."""
+    layer = layer_of(module)
+    return ".".join([layer, *module[len(layer) + 1 :].split(".")[:deeper]]).rstrip(".")
+
+
+def _points(trace: Trace, part_of: Callable[[fx.Node], str]) -> Iterator[CutPoint]:
+    on_parameters = {p.node for p in trace.parameters}
+    seen: set[str] = set()
+    for position, node in enumerate(forward_nodes(trace)):
+        if not any(operand.name in on_parameters for operand in node.all_input_nodes):
+            continue
+        on_parameters.add(node.name)
+        part = part_of(node)
+        if part not in seen and part:
+            if seen:
+                yield CutPoint(position, part)
+            seen.add(part)
+
 
 _add = torch.ops.aten.add.Tensor
 _NO_CARRIER = 2**60  # dearer than all that can cross
@@ -29,7 +128,8 @@ _Kind = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class CutError(EmissionError):
-    """The model cannot be cut there; says which op refuses. Where it can be cut, or what else to do, says who asked."""
+    """The model cannot be cut there; says which op refuses. Where it can be cut, or what else to
+    do, says who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +139,11 @@ class Placing:
     Attributes:
         stage: node name → stage, tangents included; not for copied nodes and other placeholders.
         returning: what the model returns → the stage that returns it.
-        copied: nodes that every stage computes itself where it needs them. homes: where they would be by their position.
+        copied: nodes that every stage computes itself where it needs them. homes: where they would
+            be by their position.
         holders: parameter name → the stages that read it.
-        terms: parameter name → the nodes whose sum is its gradient, for parameters that several stages hold.
+        terms: parameter name → the nodes whose sum is its gradient, for parameters that several
+            stages hold.
         dropped: the additions of these terms, which no stage runs.
     """
 
@@ -65,7 +167,8 @@ def place(trace: Trace, positions: Sequence[int]) -> Placing:
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Of each backward node, where it has to be: behind all boundaries before `late_before`, not behind those from `early_from` on."""
+    """Of each backward node, where it has to be: behind all boundaries before `late_before`, not
+    behind those from `early_from` on."""
 
     late_before: dict[str, int]
     early_from: dict[str, int]
@@ -77,9 +180,15 @@ class _Placer:
     positions: Sequence[int]
     stage: dict[str, int] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
-    last_reader: dict[str, int] = field(default_factory=dict)  # forward node → latest stage that reads it in forward
-    homes: dict[str, int] = field(default_factory=dict)  # forward node → stage by its position, copied ones too
-    _carriers: dict[int, set[_Kind]] = field(default_factory=dict)  # boundary → kinds of forward values that cross it
+    last_reader: dict[str, int] = field(
+        default_factory=dict
+    )  # forward node → latest stage that reads it in forward
+    homes: dict[str, int] = field(
+        default_factory=dict
+    )  # forward node → stage by its position, copied ones too
+    _carriers: dict[int, set[_Kind]] = field(
+        default_factory=dict
+    )  # boundary → kinds of forward values that cross it
 
     def run(self) -> Placing:
         self._forward()
@@ -87,7 +196,11 @@ class _Placer:
         returning = self._returning(holders)
         self.stage.update({o.tangent: returning[o.node] for o in self.trace.differentiable})
         terms, dropped = self._terms(holders)
-        backward = [n for n in self._calls("backward") if n.name not in dropped and n.name not in self.copied]
+        backward = [
+            n
+            for n in self._calls("backward")
+            if n.name not in dropped and n.name not in self.copied
+        ]
         pinned = self._pinned(holders, terms)
         self._crossing()
         sides = self._sides(backward, pinned)
@@ -99,15 +212,31 @@ class _Placer:
                 stages[name] = max(stages[name], boundary + 1)
         self._check_parameters(stages, holders)
         self._check_buffers(self.stage | stages)
-        return Placing(self.stage | stages, returning, frozenset(self.copied), self.homes, holders, terms, frozenset(dropped))
+        return Placing(
+            self.stage | stages,
+            returning,
+            frozenset(self.copied),
+            self.homes,
+            holders,
+            terms,
+            frozenset(dropped),
+        )
 
     def _calls(self, phase: str) -> list[fx.Node]:
-        return [n for n in self.trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
+        return [
+            n
+            for n in self.trace.graph.nodes
+            if n.op == "call_function" and n.meta["phase"] == phase
+        ]
 
     def _forward(self) -> None:
-        outside = {p.node for p in self.trace.parameters} | {o.tangent for o in self.trace.differentiable}
+        outside = {p.node for p in self.trace.parameters} | {
+            o.tangent for o in self.trace.differentiable
+        }
         for node in self.trace.graph.nodes:
-            if node.op == "call_function" and any(operand.name in outside for operand in node.all_input_nodes):
+            if node.op == "call_function" and any(
+                operand.name in outside for operand in node.all_input_nodes
+            ):
                 outside.add(node.name)
             elif node.op == "call_function":
                 self.copied.add(node.name)
@@ -116,27 +245,37 @@ class _Placer:
             if node.name in self.copied:
                 continue
             together = node.target is operator.getitem
-            self.stage[node.name] = self.stage[node.args[0].name] if together else self.homes[node.name]
+            self.stage[node.name] = (
+                self.stage[node.args[0].name] if together else self.homes[node.name]
+            )
         for node in forward_nodes(self.trace):
             for operand in node.all_input_nodes:
                 if node.name in self.stage and operand.name in self.stage:
-                    self.last_reader[operand.name] = max(self.last_reader.get(operand.name, 0), self.stage[node.name])
+                    self.last_reader[operand.name] = max(
+                        self.last_reader.get(operand.name, 0), self.stage[node.name]
+                    )
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """A parameter that only backward reads is where that is; one that nothing reads, in the first stage."""
+        """A parameter that only backward reads is where that is; one that nothing reads, in the
+        first stage."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         found = {}
         for p in self.trace.parameters:
-            reading = {self.stage[user.name] for user in nodes[p.node].users if user.name in self.stage}
+            reading = {
+                self.stage[user.name] for user in nodes[p.node].users if user.name in self.stage
+            }
             found[p.name] = tuple(sorted(reading)) or (0,)
         return found
 
     def _returning(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """What a stage makes it returns; a parameter is returned where it is, and what every stage has by the last one."""
+        """What a stage makes it returns; a parameter is returned where it is, and what every
+        stage has by the last one."""
         last, at = len(self.positions), {p.node: holders[p.name][-1] for p in self.trace.parameters}
         return {o.node: self.stage.get(o.node, at.get(o.node, last)) for o in self.trace.outputs}
 
-    def _terms(self, holders: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[fx.Node, ...]], set[str]]:
+    def _terms(
+        self, holders: Mapping[str, Sequence[int]]
+    ) -> tuple[dict[str, tuple[fx.Node, ...]], set[str]]:
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
         terms: dict[str, tuple[fx.Node, ...]] = {}
         dropped: set[str] = set()
@@ -145,33 +284,58 @@ class _Placer:
                 terms[p.name] = tuple(_addends(results[p.gradient], dropped))
         return terms, dropped
 
-    def _pinned(self, holders: Mapping[str, Sequence[int]], terms: Mapping[str, Sequence[fx.Node]]) -> dict[str, int]:
-        """Nodes whose stage is settled: gradients of a parameter, and what reads it in backward, are where it is; where several stages
-        hold it, with the reader of the same module."""
+    def _pinned(
+        self, holders: Mapping[str, Sequence[int]], terms: Mapping[str, Sequence[fx.Node]]
+    ) -> dict[str, int]:
+        """Nodes whose stage is settled: gradients of a parameter, and what reads it in backward,
+        are where it is; where several stages hold it, with the reader of the same module."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
         pinned = {}
         for p in self.trace.parameters:
-            readers = {u.meta["module"]: self.stage[u.name] for u in nodes[p.node].users if u.name in self.stage}
-            bound = [u for u in nodes[p.node].users if u.op != "output" and u.meta["phase"] == "backward" and u.name not in self.copied]
-            bound += terms[p.name] if p.name in terms else [results[p.gradient]] if p.gradient is not None else []
+            readers = {
+                u.meta["module"]: self.stage[u.name]
+                for u in nodes[p.node].users
+                if u.name in self.stage
+            }
+            bound = [
+                u
+                for u in nodes[p.node].users
+                if u.op != "output" and u.meta["phase"] == "backward" and u.name not in self.copied
+            ]
+            bound += (
+                terms[p.name]
+                if p.name in terms
+                else [results[p.gradient]]
+                if p.gradient is not None
+                else []
+            )
             for node in bound:
                 held = holders[p.name]
                 if len(held) == 1 or node.meta["module"] in readers:
                     pinned[node.name] = held[0] if len(held) == 1 else readers[node.meta["module"]]
         return pinned
 
-    def _check_parameters(self, stages: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> None:
+    def _check_parameters(
+        self, stages: Mapping[str, int], holders: Mapping[str, Sequence[int]]
+    ) -> None:
         names = {p.node: p.name for p in self.trace.parameters}
         for node in self.trace.graph.nodes:
             for operand in node.all_input_nodes if node.name in stages else ():
                 if operand.name in names and stages[node.name] not in holders[names[operand.name]]:
-                    what = f"{node.meta['key']} would read {names[operand.name]!r} in a stage that does not hold it"
+                    what = (
+                        f"{node.meta['key']} would read {names[operand.name]!r} in a stage that"
+                        " does not hold it"
+                    )
                     raise CutError(what, where=where_of(node))
 
     def _check_buffers(self, stages: Mapping[str, int]) -> None:
-        """A buffer whose new value one stage makes is read there alone: another's copy of it would not change."""
-        nodes, results = {n.name: n for n in self.trace.graph.nodes}, next(iter(reversed(self.trace.graph.nodes))).args[0]
+        """A buffer whose new value one stage makes is read there alone: another's copy of it
+        would not change."""
+        nodes, results = (
+            {n.name: n for n in self.trace.graph.nodes},
+            next(iter(reversed(self.trace.graph.nodes))).args[0],
+        )
         buffers = {b.name: nodes[b.node] for b in self.trace.buffers}
         for name, index in self.trace.mutated.items():
             value = results[index]  # type: ignore[index]
@@ -179,7 +343,10 @@ class _Placer:
                 continue
             others = sorted(self._reading(buffers[name], stages) - {stages[value.name]})
             if others:
-                what = f"buffer {name!r} is read in stage {others[0]} and gets its new value in stage {stages[value.name]}"
+                what = (
+                    f"buffer {name!r} is read in stage {others[0]} and gets its new value in stage"
+                    f" {stages[value.name]}"
+                )
                 raise CutError(what, where=where_of(value))
 
     def _reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
@@ -193,28 +360,44 @@ class _Placer:
                     left.append(user)
         return found
 
-    def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides) -> set[str]:
-        """The backward nodes that run behind the boundary, `after` (behind the next one) among them."""
+    def _late(
+        self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides
+    ) -> set[str]:
+        """The backward nodes that run behind the boundary, `after` (behind the next one) among
+        them."""
         late = after | {n.name for n in backward if boundary < sides.late_before[n.name]}
         early = {n.name for n in backward if boundary >= sides.early_from[n.name]}
         for node in backward if late & early else ():
             if node.name in late and node.name in early:
-                what = f"{node.meta['key']} needs values from both sides of a cut, against the flow of backward"
+                what = (
+                    f"{node.meta['key']} needs values from both sides of a cut, against the flow of"
+                    " backward"
+                )
                 raise CutError(what, where=where_of(node))
         free = [n for n in backward if n.name not in late and n.name not in early]
         behind = {o.tangent for o in self.trace.differentiable if self.stage[o.tangent] > boundary}
-        return late | _cheapest(free, late | behind, sides.early_from.keys() | behind, self._carriers.get(boundary, set()))
+        return late | _cheapest(
+            free,
+            late | behind,
+            sides.early_from.keys() | behind,
+            self._carriers.get(boundary, set()),
+        )
 
     def _crossing(self) -> None:
         """Of each boundary, the kinds of forward values that cross it."""
         for node in forward_nodes(self.trace):
             made = self.stage.get(node.name)
-            for boundary in range(made, self.last_reader.get(node.name, 0)) if made is not None else ():
+            for boundary in (
+                range(made, self.last_reader.get(node.name, 0)) if made is not None else ()
+            ):
                 self._carriers.setdefault(boundary, set()).add(_kind(node))
 
     def _sides(self, backward: Sequence[fx.Node], pinned: Mapping[str, int]) -> _Sides:
-        """What is settled of backward: what a late node reads is late, what reads an early one, or an early output's tangent, is early."""
-        sides = _Sides({n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward})
+        """What is settled of backward: what a late node reads is late, what reads an early one,
+        or an early output's tangent, is early."""
+        sides = _Sides(
+            {n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward}
+        )
         late_before, early_from = sides.late_before, sides.early_from
         for node in backward:
             made = [self.stage[o.name] for o in self._read(node)]
@@ -222,23 +405,32 @@ class _Placer:
             at = [pinned[node.name]] if node.name in pinned else []
             late_before[node.name] = max([0, *made, *at])
             before = [early_from[o.name] for o in node.all_input_nodes if o.name in early_from]
-            before += [self.stage[o.name] for o in node.all_input_nodes if o.op == "placeholder" and o.name in self.stage]  # tangents
+            before += [
+                self.stage[o.name]
+                for o in node.all_input_nodes
+                if o.op == "placeholder" and o.name in self.stage
+            ]  # tangents
             early_from[node.name] = min([early_from[node.name], *read, *at, *before])
         for node in reversed(backward):
             for operand in node.all_input_nodes:
                 if operand.name in late_before:
-                    late_before[operand.name] = max(late_before[operand.name], late_before[node.name])
+                    late_before[operand.name] = max(
+                        late_before[operand.name], late_before[node.name]
+                    )
         return sides
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
-        """What a backward node reads of what forward or the loss made; what picks a result goes with its producer."""
+        """What a backward node reads of what forward or the loss made; what picks a result goes
+        with its producer."""
         operands = () if node.target is operator.getitem else node.all_input_nodes
         return [o for o in operands if o.name in self.stage and o.op != "placeholder"]
 
 
 def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
     """The terms of a sum of gradients; the additions go into `dropped`."""
-    plain = node.target is _add and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs
+    plain = (
+        node.target is _add and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs
+    )
     if plain and all(a.meta.get("phase") == "backward" for a in node.args) and len(node.users) <= 1:  # type: ignore[union-attr]
         dropped.add(node.name)
         for addend in node.args:
@@ -247,15 +439,22 @@ def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
         yield node
 
 
-def _cheapest(free: Sequence[fx.Node], late: set[str], all_names: set[str], carriers: set[_Kind]) -> set[str]:
+def _cheapest(
+    free: Sequence[fx.Node], late: set[str], all_names: set[str], carriers: set[_Kind]
+) -> set[str]:
     """Of the nodes that may be on either side, those that are late when the fewest bytes cross.
 
-    Each node is an edge of its bytes, cut where its value crosses, which it only does where a forward value of its shape does. No
-    late node reads an early one.
+    Each node is an edge of its bytes, cut where its value crosses, which it only does where a
+    forward value of its shape does. No late node reads an early one.
     """
     graph = nx.DiGraph()
     undecided = {n.name for n in free}
-    around = {n.name: n for node in free for n in (node, *node.all_input_nodes, *node.users) if n.name in all_names}
+    around = {
+        n.name: n
+        for node in free
+        for n in (node, *node.all_input_nodes, *node.users)
+        if n.name in all_names
+    }
     around |= {u.name: u for n in list(around.values()) for u in n.users if u.name in all_names}
     for name, node in around.items():
         into, out = (name, "in"), (name, "out")

@@ -3,7 +3,7 @@ node by node, before it runs.
 """
 
 from autopar.validation.microbatches import validate_microbatches
-from autopar.validation.report import Validation
+from autopar.validation.states import Validation
 from autopar.validation.whole import validate
 
 __all__ = ["Validation", "validate", "validate_microbatches"]

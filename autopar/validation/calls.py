@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx
 
+from autopar.core.layout import Layout, Strategy
 from autopar.kernels import collectives as steps
 from autopar.kernels import dispatched
-from autopar.layout import Layout, Strategy
 from autopar.ops.in_place import functional_form
 from autopar.rules import Call, Length, Local, Operand, Start, Starts, localize
 from autopar.validation.law import DRAWS, VIEWS, aten

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from autopar import ops
-from autopar.ops.elementwise import COORDINATES
-from autopar.ops.reading import reading
+from autopar.ops.score_functions import COORDINATES, reading
 from autopar.rules.call import Call, Operand, TensorInfo, argument, replace_arguments
-from autopar.rules.scaling import Trial
+from autopar.rules.small_calls import Trial
 
 _BATCH, _HEADS, _QUERIES, _KEYS, _WIDTH = 4, 4, 12, 10, 4
 _LARGE = re.compile(r"(?<=[\[,])\d{2,}(?=[\],])")

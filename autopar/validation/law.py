@@ -1,11 +1,12 @@
 """Whether an op on parts makes the parts that a strategy says: tried on small numbers, or, of ops
 that only move elements, by counting.
 
-One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.scaling`), its operands are
-split as the strategy places them on the axis (a partial sum into random addends), every rank runs
-its local call, and the results, joined as the strategy places them, have to be the whole call's.
-Nothing of the op's row in the table of rules is used. What several axes do together follows from
-what each does, since they split along one and the same order of axes (`autopar.rules.is_strategy`).
+One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.small_calls`), its operands
+are split as the strategy places them on the axis (a partial sum into random addends), every rank
+runs its local call, and the results, joined as the strategy places them, have to be the whole
+call's. Nothing of the op's row in the table of rules is used. What several axes do together follows
+from what each does, since they split along one and the same order of axes
+(`autopar.rules.is_strategy`).
 
 A shape is no number: a view cannot be shrunk. Its strategies follow from which dims have the
 elements of which (`keeps_parts`). Random draws follow from the indices of elements alone.
@@ -22,23 +23,28 @@ from functools import lru_cache
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autopar import random_ops
+from autopar.core.layout import Layout, Strategy
 from autopar.errors import RuleError
-from autopar.layout import Layout, Strategy
+from autopar.ops import random
 from autopar.rules import AxisOption, Call
 from autopar.rules.call import NO_TENSOR, KeyedCall
-from autopar.rules.scaling import Trial, first_trials
+from autopar.rules.small_calls import Trial, first_trials
 from autopar.rules.trial import check_option
 from autopar.validation.samples import SAMPLES
 
 aten = torch.ops.aten
 VIEWS = frozenset(
     (
-        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
         aten.unsqueeze.default,
     )
-)  # fmt: skip
-DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
+)
+DRAWS = frozenset((random.keep_mask, random.uniform, random.normal, random.randint))
 _ZEROS = {
     aten.empty.memory_format: aten.zeros.default,
     aten.empty_like.default: aten.zeros_like.default,
@@ -48,7 +54,8 @@ _RECIPES = ("mixed", "positive")
 
 
 class Verdict(Enum):
-    """What is known of a strategy: shown by numbers or by counting, shown to be wrong, or neither."""
+    """What is known of a strategy: shown by numbers or by counting, shown to be wrong, or
+    neither."""
 
     PROVEN = "proven"
     WRONG = "wrong"

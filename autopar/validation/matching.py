@@ -21,9 +21,9 @@ from torch import fx
 
 from autopar import ops
 from autopar.rules import Call
-from autopar.validation.in_time import TimePlacement, split_dim
 from autopar.validation.law import VIEWS, leading_dims
 from autopar.validation.states import Ref
+from autopar.validation.time_trials import TimePlacement, split_dim
 from autopar.validation.traced import Traced
 
 aten = torch.ops.aten

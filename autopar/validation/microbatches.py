@@ -2,11 +2,11 @@
 backward, on an axis in time.
 
 Each node of a microbatch's graph is compared with the node of the batch's for which it stands
-(`autopar.validation.matching`, `autopar.validation.time_placements`). The runtime joins outputs as `Microbatches.outputs` says and
-adds gradients up: so outputs have to be split, whole or terms of the stated power of the number of
-microbatches, and every gradient has to be a term. Nothing of the analysis that decided how the
-batch is cut is used, but what it
-says: which inputs are cut, what is given of the whole batch, and how outputs are joined.
+(`autopar.validation.matching`, `autopar.validation.time_placements`). The runtime joins outputs as
+`Microbatches.outputs` says and adds gradients up: so outputs have to be split, whole or terms of
+the stated power of the number of microbatches, and every gradient has to be a term. Nothing of the
+analysis that decided how the batch is cut is used, but what it says: which inputs are cut, what is
+given of the whole batch, and how outputs are joined.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar import random_ops
 from autopar.capture.graphs import copied
 from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
+from autopar.ops import random
+from autopar.program.program import Count, Microbatches
 from autopar.rules import Call, where_of
-from autopar.run.program import Count, Microbatches
-from autopar.validation.in_time import TERM, WHOLE, TimePlacement, split_dim
 from autopar.validation.matching import OF_BATCH, TIMES, Match, Matching, without
-from autopar.validation.report import Validation
-from autopar.validation.states import Ref, invalid
+from autopar.validation.states import Ref, Validation, invalid
 from autopar.validation.time_placements import placements_in_time
+from autopar.validation.time_trials import TERM, WHOLE, TimePlacement, split_dim
 from autopar.validation.traced import Nodes, Traced
 
 _MULTIPLY = torch.ops.aten.mul.Tensor
@@ -152,12 +151,16 @@ class _InTime:
                 own is not None
                 and matching.same.get(node.name) == own.name
                 and found
-                in (TimePlacement("term", power=due), TimePlacement("whole", power=due - 1))
+                in (
+                    TimePlacement("term", power=due),
+                    TimePlacement("whole", power=due - 1),
+                )
             )
             if not right:
                 raise self._error(
                     node,
-                    f"what microbatches are given of the batch is a {kind} of what each has as {found}",
+                    f"what microbatches are given of the batch is a {kind} of what each has as"
+                    f" {found}",
                 )
 
     def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
@@ -251,9 +254,11 @@ class _InTime:
                 continue  # it is not asked for of several microbatches
             kind, dim = self.how.outputs[o.path]
             due: Mapping[str, tuple[TimePlacement, ...]] = {
-                "split": (TimePlacement("split", dim),), "whole": (WHOLE,), "sum": (TERM, TimePlacement("whole", power=-1)),
+                "split": (TimePlacement("split", dim),),
+                "whole": (WHOLE,),
+                "sum": (TERM, TimePlacement("whole", power=-1)),
                 "mean": (TimePlacement("term", power=1), WHOLE),
-            }  # fmt: skip
+            }
             own = next(w.node for w in self.whole.trace.outputs if w.path == o.path)
             yield from self._judged(
                 self.part.nodes[o.node],
@@ -262,7 +267,7 @@ class _InTime:
                 f"output {o.path!r}" if o.path else "the output",
             )
         for name, position in self.part.trace.mutated.items():
-            if name != random_ops.STATE:
+            if name != random.STATE:
                 raise self._error(
                     self.part.results[position],
                     f"buffer {name!r} would be written {self.how.num} times a step",
@@ -273,7 +278,8 @@ class _InTime:
         for p, w in zip(self.part.trace.parameters, self.whole.trace.parameters, strict=True):
             if p.name != w.name or (p.gradient is None) != (w.gradient is None):
                 raise invalid(
-                    f"the microbatch's graph has parameter {p.name!r} where the batch's has {w.name!r}"
+                    f"the microbatch's graph has parameter {p.name!r} where the batch's has"
+                    f" {w.name!r}"
                 )
             if p.gradient is not None and w.gradient is not None:
                 own = self.whole.results[w.gradient]
@@ -298,12 +304,16 @@ class _InTime:
             return
         at = self.part.by_key.get(found.origin, node)
         if self.promised:
-            yield f"{what} over microbatches follows from the promise that samples are independent, and from no rule, at {at.meta['key']}"
+            yield (
+                f"{what} over microbatches follows from the promise that samples are independent,"
+                f" and from no rule, at {at.meta['key']}"
+            )
             return
         if found.kind == "open":
             raise self._error(
                 at,
-                f"nothing shows that {what} adds up over {self.how.num} microbatches: this op is not known well enough",
+                f"nothing shows that {what} adds up over {self.how.num} microbatches: this op is"
+                " not known well enough",
             )
         seen = (
             "what it makes of a microbatch is no part, no term and no copy of the batch's"
@@ -312,7 +322,8 @@ class _InTime:
         )
         raise self._error(
             at,
-            f"{what} does not add up over {self.how.num} microbatches: {seen}, where {due[0]} is due",
+            f"{what} does not add up over {self.how.num} microbatches: {seen}, where {due[0]}"
+            " is due",
         )
 
     def _error(self, node: fx.Node, what: str) -> ValidationError:

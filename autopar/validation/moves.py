@@ -11,20 +11,25 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.collective import Collective
-from autopar.halo import Halo
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout
+from autopar.core.placements import Halo, Mirrored
 from autopar.kernels import collectives as steps
-from autopar.layout import Layout
-from autopar.mirrored import Mirrored
 from autopar.validation.shards import apply_collective, is_even, local_lengths
 from autopar.validation.states import Packed, Several, State
 from autopar.validation.traced import Traced
 
 KINDS: Mapping[Any, str] = {
-    steps.all_gather: "all_gather", steps.reduce_scatter: "reduce_scatter", steps.all_reduce: "all_reduce",
-    steps.all_to_all: "all_to_all", steps.halo: "halo", steps.swap: "swap", steps.shard: "slice",
-    steps.fetch: "fetch", steps.store: "store",
-}  # fmt: skip
+    steps.all_gather: "all_gather",
+    steps.reduce_scatter: "reduce_scatter",
+    steps.all_reduce: "all_reduce",
+    steps.all_to_all: "all_to_all",
+    steps.halo: "halo",
+    steps.swap: "swap",
+    steps.shard: "slice",
+    steps.fetch: "fetch",
+    steps.store: "store",
+}
 _REDUCING = ("all_reduce", "reduce_scatter")
 _JOINING = ("all_gather", "all_to_all")
 
@@ -70,7 +75,8 @@ def move(
         due = shape[step.dim] if uneven else None
         if length != due:
             raise MoveError(
-                f"it joins a dim of {shape[step.dim]} elements whose parts are {'un' if uneven else ''}equal with length={length}"
+                f"it joins a dim of {shape[step.dim]} elements whose parts are"
+                f" {'un' if uneven else ''}equal with length={length}"
             )
     return State(state.ref, target, state.dtype)
 
@@ -124,7 +130,8 @@ def _move_bucket(
         or packed.count != rows[kind][0]
     ):
         raise MoveError(
-            f"a bucket of {packed.count} of {packed.parts} parts takes no {kind} with settings {tuple(settings)}"
+            f"a bucket of {packed.count} of {packed.parts} parts takes no {kind} with settings"
+            f" {tuple(settings)}"
         )
     if kind == "all_reduce" and packed.parts != 1:
         raise MoveError(f"what is reduced for all ranks is in {packed.parts} parts in its bucket")

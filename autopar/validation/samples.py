@@ -12,7 +12,7 @@ import torch
 
 from autopar import ops
 from autopar.rules.call import Call, TensorInfo
-from autopar.rules.scaling import Trial
+from autopar.rules.small_calls import Trial
 from autopar.validation.flex_samples import FLEX_SAMPLES
 from autopar.validation.scatter_samples import SCATTER_SAMPLES
 from autopar.validation.window_samples import WINDOW_SAMPLES

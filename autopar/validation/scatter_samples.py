@@ -13,7 +13,7 @@ import torch
 
 from autopar import ops
 from autopar.rules.call import Call, TensorInfo
-from autopar.rules.scaling import Trial
+from autopar.rules.small_calls import Trial
 from autopar.rules.trial import run
 
 aten = torch.ops.aten

@@ -15,10 +15,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.collective import Collective
-from autopar.halo import Halo
-from autopar.layout import Layout
-from autopar.mirrored import Mirrored
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout
+from autopar.core.placements import Halo, Mirrored
 
 SHARING = ("all_reduce", "reduce_scatter", "all_gather")
 """Collectives that may be in a bucket, of elements that are"""

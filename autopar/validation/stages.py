@@ -77,7 +77,10 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
             raise _missing(stage, number, i.node, "the stage before does not hand it over")
         returned = _results(stage)[i.gradient].name if i.gradient is not None else ""
         if returned != handed[i.node]:
-            what = f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for {handed[i.node] or 'none'}"
+            what = (
+                f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for"
+                f" {handed[i.node] or 'none'}"
+            )
             raise _missing(stage, number, i.node, what)
     arriving = {i.node for i in stage.inputs if i.crosses} | set(_handed(stage).values())
     for node in stage.graph.nodes:
@@ -123,7 +126,10 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
         due = Counter(_terms(_results(part)[p.gradient])) if p.gradient is not None else Counter()
         found = Counter(term for stage in stages for term in _stage_terms(stage, p.name))
         if found != due:
-            what = f"the stages' gradients of {p.name!r} are {_listed(found)}, where {_listed(due)} is due"
+            what = (
+                f"the stages' gradients of {p.name!r} are {_listed(found)}, where {_listed(due)}"
+                " is due"
+            )
             raise invalid(what)
 
 

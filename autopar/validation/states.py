@@ -8,15 +8,16 @@ index) has one of the other classes as its state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.core.layout import Layout
 from autopar.errors import ValidationError, Where
-from autopar.layout import Layout
 from autopar.rules import where_of
 
 Ref = tuple[str, int]
@@ -106,7 +107,10 @@ def shown(state: object) -> str:
     """A state in words."""
     if isinstance(state, State):
         name, result = state.ref
-        return f"{name}{f' result {result}' if result else ''} as {state.layout} in {str(state.dtype).removeprefix('torch.')}"
+        return (
+            f"{name}{f' result {result}' if result else ''} as {state.layout} in"
+            f" {str(state.dtype).removeprefix('torch.')}"
+        )
     if isinstance(state, Sum):
         added = "with" if state.is_added else "without"
         return (
@@ -116,3 +120,47 @@ def shown(state: object) -> str:
 
 
 Env = Mapping[fx.Node, Any]
+
+
+# --------------------------------------------------------------------------------------------------
+# What validation found.
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """A program whose every value was justified.
+
+    Attributes:
+        how: how many nodes were justified in which way: ``proven`` by numbers or by counting,
+            ``open`` by the op's rule alone, ``step`` and ``cast`` by the rule of that step.
+        open: keys of the nodes of which only the op's own rule says that they are right.
+        unproven: parts of the program that nothing here looks at, in words.
+    """
+
+    how: Counter[str] = field(default_factory=Counter)
+    open: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes of all graphs were justified."""
+        return sum(self.how.values())
+
+    def joined(self, other: Validation) -> Validation:
+        """Both together, each name once."""
+        return Validation(
+            self.how + other.how,
+            tuple(dict.fromkeys((*self.open, *other.open))),
+            tuple(dict.fromkeys((*self.unproven, *other.unproven))),
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_nodes} nodes justified, {self.how['open']} of them by their op's rule alone"
+        ]
+        if self.open:
+            more = f" and {len(self.open) - _SHOWN} more" if len(self.open) > _SHOWN else ""
+            lines.append(f"by rule alone: {', '.join(self.open[:_SHOWN])}{more}")
+        return "\n".join((*lines, *(f"not justified: {each}" for each in self.unproven)))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.kernels import collectives as steps
-from autopar.kernels.sums import add_to, write_to
+from autopar.kernels.collectives import add_to, write_to
 from autopar.validation.calls import written_operand
 from autopar.validation.moves import KINDS
 from autopar.validation.states import unjustified
@@ -155,7 +155,8 @@ def check_apart(
     """That results which are written to after the graph has run lie each in memory of its own.
 
     Args:
-        names: of the first results, which have to. owned: placeholders whose memory nothing but this graph has.
+        names: of the first results, which have to. owned: placeholders whose memory nothing but
+            this graph has.
 
     Raises:
         ValidationError: naming two that share it.

@@ -27,21 +27,31 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
+from autopar.core.layout import Layout, Strategy
+from autopar.core.placements import PARTIAL, REPLICATE
 from autopar.rules import AxisOption, axis_options, localize
 from autopar.rules.call import Call, KeyedCall
-from autopar.validation.in_time import WHOLE, TimePlacement, split_dim
 from autopar.validation.law import DRAWS, VIEWS, leading_dims
-from autopar.validation.time_trials import try_on_numbers
+from autopar.validation.time_trials import WHOLE, TimePlacement, split_dim, try_on_numbers
 
 aten = torch.ops.aten
 _CONSTANTS = frozenset(
     (
-        aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default, aten.new_ones.default,
-        aten.new_full.default, aten.new_empty.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-        aten.empty_like.default, aten.scalar_tensor.default,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full.default,
+        aten.empty.memory_format,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.scalar_tensor.default,
     )
-)  # fmt: skip
+)
 
 
 def placements_in_time(

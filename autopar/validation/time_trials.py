@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
 from autopar.rules.call import NO_TENSOR, Call
-from autopar.rules.samples import tensors_for
-from autopar.rules.scaling import LARGEST, in_double, index_bound, made_on, num_elements, scalings
+from autopar.rules.small_calls import (
+    LARGEST,
+    in_double,
+    index_bound,
+    made_on,
+    num_elements,
+    scalings,
+    tensors_for,
+)
 from autopar.rules.trial import run
-from autopar.validation.in_time import WHOLE, Kind, TimePlacement, split_dim
 from autopar.validation.samples import SAMPLES
+
+# --------------------------------------------------------------------------------------------------
+# The placements of tensors on the axis in time, as `autopar.validation.time_placements` finds
+# them.
+
+Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlacement:
+    """What a microbatch's tensor is of the batch's (see `autopar.validation.time_placements`).
+
+    Attributes:
+        origin: key of the node from which a ``wrong`` or an ``open`` one follows.
+    """
+
+    kind: Kind
+    dim: int = -1
+    power: int = 0
+    origin: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one of the four."""
+        return self.kind not in ("wrong", "open")
+
+    def __str__(self) -> str:
+        times = f" · M^{self.power}" if self.power else ""
+        return f"{self.kind}{f'({self.dim})' if self.dim >= 0 else ''}{times}"
+
+
+WHOLE, TERM = TimePlacement("whole"), TimePlacement("term")
+
+
+def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
+    """The one dim along which a shape is `num` times shorter, else −1."""
+    differs = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
+    cut = (
+        len(whole) == len(part)
+        and len(differs) == 1
+        and whole[differs[0]] == num * part[differs[0]]
+    )
+    return differs[0] if cut else -1
+
 
 _SIZES = (6, 12, 18, 24, 30, 36, 42, 48)  # two and three divide them
 _RECIPES = (("mixed", "positive"), ("unit",))  # the second for ops that refuse the first
@@ -39,7 +89,8 @@ def try_on_numbers(
 
 
 def _agreed(found: Sequence[tuple[TimePlacement, ...]], num: int) -> tuple[TimePlacement, ...]:
-    """What all trials say; numbers that say less than others (all zeros) say nothing against them."""
+    """What all trials say; numbers that say less than others (all zeros) say nothing against
+    them."""
     results = []
     for place in range(num):
         said = {made[place] for made in found} - {TimePlacement("open")}

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.layout import Strategy
 from autopar.errors import AutoparError
 from autopar.kernels import collectives as steps
-from autopar.kernels.bucketed import from_bucket, into_bucket
+from autopar.kernels.collectives import add_to
 from autopar.kernels.fused import KERNELS
-from autopar.kernels.sums import add_to
-from autopar.layout import Strategy
+from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.rules import is_strategy
 from autopar.validation.calls import differences, expected_call, node_operands, place_of
-from autopar.validation.fused import product_states
+from autopar.validation.kernels import product_states
 from autopar.validation.law import Verdict, judge
 from autopar.validation.moves import KINDS, MoveError, cast, move, pack, unpack
 from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified
@@ -102,10 +102,15 @@ class Walk:
 
     def _rules(self) -> dict[Callable[..., Any], Callable[[fx.Node], Any]]:
         return {
-            operator.getitem: self._picked, steps.start: self._started, steps.finish: self._finished, add_to: self._added,
+            operator.getitem: self._picked,
+            steps.start: self._started,
+            steps.finish: self._finished,
+            add_to: self._added,
             into_bucket: lambda node: pack(node, [self.env[x] for x in node.args[0]]),
-            from_bucket: lambda node: unpack(self.traced, node, self.env[node.args[0]], self.mesh_shape),
-        }  # fmt: skip
+            from_bucket: lambda node: unpack(
+                self.traced, node, self.env[node.args[0]], self.mesh_shape
+            ),
+        }
 
     def _moved(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
         self.how["step"] += 1

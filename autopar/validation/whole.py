@@ -5,16 +5,15 @@ the whole batch.
 from __future__ import annotations
 
 from autopar.capture.trace import Trace
-from autopar.garbage import collected_seldom
+from autopar.core.garbage import collected_seldom
 from autopar.plans import Pipeline, Plan
-from autopar.run.program import Program, StagedProgram
+from autopar.program.program import Program, StagedProgram
 from autopar.stages import cut
 from autopar.validation.in_order import check_order
 from autopar.validation.microbatches import validate_microbatches
 from autopar.validation.program import validate_program
-from autopar.validation.report import Validation
 from autopar.validation.stages import check_stages
-from autopar.validation.states import invalid
+from autopar.validation.states import Validation, invalid
 
 
 @collected_seldom()
@@ -42,7 +41,10 @@ def _validate_staged(
 ) -> Validation:
     part = program.trace
     if program.microbatches.num != pipeline.num_microbatches:
-        what = f"the program has {program.microbatches.num} microbatches, the plan {pipeline.num_microbatches}"
+        what = (
+            f"the program has {program.microbatches.num} microbatches, the plan"
+            f" {pipeline.num_microbatches}"
+        )
         raise invalid(what)
     found = validate_microbatches(trace, part, program.microbatches, promised=pipeline.independent)
     stages = cut(part, pipeline.positions).stages if pipeline.positions else (part,)
@@ -66,7 +68,10 @@ def _check_sums(program: StagedProgram) -> None:
     for number, stage in enumerate(program.stages):
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
-            what = f"stage {number} adds up no gradients of {program.microbatches.num} microbatches, {trained[0]!r} among them"
+            what = (
+                f"stage {number} adds up no gradients of {program.microbatches.num} microbatches,"
+                f" {trained[0]!r} among them"
+            )
             raise invalid(what)
 
 
@@ -77,7 +82,10 @@ def _check_crossings(program: StagedProgram) -> None:
         arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
-            what = f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as {arriving.get(name)}"
+            what = (
+                f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as"
+                f" {arriving.get(name)}"
+            )
             raise invalid(what)
 
 
@@ -92,7 +100,10 @@ def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
     due = {name: held for name, held in holders.items() if len(held) > 1}
     if dict(program.shared) != due:
         name = next(n for n in (*due, *program.shared) if due.get(n) != program.shared.get(n))
-        what = f"the gradient of {name!r} is added over stages {program.shared.get(name, ())}, and stages {due.get(name, ())} hold it"
+        what = (
+            f"the gradient of {name!r} is added over stages {program.shared.get(name, ())}, and"
+            f" stages {due.get(name, ())} hold it"
+        )
         raise invalid(what)
     for name, held in due.items():
         rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.rules.call import Call, Operand, TensorInfo, argument
-from autopar.rules.scaling import Trial
+from autopar.rules.small_calls import Trial
 from autopar.rules.windows import each
 
 aten = torch.ops.aten
@@ -25,7 +25,8 @@ def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def _space(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a small space: as many strides as two and three ranks share; what is smaller stays."""
+    """Sizes of a small space: as many strides as two and three ranks share; what is smaller
+    stays."""
     steps = [_STEPS if stride < _WIDE else _FEW_STEPS for stride in strides]
     return tuple(
         min(size, stride * n) if size % stride == 0 else size
@@ -153,10 +154,15 @@ def _dims(target: Any) -> int:
 
 
 _POOLS = (
-    aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.avg_pool2d.default, aten.avg_pool3d.default,
-    aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default,
-    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default,
-)  # fmt: skip
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool3d.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten.avg_pool3d_backward.default,
+)
 WINDOW_SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
     aten.convolution.default: lambda call: _convolution(call, backward=False),
     aten.convolution_backward.default: lambda call: _convolution(call, backward=True),

@@ -1,40 +1,171 @@
 """`verify_program`: the program against the plain model.
 
-It must equal the plain model in loss, outputs, mutated buffers and every gradient. Where the model itself computes a part in a
-smaller dtype than asked for (``logits.float()`` in a float64 run), the plain result is only that precise; then the program
-is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance. Where the model
-magnifies what it rounds so, it is run once more with these parts in the dtype asked for, too, and the program held against that, strictly.
-Where no dtype is asked for, nothing is more precise than the smallest dtype that the model computes in (under autocast a 16-bit one).
-Where the plain model cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows), or magnifies what
-it computes in a smaller one (the sine of a large float32 number) while the program is its traced graph's equal, the comparison is in the
-model's own, and says so; so it is where in its own dtype only the program's sums round too far (`_exactly`).
+It must equal the plain model in loss, outputs, mutated buffers and every gradient. Where the model
+itself computes a part in a smaller dtype than asked for (``logits.float()`` in a float64 run), the
+plain result is only that precise; then the program is also held against the traced graph, which
+computes everything in the dtype asked for, with that dtype's own tolerance. Where the model
+magnifies what it rounds so, it is run once more with these parts in the dtype asked for, too, and
+the program held against that, strictly. Where no dtype is asked for, nothing is more precise than
+the smallest dtype that the model computes in (under autocast a 16-bit one). Where the plain model
+cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows),
+or magnifies what it computes in a smaller one (the sine of a large float32 number) while the
+program is its traced graph's equal, the comparison is in the model's own, and says so; so it is
+where in its own dtype only the program's sums round too far (`_exactly`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from autopar.capture import Trace
-from autopar.capture.execute import device_of
-from autopar.errors import VerificationError
-from autopar.run.lockstep import Lockstep
-from autopar.run.program import Program, StagedProgram
+from autopar.capture.execute import device_of, execute
+from autopar.core.layout import Layout
+from autopar.errors import LayoutError, VerificationError
+from autopar.kernels.packing import from_bucket
+from autopar.program.interpreter import Lockstep, node_name
+from autopar.program.interpreter_stages import parts_in
+from autopar.program.program import Program, StagedProgram
+from autopar.program.splitting import join
+from autopar.rules import where_of
 from autopar.verification.case import Case, PlainModelError
-from autopar.verification.comparison import Results, compare, floor_share_of, floor_share_with, tolerance_of, tolerance_with
-from autopar.verification.diagnosis import diagnose
-from autopar.verification.report import Verification
-from autopar.verification.summed import scales_of_sums
-from autopar.verification.zeros import noise_of_rounding, scale_of_zeros
+from autopar.verification.comparison import (
+    Results,
+    Verification,
+    compare,
+    floor_share_of,
+    floor_share_with,
+    magnitude,
+    relative_error,
+    tolerance_of,
+    tolerance_with,
+)
+from autopar.verification.rounding import noise_of_rounding, scale_of_zeros, scales_of_sums
 
-_MAGNIFIED = 3.0  # how many times closer the model has to be in its own dtype, where what was captured wrongly is as far away
-_NOISES = 4.0  # how many times the noise of rounding two programs may be apart: each has that of all its sums
+# --------------------------------------------------------------------------------------------------
+# Which node is wrong: every emitted node is joined to a full tensor and compared with the traced
+# node it stands for.
+
+
+def diagnose(case: Case, summary: str) -> None:
+    """Run the program again beside the traced graph.
+
+    Raises:
+        VerificationError: naming the first emitted node that differs from what it stands for;
+            nothing where none does.
+    """
+    values: dict[str, tuple[Any, ...]] = {}
+
+    def remember(node: fx.Node, value: Any) -> None:
+        values[node.name] = tuple(value) if isinstance(value, tuple | list) else (value,)
+
+    trace = _run_reference(case, remember)
+    floors = _floors(trace, values, case.computed)
+    limit = tolerance_of(case.computed)
+    mesh = (
+        case.program.stages[0].mesh
+        if isinstance(case.program, StagedProgram)
+        else case.program.mesh
+    )
+    seen: set[fx.Node] = set()
+
+    def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
+        if node in seen:  # in a later microbatch
+            return
+        seen.add(node)
+        if (
+            node.op == "placeholder"
+            or "holds" not in node.meta
+            or not isinstance(locals[0], Tensor)
+            or "empty" in str(node.target)
+        ):
+            return  # an empty tensor holds anything
+        (name, result), layout = node.meta["holds"]
+        if name not in values:  # a part of a gradient that stages share
+            return
+        reference = values[name][result]
+        try:
+            error = relative_error(
+                join(locals, layout, mesh, reference.shape, limit), reference, floors[name]
+            )
+            told = f"its relative error is {error:.2e}"
+        except (VerificationError, LayoutError, RuntimeError) as failure:
+            error, told = float("inf"), str(failure)
+        if error > limit:
+            raise VerificationError(
+                _story(phase, node, layout, told, summary), where=where_of(node), remedy=_REMEDY
+            )
+
+    case.run_program(check)
+
+
+_REMEDY = (
+    "if the program was changed by hand, look at this node and at what it reads; if not, report the"
+    " model"
+)
+
+
+def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trace:
+    """Run the traced graph, of the first microbatch where there are several; the graph that was
+    run."""
+    if not isinstance(case.program, StagedProgram):
+        case.run_traced(remember)
+        return case.trace
+    how, part = case.program.microbatches, case.program.trace
+    parts = parts_in(
+        how,
+        {i.path: x for i, x in zip(case.trace.inputs, case.inputs, strict=True)},
+        case.tensors,
+        case.dtype,
+    )
+    tangent = torch.tensor(how.weight, dtype=case.computed)
+    inputs = [parts[0][i.path] for i in part.inputs]
+    execute(part, case.tensors, case.tensors, inputs, tangent, dtype=case.dtype, observe=remember)
+    return part
+
+
+def _floors(
+    trace: Trace, values: dict[str, tuple[Any, ...]], dtype: torch.dtype
+) -> dict[str, float]:
+    """What cancels is only as precise as what went in: a share of the largest magnitude that a
+    node reads."""
+
+    def largest(parts: Iterable[Any]) -> float:
+        return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
+
+    sizes, share = {name: largest(parts) for name, parts in values.items()}, floor_share_of(dtype)
+    nodes = [node for node in trace.graph.nodes if node.op != "output"]
+    return {
+        node.name: share * max((sizes[n.name] for n in node.all_input_nodes), default=0.0)
+        for node in nodes
+    }
+
+
+def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
+    operands = [n for n in node.all_input_nodes if "holds" in n.meta or n.target is from_bucket]
+    reads = ", ".join(
+        f"{node_name(n)} as {n.meta['holds'][1]}" if "holds" in n.meta else node_name(n)
+        for n in operands
+    )
+    again = " (run again in backward)" if node.meta.get("recomputed") else ""
+    return (
+        "the program computes something else than the model; the first node that differs is"
+        f" {node_name(node)} in {phase}{again}\n  its layout is {layout}, and {told}\n  it reads"
+        f" {reads or 'nothing'}\n  {summary}"
+    )
+
+
+# how many times closer the model has to be in its own dtype, where what was captured wrongly is as
+# far away
+_MAGNIFIED = 3.0
+# how many times the noise of rounding two programs may be apart: each has that of all its sums
+_NOISES = 4.0
 
 
 def verify_program(
@@ -47,19 +178,22 @@ def verify_program(
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
 ) -> Verification:
-    """Run all ranks of `program` in one process and compare loss, outputs, buffers and every gradient with the plain model.
+    """Run all ranks of `program` in one process and compare loss, outputs, buffers and every
+    gradient with the plain model.
 
-    The model is run in its present mode; it is copied and never changed. Where it returns no loss, backward begins on both sides with the
-    same numbers in place of the gradients that a user's loss would give (`autopar.capture.tangents`).
+    The model is run in its present mode; it is copied and never changed. Where it returns no loss,
+    backward begins on both sides with the same numbers in place of the gradients that a user's loss
+    would give (`autopar.capture.normalize.tangents`).
 
     Args:
         dtype: floating tensors are converted to it on both sides; None computes in the model's own.
-        tolerance: largest relative error (see `autopar.verification.comparison`); by default 1e-9 in float64, 2e-6 where the
-            model itself computes a part in float32, 1e-4 in float32, 5e-2 in 16-bit types and where a part is in one.
+        tolerance: largest relative error (see `autopar.verification.comparison`); by default 1e-9
+            in float64, 2e-6 where the model itself computes a part in float32, 1e-4 in float32,
+            5e-2 in 16-bit types and where a part is in one.
 
     Raises:
-        VerificationError: naming the first node that differs; or where the model or the batch has no values (meta), or the
-            plain loss is no finite number.
+        VerificationError: naming the first node that differs; or where the model or the batch has
+            no values (meta), or the plain loss is no finite number.
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
     with _exact_on_a_gpu() if device_of(case.tensors.values()).type == "cuda" else nullcontext():
@@ -70,7 +204,10 @@ def verify_program(
 def _exact_on_a_gpu() -> Iterator[None]:
     """Replicas convolve alike, and float32 is not rounded to TF32."""
     kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
-    deterministic, precisions = torch.backends.cudnn.deterministic, [kind.fp32_precision for kind in kinds]
+    deterministic, precisions = (
+        torch.backends.cudnn.deterministic,
+        [kind.fp32_precision for kind in kinds],
+    )
     try:
         torch.backends.cudnn.deterministic = True
         for kind in kinds:
@@ -97,39 +234,59 @@ def _checked(case: Case, dtype: torch.dtype | None, tolerance: float | None) -> 
 
 
 def _exactly(case: Case, why_not: str, tolerance: float | None) -> Verification | None:
-    """The program in the dtype asked for against the model in its own, and strictly against what was traced; None where it differs.
+    """The program in the dtype asked for against the model in its own, and strictly against what
+    was traced; None where it differs.
 
-    In the model's own dtype a right program may be farther away: it adds up in another order, and torch's kernels may add up in a larger
-    dtype inside, as those of batch norms on CPUs do.
+    In the model's own dtype a right program may be farther away: it adds up in another order, and
+    torch's kernels may add up in a larger dtype inside, as those of batch norms on CPUs do.
     """
     plain, lower = _plain(replace(case, dtype=None, computed=case.own))
     smallest = min((case.own, *lower.values()), key=lambda d: d.itemsize)
     limit = tolerance_of(smallest) if tolerance is None else tolerance
     try:
         result = _judge(case, case.run_program(), plain, {"all of the model": smallest}, limit)
-    except (VerificationError, RuntimeError, ValueError, TypeError):  # what the model cannot, the program may not either
+    except (
+        VerificationError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+    ):  # what the model cannot, the program may not either
         return None
     dtype, own = (str(d).removeprefix("torch.") for d in (case.computed, smallest))
-    return replace(result, lower_parts=(), instead_of=f"{dtype}: {why_not}; it ran in {own}, the program in {dtype}") if result.ok else None
+    return (
+        replace(
+            result,
+            lower_parts=(),
+            instead_of=f"{dtype}: {why_not}; it ran in {own}, the program in {dtype}",
+        )
+        if result.ok
+        else None
+    )
 
 
 def _in_its_own(case: Case, why_not: str, tolerance: float | None) -> Verification:
     """The comparison in the model's own dtype, and why it is not in the one that was asked for."""
     own = replace(case, dtype=None, computed=case.own)
-    return replace(_compared(own, *_plain(own), tolerance), instead_of=f"{str(case.computed).removeprefix('torch.')}: {why_not}")
+    return replace(
+        _compared(own, *_plain(own), tolerance),
+        instead_of=f"{str(case.computed).removeprefix('torch.')}: {why_not}",
+    )
 
 
 def _plain(case: Case) -> tuple[Results, Mapping[str, torch.dtype]]:
     plain, lower = case.run_plain()
     if case.loss is not None and not bool(plain.outputs[case.loss].isfinite().all()):
         raise PlainModelError(
-            f"the plain model's loss is {plain.outputs[case.loss].item()}: a comparison with it would say nothing",
+            f"the plain model's loss is {plain.outputs[case.loss].item()}: a comparison with it"
+            " would say nothing",
             remedy="verify with a batch and weights that give a finite loss",
         )
     return plain, lower
 
 
-def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:
+def _compared(
+    case: Case, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None
+) -> Verification:
     if case.dtype is None and lower:
         case, lower = replace(case, computed=min(lower.values(), key=lambda d: d.itemsize)), {}
     try:
@@ -145,48 +302,85 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
     if not result.ok:
         diagnose(case, str(result))
         raise VerificationError(
-            f"every node computes what was traced, but the plain model computes something else\n{result}",
-            remedy="report the model: it was captured wrongly, or it computes differently from call to call",
+            "every node computes what was traced, but the plain model computes something"
+            f" else\n{result}",
+            remedy=(
+                "report the model: it was captured wrongly, or it computes differently from call to"
+                " call"
+            ),
         )
     return result
 
 
 def _widened(
-    case: Case, ran: Lockstep, result: Verification, lower: Mapping[str, torch.dtype], tolerance: float | None
+    case: Case,
+    ran: Lockstep,
+    result: Verification,
+    lower: Mapping[str, torch.dtype],
+    tolerance: float | None,
 ) -> Verification | None:
-    """The comparison with the model whose parts in a smaller dtype are computed in the one asked for.
+    """The comparison with the model whose parts in a smaller dtype are computed in the one asked
+    for.
 
-    None where it differs or cannot be run so, or where `result` is farther off than a model that is all in that smaller dtype may be.
+    None where it differs or cannot be run so, or where `result` is farther off than a model that is
+    all in that smaller dtype may be.
     """
     off = result.traced is None or result.traced > result.traced_tolerance
-    if off or tolerance is not None or result.max_error > max(tolerance_of(d) for d in lower.values()):
+    if (
+        off
+        or tolerance is not None
+        or result.max_error > max(tolerance_of(d) for d in lower.values())
+    ):
         return None
     try:
         plain, _ = _plain(replace(case, widened=True))
     except VerificationError:
         return None
     strict = _judge(case, ran, plain, {}, tolerance)
-    return replace(strict, lower_parts=result.lower_parts, apart=result.max_error) if strict.ok else None
+    return (
+        replace(strict, lower_parts=result.lower_parts, apart=result.max_error)
+        if strict.ok
+        else None
+    )
 
 
 def _magnified(case: Case, result: Verification, tolerance: float | None) -> Verification | None:
-    """The comparison in the model's own dtype, where the model rounds so that in a larger one nothing can be said of it, else None.
+    """The comparison in the model's own dtype, where the model rounds so that in a larger one
+    nothing can be said of it, else None.
 
-    The program has to be its traced graph's equal in the larger dtype, and in the model's own within the same tolerance, or closer to it.
-    What was captured wrongly is as far away in every dtype; what the model magnifies is there only between its parts in a smaller one and
-    all in the larger one.
+    The program has to be its traced graph's equal in the larger dtype, and in the model's own
+    within the same tolerance, or closer to it. What was captured wrongly is as far away in every
+    dtype; what the model magnifies is there only between its parts in a smaller one and all in the
+    larger one.
     """
-    if result.traced is None or result.traced > result.traced_tolerance or case.dtype in (None, case.own):
+    if (
+        result.traced is None
+        or result.traced > result.traced_tolerance
+        or case.dtype in (None, case.own)
+    ):
         return None
-    apart = f"what it computes in {', '.join(result.lower_parts[:2])} and the rest of it are {result.max_error:.0e} apart"
+    apart = (
+        f"what it computes in {', '.join(result.lower_parts[:2])} and the rest of it are"
+        f" {result.max_error:.0e} apart"
+    )
     try:
-        own = _in_its_own(case, f"{apart}; the program is within {result.traced:.0e} of what was traced", tolerance)
+        own = _in_its_own(
+            case,
+            f"{apart}; the program is within {result.traced:.0e} of what was traced",
+            tolerance,
+        )
     except VerificationError:
         return None
     return own if own.max_error <= max(result.tolerance, result.max_error / _MAGNIFIED) else None
 
 
-def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:
+def _judge(
+    case: Case,
+    ran: Lockstep,
+    plain: Results,
+    lower: Mapping[str, torch.dtype],
+    tolerance: float | None,
+) -> Verification:
     ours, strict = Results(ran.outputs, ran.buffers, ran.gradients), tolerance_of(case.computed)
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
@@ -194,15 +388,27 @@ def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.
     errors, scale = compare(ours, plain, wide), 0.0
     summed, noise = dict[str, float](), dict[str, float]()
     if errors.worst > limit:
-        scale = scale_of_zeros(case, plain, limit * wide) if max(errors.gradients.values(), default=0.0) > limit else 0.0
-        summed = scales_of_sums(case) if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) > limit else {}
+        scale = (
+            scale_of_zeros(case, plain, limit * wide)
+            if max(errors.gradients.values(), default=0.0) > limit
+            else 0.0
+        )
+        summed = (
+            scales_of_sums(case)
+            if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) > limit
+            else {}
+        )
         errors = compare(ours, plain, wide, scale, summed)
     others = max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
     # In a smaller dtype noise may hide an error; there `_exactly` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
         noise = {name: _NOISES * size / limit for name, size in noise_of_rounding(case).items()}
         errors = compare(ours, plain, wide, scale, summed, noise)
-    traced = compare(ours, case.run_traced(), share, scale, summed, noise).worst if lower and case.num_draws_apart == 1 else None
+    traced = (
+        compare(ours, case.run_traced(), share, scale, summed, noise).worst
+        if lower and case.num_draws_apart == 1
+        else None
+    )
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

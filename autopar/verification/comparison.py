@@ -1,10 +1,11 @@
 """Relative errors, and what is allowed.
 
-The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients are truly zero (of a key
-projection's bias: softmax does not see it) and hold only rounding noise; so the floor of a gradient is a share of the largest
-magnitude among all gradients. With tolerance t and share f an error below t · f of that magnitude passes: in float64
-1e-13 of the largest gradient. Where all are truly zero see `autopar.verification.zeros`; of outputs and buffers see
-`autopar.verification.summed`.
+The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients
+are truly zero (of a key projection's bias: softmax does not see it) and hold only rounding noise;
+so the floor of a gradient is a share of the largest magnitude among all gradients. With tolerance t
+and share f an error below t · f of that magnitude passes: in float64 1e-13 of the largest gradient.
+Where all are truly zero see `autopar.verification.rounding`; of outputs and buffers see
+`autopar.verification.rounding`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ TOLERANCE_16_BIT = 5e-2
 TOLERANCE_WITH_LOWER_PARTS = 2e-6  # some roundings of float32, whose mantissa has 24 bits
 _FLOOR_SHARES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _FLOOR_SHARE_16_BIT = 1e-1
-_FLOOR_SHARE_WITH_LOWER_PARTS = 0.5  # times that tolerance 1e-6 of the largest gradient, as where all is in float32
+_FLOOR_SHARE_WITH_LOWER_PARTS = (
+    0.5  # times that tolerance 1e-6 of the largest gradient, as where all is in float32
+)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -30,8 +33,12 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def tolerance_with(lower: Iterable[torch.dtype]) -> float:
-    """Largest relative error allowed against a model that computes parts in these smaller dtypes."""
-    return max((TOLERANCE_WITH_LOWER_PARTS if d.itemsize >= 4 else TOLERANCE_16_BIT for d in lower), default=0.0)
+    """Largest relative error allowed against a model that computes parts in these smaller
+    dtypes."""
+    return max(
+        (TOLERANCE_WITH_LOWER_PARTS if d.itemsize >= 4 else TOLERANCE_16_BIT for d in lower),
+        default=0.0,
+    )
 
 
 def floor_share_of(dtype: torch.dtype) -> float:
@@ -42,12 +49,19 @@ def floor_share_of(dtype: torch.dtype) -> float:
 def floor_share_with(lower: Iterable[torch.dtype]) -> float:
     """The floor's share against a model that computes parts in these smaller dtypes."""
     smallest = min((d.itemsize for d in lower), default=None)
-    return 0.0 if smallest is None else _FLOOR_SHARE_WITH_LOWER_PARTS if smallest >= 4 else _FLOOR_SHARE_16_BIT
+    return (
+        0.0
+        if smallest is None
+        else _FLOOR_SHARE_WITH_LOWER_PARTS
+        if smallest >= 4
+        else _FLOOR_SHARE_16_BIT
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One computation of a step: full tensors by name; what has no gradient is not in `gradients`."""
+    """One computation of a step: full tensors by name; what has no gradient is not in
+    `gradients`."""
 
     outputs: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -75,30 +89,45 @@ def compare(
     summed: Mapping[str, float] = MappingProxyType({}),
     noise: Mapping[str, float] = MappingProxyType({}),
 ) -> Errors:
-    """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros.
+    """Errors of everything that `reference` has; a gradient that `ours` does not have counts as
+    zeros.
 
     Args:
-        share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if that is larger.
-        summed: of outputs and buffers, by name, the scale of what was summed for them; their floor is the same share of it.
-        noise: of gradients, by name, a floor of their own (`autopar.verification.zeros.noise_of_rounding`).
+        share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if
+            that is larger.
+        summed: of outputs and buffers, by name, the scale of what was summed for them; their floor
+            is the same share of it.
+        noise: of gradients, by name, a floor of their own
+            (`autopar.verification.rounding.noise_of_rounding`).
     """
     floor = share * max((scale, *(magnitude(x) for x in reference.gradients.values())))
     floors = {name: share * size for name, size in summed.items()}
     return Errors(
         _relative(ours.outputs, reference.outputs, floors),
         _relative(ours.buffers, reference.buffers, floors),
-        _relative(ours.gradients, reference.gradients, {name: max(floor, noise.get(name, 0.0)) for name in reference.gradients}),
+        _relative(
+            ours.gradients,
+            reference.gradients,
+            {name: max(floor, noise.get(name, 0.0)) for name in reference.gradients},
+        ),
     )
 
 
-def _relative(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], floors: Mapping[str, float]) -> dict[str, float]:
-    return {name: relative_error(ours.get(name), wanted, floors.get(name, 0.0)) for name, wanted in reference.items()}
+def _relative(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], floors: Mapping[str, float]
+) -> dict[str, float]:
+    return {
+        name: relative_error(ours.get(name), wanted, floors.get(name, 0.0))
+        for name, wanted in reference.items()
+    }
 
 
 def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -> float:
-    """max|a − b| / max(max|b|, floor); elements that are equal, infinite or both NaN included, differ by nothing.
+    """max|a − b| / max(max|b|, floor); elements that are equal, infinite or both NaN included,
+    differ by nothing.
 
-    None stands for zeros. Infinite where shapes or kinds differ, or a NaN or an infinity stands against a number.
+    None stands for zeros. Infinite where shapes or kinds differ, or a NaN or an infinity stands
+    against a number.
     """
     if ours is None:
         ours = torch.zeros_like(reference)
@@ -123,3 +152,98 @@ def magnitude(x: Tensor) -> float:
 
 def _wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a comparison found.
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Errors of a program against the plain model (see `autopar.verification.check`).
+
+    Attributes:
+        ok: whether every error is within its tolerance.
+        tolerance: largest relative error allowed against the plain model. dtype: what was computed
+            in.
+        loss: error of the loss, None where the model returns none.
+        outputs, buffers, gradients: error by output path, buffer name, parameter name.
+        lower_parts: ops that the plain model computes in a smaller dtype; where there are any, the
+            tolerance is wider.
+        traced: largest error against the traced graph where there are lower parts, else None.
+        traced_tolerance: the limit of `traced`.
+        num_collectives: communication steps that ran on each rank, local slices not counted.
+        apart: its largest error as it is, where the model magnifies what these ops round, and was
+            compared with them in `dtype`.
+        instead_of: the dtype that was asked for and why the plain model cannot be compared in it,
+            or ``""``.
+    """
+
+    ok: bool
+    tolerance: float
+    dtype: str
+    loss: float | None
+    outputs: Mapping[str, float]
+    buffers: Mapping[str, float]
+    gradients: Mapping[str, float]
+    lower_parts: tuple[str, ...]
+    traced: float | None
+    traced_tolerance: float
+    num_collectives: int
+    instead_of: str = ""
+    apart: float | None = None
+
+    @property
+    def rows(self) -> tuple[tuple[str, str, float], ...]:
+        """(kind, name, error) of everything that was compared, the worst first."""
+        found = [("loss", "loss", self.loss)] if self.loss is not None else []
+        found += [("output", n, e) for n, e in self.outputs.items()]
+        found += [("buffer", n, e) for n, e in self.buffers.items()] + [
+            ("gradient", n, e) for n, e in self.gradients.items()
+        ]
+        return tuple(sorted(found, key=lambda row: -row[2]))
+
+    @property
+    def worst(self) -> str:
+        """Kind and name of the tensor with the largest error."""
+        return f"{self.rows[0][0]} {self.rows[0][1]}"
+
+    @property
+    def max_error(self) -> float:
+        """The largest error against the plain model."""
+        return self.rows[0][2]
+
+    def __str__(self) -> str:
+        lines = [
+            (
+                f"{'equal' if self.ok else 'NOT equal'} to the plain model in {self.dtype}: largest"
+                f" relative error {self.max_error:.2e} ({self.worst}), tolerance"
+                f" {self.tolerance:.0e}; {self.num_collectives} collectives"
+            ),
+            *([f"  loss       {self.loss:.2e}"] if self.loss is not None else []),
+        ]
+        for kind, errors in (
+            ("outputs", self.outputs),
+            ("buffers", self.buffers),
+            ("gradients", self.gradients),
+        ):
+            if errors:
+                name = max(errors, key=lambda n: errors[n])
+                lines.append(f"  {kind:<10} {errors[name]:.2e}  worst of {len(errors)}: {name}")
+        if self.instead_of:
+            lines.append(f"  the model cannot be compared in {self.instead_of}")
+        if self.lower_parts:
+            lines.append(
+                f"  the model itself computes in a smaller dtype: {', '.join(self.lower_parts[:4])}"
+            )
+        if self.apart is not None:
+            lines.append(
+                f"  which was compared with these ops in {self.dtype}, too; as it is, what they"
+                f" round makes {self.apart:.2e}"
+            )
+        if self.traced is not None:
+            lines.append(
+                f"  against the traced graph, all in {self.dtype}: {self.traced:.2e}, tolerance"
+                f" {self.traced_tolerance:.0e}"
+            )
+        return "\n".join(lines)

@@ -1,6 +1,8 @@
-"""The plain model with autopar's own random numbers, so that a program that draws can be compared with it.
+"""The plain model with autopar's own random numbers, so that a program that draws can be compared
+with it.
 
-Eager torch draws in the order in which the trace numbers its draws; each draw is replaced by the one of that number.
+Eager torch draws in the order in which the trace numbers its draws; each draw is replaced by the
+one of that number.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar import random_ops
-from autopar.analysis.time_labels import cut_dim
+from autopar.analysis.microbatch_calls import cut_dim
 from autopar.capture import Trace
 from autopar.errors import VerificationError
+from autopar.ops import random
 
 aten = torch.ops.aten
 
 
 class PositionalDraws(TorchDispatchMode):
-    """Replaces every random op by its counterpart in `autopar.random_ops`.
+    """Replaces every random op by its counterpart in `autopar.ops.random`.
 
     Attributes:
         num_draws: how many there were.
@@ -33,14 +35,20 @@ class PositionalDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("generator") is None and func in random_ops.WITHOUT_GENERATOR:
-            func, kwargs = random_ops.WITHOUT_GENERATOR[func], {name: value for name, value in kwargs.items() if name != "generator"}
+        if kwargs.get("generator") is None and func in random.WITHOUT_GENERATOR:
+            func, kwargs = (
+                random.WITHOUT_GENERATOR[func],
+                {name: value for name, value in kwargs.items() if name != "generator"},
+            )
         drawn = _DRAWN.get(func)
         if drawn is not None:
             return drawn(self, func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "dropout_p" not in str(func._schema):
+        if torch.Tag.nondeterministic_seeded in getattr(
+            func, "tags", ()
+        ) and "dropout_p" not in str(func._schema):
             raise VerificationError(
-                f"the plain model draws with {func}, which has no counterpart by position", remedy="draw with rand, randn or dropout"
+                f"the plain model draws with {func}, which has no counterpart by position",
+                remedy="draw with rand, randn or dropout",
             )
         return func(*args, **kwargs)
 
@@ -68,17 +76,28 @@ class DrawsBySample(PositionalDraws):
         number, self.num_draws = self.num_draws, self.num_draws + 1
         dim, part = self._dims[number], list(shape)
         part[dim] //= self._num
-        return torch.cat([kind(self.state + m, tuple(part), *settings, draw=number) for m in range(self._num)], dim)
+        return torch.cat(
+            [kind(self.state + m, tuple(part), *settings, draw=number) for m in range(self._num)],
+            dim,
+        )
 
 
 def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> DrawsBySample | None:
-    """The draws of a whole batch that is worked through in `num` microbatches; None where some are for all samples of one.
+    """The draws of a whole batch that is worked through in `num` microbatches; None where some are
+    for all samples of one.
 
     Args:
         part: the trace of one microbatch.
     """
-    shapes = [{n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs} for t in (whole, part)]
-    found = {number: cut_dim(shape, shapes[1][number], num) for number, shape in shapes[0].items() if number in shapes[1]}
+    shapes = [
+        {n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs}
+        for t in (whole, part)
+    ]
+    found = {
+        number: cut_dim(shape, shapes[1][number], num)
+        for number, shape in shapes[0].items()
+        if number in shapes[1]
+    }
     dims = {number: dim for number, dim in found.items() if dim is not None and dim >= 0}
     return DrawsBySample(state, dims, num) if len(dims) == len(found) else None
 
@@ -86,25 +105,33 @@ def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> Draws
 Drawn = Callable[[PositionalDraws, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-def _dropout(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _dropout(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     x, p, train = args
     if train is False or p == 0.0:
         return func(*args)
-    mask = mode.draw(random_ops.keep_mask, x.shape, p)
-    return random_ops.masked_scale(x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0), mask
+    mask = mode.draw(random.keep_mask, x.shape, p)
+    return random.masked_scale(x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0), mask
 
 
-def _slopes(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _slopes(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     x, noise, lower, upper, train = args[:5]
     if not train:
         return func(*args, **kwargs)
-    return x * noise.copy_(torch.where(x <= 0, mode.draw(random_ops.uniform, x.shape, lower, upper, x.dtype), 1))
+    return x * noise.copy_(
+        torch.where(x <= 0, mode.draw(random.uniform, x.shape, lower, upper, x.dtype), 1)
+    )
 
 
 def _made(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
     """An op that makes a tensor of its own; `settings` takes the op's arguments."""
 
-    def run(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         like = func(*args, **kwargs)  # its shape, dtype and device are the counterpart's
         return mode.draw(kind, like.shape, *settings(*args), like.dtype)
 
@@ -114,57 +141,101 @@ def _made(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]])
 def _written(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
     """An op that fills its operand."""
 
-    def run(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         given = {name: value for name, value in kwargs.items() if name != "generator"}
-        return args[0].copy_(mode.draw(kind, args[0].shape, *settings(*args, **given), args[0].dtype))
+        return args[0].copy_(
+            mode.draw(kind, args[0].shape, *settings(*args, **given), args[0].dtype)
+        )
 
     return run
 
 
-def _bernoulli(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0].copy_(mode.draw(random_ops.keep_mask, args[0].shape, 1.0 - (args[1] if len(args) > 1 else kwargs.get("p", 0.5))))
+def _bernoulli(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    return args[0].copy_(
+        mode.draw(
+            random.keep_mask,
+            args[0].shape,
+            1.0 - (args[1] if len(args) > 1 else kwargs.get("p", 0.5)),
+        )
+    )
 
 
-def _bernoulli_of(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _bernoulli_of(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """The last operand holds the probabilities; the first one is written where there are two."""
-    drawn = mode.draw(random_ops.uniform, args[0].shape, 0.0, 1.0, torch.float32) < args[-1]
+    drawn = mode.draw(random.uniform, args[0].shape, 0.0, 1.0, torch.float32) < args[-1]
     return args[0].copy_(drawn) if len(args) > 1 else drawn.to(args[0].dtype)
 
 
-def _exponential(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _exponential(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
-    return args[0].copy_(_exponentials(mode, args[0].shape, torch.promote_types(args[0].dtype, torch.float32)).div_(rate))
+    return args[0].copy_(
+        _exponentials(mode, args[0].shape, torch.promote_types(args[0].dtype, torch.float32)).div_(
+            rate
+        )
+    )
 
 
 def _exponentials(mode: PositionalDraws, shape: Any, dtype: torch.dtype) -> Tensor:
-    logarithm = mode.draw(random_ops.uniform, shape, 0.0, 1.0, dtype).neg_().log1p_()
-    return logarithm.clamp_(max=-random_ops.LEAST_EXPONENTIAL).neg_()
+    logarithm = mode.draw(random.uniform, shape, 0.0, 1.0, dtype).neg_().log1p_()
+    return logarithm.clamp_(max=-random.LEAST_EXPONENTIAL).neg_()
 
 
-def _multinomial(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _multinomial(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     weights, num = args[:2]
     replaced = (args[2] if len(args) > 2 else kwargs.get("replacement", False)) and num > 1
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     wide = wide.unsqueeze(-2) if replaced else wide
-    rates = wide / _exponentials(mode, (*weights.shape[:-1], num, weights.shape[-1]) if replaced else weights.shape, wide.dtype)
-    return rates.argmax(-1) if replaced else rates.argsort(dim=-1, descending=True, stable=True)[..., :num]
+    rates = wide / _exponentials(
+        mode,
+        (*weights.shape[:-1], num, weights.shape[-1]) if replaced else weights.shape,
+        wide.dtype,
+    )
+    return (
+        rates.argmax(-1)
+        if replaced
+        else rates.argsort(dim=-1, descending=True, stable=True)[..., :num]
+    )
 
 
-def _gamma(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _gamma(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     alpha = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
-    tries, settings = (*alpha.shape, random_ops.GAMMA_TRIES), (0.0, 1.0, alpha.dtype)
-    normals, uniforms = (mode.draw(kind, tries, *settings) for kind in (random_ops.normal, random_ops.uniform))
-    return random_ops.gamma(alpha, normals, uniforms, mode.draw(random_ops.uniform, alpha.shape, *settings)).to(args[0].dtype)
+    tries, settings = (*alpha.shape, random.GAMMA_TRIES), (0.0, 1.0, alpha.dtype)
+    normals, uniforms = (
+        mode.draw(kind, tries, *settings) for kind in (random.normal, random.uniform)
+    )
+    return random.gamma(
+        alpha, normals, uniforms, mode.draw(random.uniform, alpha.shape, *settings)
+    ).to(args[0].dtype)
 
 
-def _dirichlet(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _dirichlet(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     made = _gamma(mode, func, args, kwargs)
     return made / made.sum(-1, keepdim=True)
 
 
-def _permutation(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _permutation(
+    mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     like = func(*args, **kwargs)
-    return mode.draw(random_ops.randint, like.shape, 0, random_ops.LARGEST_RANGE, torch.int64).argsort(stable=True).to(like.dtype)
+    return (
+        mode.draw(random.randint, like.shape, 0, random.LARGEST_RANGE, torch.int64)
+        .argsort(stable=True)
+        .to(like.dtype)
+    )
 
 
 def _unit(*_: Any) -> tuple[float, float]:
@@ -177,14 +248,14 @@ _DRAWN: Mapping[Any, Drawn] = {
     aten.bernoulli_.float: _bernoulli,
     aten.bernoulli_.Tensor: _bernoulli_of,
     aten.bernoulli.default: _bernoulli_of,
-    **{op: _made(random_ops.uniform, _unit) for op in (aten.rand.default, aten.rand_like.default)},
-    **{op: _made(random_ops.normal, _unit) for op in (aten.randn.default, aten.randn_like.default)},
-    aten.randint.default: _made(random_ops.randint, lambda high, size: (0, high)),
-    aten.randint.low: _made(random_ops.randint, lambda low, high, size: (low, high)),
-    aten.randint_like.default: _made(random_ops.randint, lambda x, high: (0, high)),
-    aten.randint_like.low_dtype: _made(random_ops.randint, lambda x, low, high: (low, high)),
-    aten.uniform_.default: _written(random_ops.uniform, lambda x, low=0.0, high=1.0, **_: (low, high)),
-    aten.normal_.default: _written(random_ops.normal, lambda x, mean=0.0, std=1.0: (mean, std)),
+    **{op: _made(random.uniform, _unit) for op in (aten.rand.default, aten.rand_like.default)},
+    **{op: _made(random.normal, _unit) for op in (aten.randn.default, aten.randn_like.default)},
+    aten.randint.default: _made(random.randint, lambda high, size: (0, high)),
+    aten.randint.low: _made(random.randint, lambda low, high, size: (low, high)),
+    aten.randint_like.default: _made(random.randint, lambda x, high: (0, high)),
+    aten.randint_like.low_dtype: _made(random.randint, lambda x, low, high: (low, high)),
+    aten.uniform_.default: _written(random.uniform, lambda x, low=0.0, high=1.0, **_: (low, high)),
+    aten.normal_.default: _written(random.normal, lambda x, mean=0.0, std=1.0: (mean, std)),
     aten.exponential_.default: _exponential,
     aten.randperm.default: _permutation,
     aten.multinomial.default: _multinomial,

@@ -8,7 +8,7 @@ namespace ap {
 AP_HD inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 AP_HD inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The rule of torch.chunk, as autopar.layout.part_range: every part has ceil(size / parts) elements until none is left.
+// The rule of torch.chunk, as autopar.core.layout.part_range: every part has ceil(size / parts) elements until none is left.
 AP_HD inline int64_t part_begin(int64_t size, int64_t parts, int64_t part) { return min_of(ceil_div(size, parts) * part, size); }
 AP_HD inline int64_t part_length(int64_t size, int64_t parts, int64_t part) {
   return part_begin(size, parts, part + 1) - part_begin(size, parts, part);

@@ -1,4 +1,4 @@
-// Sums in one fixed order, whatever the number of threads: the order of autopar/kernels/ordered.py, to the last bit.
+// Sums in one fixed order, whatever the number of threads: the order of autopar/kernels/packing.py, to the last bit.
 //
 // Elements come in groups of 8 neighbours. Group g belongs to lane g mod 256; a lane adds its elements one by one, group after group; then
 // lanes are added in halves: lane l takes lane l + 128, then l + 64, ..., then l + 1. A lane starts at +0, so elements that are not

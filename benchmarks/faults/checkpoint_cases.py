@@ -158,7 +158,9 @@ def plant(folder: Path, mark: Path, rng: random.Random) -> str:
 def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
     """A pickle lies beside the files under a name that a reader may look for."""
     place = rng.choice((folder, newest(folder)))
-    name = rng.choice((".metadata", "__0_9.distcp", "state.pt", "others.pt", "rank_00001.safetensors"))
+    name = rng.choice(
+        (".metadata", "__0_9.distcp", "state.pt", "others.pt", "rank_00001.safetensors")
+    )
     (place / name).write_bytes(pickle.dumps(Planted(mark)))
     if place != folder:
         forge(place)
@@ -176,7 +178,7 @@ def forged_json(folder: Path, mark: Path, rng: random.Random) -> str:
 
 def forge(place: Path) -> None:
     """Write the checksums of the files as they are now, as whoever can write there may."""
-    from autopar.run.saved_files import about_text, checksums
+    from autopar.checkpoint.files import about_text, checksums
 
     try:
         about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
@@ -188,7 +190,8 @@ def forge(place: Path) -> None:
 
 
 def forged_bytes(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A file of tensors is cut, or its header is damaged, and the checksums say that it belongs there."""
+    """A file of tensors is cut, or its header is damaged, and the checksums say that it belongs
+    there."""
     path = rng.choice([p for p in files_of(newest(folder)) if p.suffix == ".safetensors"])
     data = bytearray(path.read_bytes())
     end = 8 + int.from_bytes(data[:8], "little")
@@ -205,9 +208,20 @@ def forged_bytes(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 DAMAGES: tuple[Callable[[Path, Path, random.Random], str], ...] = (
-    flip, truncate, delete, swap_steps, swap_files, other_step, replace, plant, plant,
-    plant_beside, forged_json, forged_json, forged_bytes,
-)  # fmt: skip
+    flip,
+    truncate,
+    delete,
+    swap_steps,
+    swap_files,
+    other_step,
+    replace,
+    plant,
+    plant,
+    plant_beside,
+    forged_json,
+    forged_json,
+    forged_bytes,
+)
 
 
 def run(seed: int, notes: Notes) -> None:

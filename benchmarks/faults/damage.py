@@ -14,19 +14,75 @@ Path = tuple[str | int, ...]
 DEPTH = 5000
 HUGE = int("9" * 400)
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 0.5, -0.0, 1e308, float("nan"), float("inf"), HUGE, 2**63, "", "x",
-    "x" * 10_000, "{0:>1500000000}", "%s%n", "\x1b[31mred\x1b[0m", "\ud800", "../../etc/passwd",
-    [], {}, [[]], [None], {"": None}, {"x": {"x": {}}},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    HUGE,
+    2**63,
+    "",
+    "x",
+    "x" * 10_000,
+    "{0:>1500000000}",
+    "%s%n",
+    "\x1b[31mred\x1b[0m",
+    "\ud800",
+    "../../etc/passwd",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    {"x": {"x": {}}},
+)
 MARK = "a value of its own"
 DANGEROUS = (
-    "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "9" * 5000, "1" + "0" * 30, str(2**64 - 1), "1e-320",
-    '"\\u001b[31mred"', '"\\u009b31mred"', '"\\u001b]8;;http://x\\u0007link"', '"\\u0007\\u0008\\u0000"',
-    '"line\\nline"', '"\\u202egnp.exe"', '"\\ud800"', '"%s%s%n"', '"{0:>1500000000}"', '"{0.__class__}"',
-    '"{}"', '"{x}"', '"{0}{1}{2}"', '"[bold red]x[/]"', '"[/]"', '"<script>alert(1)</script>"', '"$\\\\frac"',
-    '"../../etc/passwd"', '"/dev/zero"', '"' + "x" * 100_000 + '"', '"' + "[" * 1000 + '"', '"' + "a." * 5000 + '"',
-    "[" * 90 + "]" * 90, "[" * DEPTH + "]" * DEPTH, "[" + "0," * 50_000 + "0]", "true", "null", "{}", "[]",
-)  # fmt: skip
+    "1e400",
+    "-1e400",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9" * 5000,
+    "1" + "0" * 30,
+    str(2**64 - 1),
+    "1e-320",
+    '"\\u001b[31mred"',
+    '"\\u009b31mred"',
+    '"\\u001b]8;;http://x\\u0007link"',
+    '"\\u0007\\u0008\\u0000"',
+    '"line\\nline"',
+    '"\\u202egnp.exe"',
+    '"\\ud800"',
+    '"%s%s%n"',
+    '"{0:>1500000000}"',
+    '"{0.__class__}"',
+    '"{}"',
+    '"{x}"',
+    '"{0}{1}{2}"',
+    '"[bold red]x[/]"',
+    '"[/]"',
+    '"<script>alert(1)</script>"',
+    '"$\\\\frac"',
+    '"../../etc/passwd"',
+    '"/dev/zero"',
+    '"' + "x" * 100_000 + '"',
+    '"' + "[" * 1000 + '"',
+    '"' + "a." * 5000 + '"',
+    "[" * 90 + "]" * 90,
+    "[" * DEPTH + "]" * DEPTH,
+    "[" + "0," * 50_000 + "0]",
+    "true",
+    "null",
+    "{}",
+    "[]",
+)
 """JSON of values, as text."""
 
 
@@ -251,13 +307,34 @@ def double_key(text: str, rng: random.Random) -> Damaged:
 def replace_file(text: str, rng: random.Random) -> Damaged:
     """The file is empty, in another encoding, no JSON, or JSON of something else."""
     whole = text.encode()
-    data = rng.choice((
-        b"", b" \n", b"null", b"[]", b"{}", b"0", b'""', b"\xef\xbb\xbf" + whole, text.encode("utf-16"),
-        gzip.compress(whole), whole + whole, b"[" + whole + b"]", whole[:-3], b"\0" * 4096,
-        b"\x80\x04.", b"PK\x03\x04", rng.randbytes(256), whole.replace(b'"', b"'"),
-        whole.replace(b"{", b"[").replace(b"}", b"]"), b"[" * 200_000, b'{"a":' * 200_000,
-        b"#!/bin/sh\n", b"9" * 100_000, b'"' + b"x" * 1_000_000,
-    ))  # fmt: skip
+    data = rng.choice(
+        (
+            b"",
+            b" \n",
+            b"null",
+            b"[]",
+            b"{}",
+            b"0",
+            b'""',
+            b"\xef\xbb\xbf" + whole,
+            text.encode("utf-16"),
+            gzip.compress(whole),
+            whole + whole,
+            b"[" + whole + b"]",
+            whole[:-3],
+            b"\0" * 4096,
+            b"\x80\x04.",
+            b"PK\x03\x04",
+            rng.randbytes(256),
+            whole.replace(b'"', b"'"),
+            whole.replace(b"{", b"[").replace(b"}", b"]"),
+            b"[" * 200_000,
+            b'{"a":' * 200_000,
+            b"#!/bin/sh\n",
+            b"9" * 100_000,
+            b'"' + b"x" * 1_000_000,
+        )
+    )
     return Damaged(
         data.decode(errors="surrogateescape"), f"a file of {len(data)} bytes: {data[:12]!r}"
     )

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.certificate import Certificate
-from autopar.certificate.fields import UNORDERED
-from autopar.hardware import HardwareProfile
+from autopar.certificate.report import UNORDERED
+from autopar.core.hardware import HardwareProfile
 from benchmarks.common import ROOT
 from benchmarks.faults.damage import WAYS, Damaged, differences, pattern_of
 from benchmarks.faults.judging import Notes, WrongResult

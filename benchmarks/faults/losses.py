@@ -62,10 +62,21 @@ class LossModel(nn.Module):
         gates = self.router(h)
         z = self.head(h * (1 + gates.softmax(-1).amax(-1, keepdim=True)))
         values = {
-            "z": z, "h": h, "gates": gates, "net": self, "x": x, "y": y, "c": c, "w": w,
-            "mask": mask, "target": target, "value": value, "old": old, "lengths": lengths,
+            "z": z,
+            "h": h,
+            "gates": gates,
+            "net": self,
+            "x": x,
+            "y": y,
+            "c": c,
+            "w": w,
+            "mask": mask,
+            "target": target,
+            "value": value,
+            "old": old,
+            "lengths": lengths,
             "spans": spans,
-        }  # fmt: skip
+        }
         return self.loss(*(values[name] for name in self.reads))
 
 

@@ -122,10 +122,10 @@ COUNTS = {
     "max with one": lambda y: torch.maximum((y != IGNORED).sum(), torch.ones_like(y.sum())),
     "sums of sums": lambda y: (y != IGNORED).sum(0).sum(),
     "ones_like masked": lambda y: torch.ones_like(y).masked_fill(y == IGNORED, 0).sum(),
-    "where on a count": lambda y: (
-        lambda n: torch.where(n > 0, n, torch.ones_like(n))
-    )((y != IGNORED).sum()),
-}  # fmt: skip
+    "where on a count": lambda y: (lambda n: torch.where(n > 0, n, torch.ones_like(n)))(
+        (y != IGNORED).sum()
+    ),
+}
 
 
 def over_count(count: Callable[..., Tensor]) -> LossFunction:

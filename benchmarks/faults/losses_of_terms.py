@@ -73,10 +73,14 @@ def of_targets(loss: Callable[..., Tensor]) -> LossFunction:
 
 
 TARGETED: dict[str, Callable[..., Tensor]] = {
-    "mse": F.mse_loss, "l1": F.l1_loss, "smooth l1": F.smooth_l1_loss, "huber": F.huber_loss,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
     "soft margin": lambda z, t: F.soft_margin_loss(z, t.round() * 2 - 1),
-    "bce": F.binary_cross_entropy_with_logits, "poisson": F.poisson_nll_loss,
-}  # fmt: skip
+    "bce": F.binary_cross_entropy_with_logits,
+    "poisson": F.poisson_nll_loss,
+}
 
 for _name, _loss in TARGETED.items():
     register(_name, on="both")(of_targets(_loss))

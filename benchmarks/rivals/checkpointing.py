@@ -1,4 +1,5 @@
-"""What torch offers in eager mode: checkpoints around layers, whole or selective, and a loss in chunks."""
+"""What torch offers in eager mode: checkpoints around layers, whole or selective, and a loss in
+chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from autopar.errors import AutoparError
 
@@ -28,28 +33,42 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Raises:
         AutoparError: where there is none.
     """
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1 and len({type(x) for x in m}) == 1]
+    lists = [
+        list(m)
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len(m) > 1 and len({type(x) for x in m}) == 1
+    ]
     if not lists:
-        raise AutoparError("the model has no list of equal layers", remedy="rivals checkpoint layers; name a model that has some")
+        raise AutoparError(
+            "the model has no list of equal layers",
+            remedy="rivals checkpoint layers; name a model that has some",
+        )
     return max(lists, key=len)
 
 
 def checkpointed(layers: Sequence[nn.Module], context_fn: Callable[[], Any] | None = None) -> Patch:
     """Each of `layers` under a checkpoint of its own."""
-    return partial(_forwards, {layer: _under_checkpoint(layer.forward, context_fn) for layer in layers})
+    return partial(
+        _forwards, {layer: _under_checkpoint(layer.forward, context_fn) for layer in layers}
+    )
 
 
 def in_segments(layers: Sequence[nn.Module], size: int) -> Patch:
-    """`size` layers under one checkpoint: the first of them runs all, the others pass on what they get."""
+    """`size` layers under one checkpoint: the first of them runs all, the others pass on what
+    they get."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for start in range(0, len(layers), size):
         members = layers[start : start + size]
-        forwards[members[0]] = _under_checkpoint(partial(_in_turn, [m.forward for m in members]), None)
+        forwards[members[0]] = _under_checkpoint(
+            partial(_in_turn, [m.forward for m in members]), None
+        )
         forwards |= {member: _pass_on for member in members[1:]}
     return partial(_forwards, forwards)
 
 
-def _under_checkpoint(forward: Callable[..., Any], context_fn: Callable[[], Any] | None) -> Callable[..., Any]:
+def _under_checkpoint(
+    forward: Callable[..., Any], context_fn: Callable[[], Any] | None
+) -> Callable[..., Any]:
     how = {} if context_fn is None else {"context_fn": context_fn}
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **how)
 
@@ -82,7 +101,8 @@ def keeping(ops: Sequence[Any]) -> Callable[[], Any]:
 
 
 def keeping_every_second_matmul() -> Any:
-    """As torchtitan's policy per op (torchtitan/distributed/activation_checkpoint.py): attention, and the first, third, … matmul."""
+    """As torchtitan's policy per op (torchtitan/distributed/activation_checkpoint.py):
+    attention, and the first, third, … matmul."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -110,11 +130,15 @@ def methods(model: nn.Module) -> Mapping[str, Patch]:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross entropy of ``hidden @ weightᵀ``, some rows at a time; forward makes the gradients, so that no logits are kept."""
+    """Cross entropy of ``hidden @ weightᵀ``, some rows at a time; forward makes the gradients,
+    so that no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int) -> Tensor:
-        """hidden [n, d], weight [v, d], labels [n] → the mean over rows whose label is not ignored."""
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int
+    ) -> Tensor:
+        """hidden [n, d], weight [v, d], labels [n] → the mean over rows whose label is not
+        ignored."""
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         seen = labels != IGNORED
         count, total = seen.sum(), hidden.new_zeros(())
@@ -123,7 +147,9 @@ class _ChunkedLoss(torch.autograd.Function):
             logits, index = rows @ weight.t(), targets.clamp(min=0).unsqueeze(1)
             sums = logits.logsumexp(1, keepdim=True)
             total += ((sums - logits.gather(1, index)).squeeze(1) * wanted).sum()
-            logits.sub_(sums).exp_().scatter_add_(1, index, -torch.ones_like(sums)).mul_((wanted / count).unsqueeze(1))
+            logits.sub_(sums).exp_().scatter_add_(1, index, -torch.ones_like(sums)).mul_(
+                (wanted / count).unsqueeze(1)
+            )
             torch.mm(logits, weight, out=d_rows)
             torch.addmm(d_weight, logits.t(), rows, out=d_weight)
         ctx.gradients = d_hidden, d_weight
@@ -144,10 +170,19 @@ def chunked_loss(model: Any, batch: Mapping[str, Tensor], num_chunks: int = 8) -
         AutoparError: where the model is none, or its head has a bias.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) or head is None or head.bias is not None:
-        raise AutoparError("the loss in chunks is written for causal language models of transformers", remedy="leave the method out")
+    if (
+        not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        or head is None
+        or head.bias is not None
+    ):
+        raise AutoparError(
+            "the loss in chunks is written for causal language models of transformers",
+            remedy="leave the method out",
+        )
     rest = {name: x for name, x in batch.items() if name != "labels"}
     hidden = model.base_model(**rest).last_hidden_state
     labels = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
-    loss: Tensor = _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, labels.flatten(), num_chunks)
+    loss: Tensor = _ChunkedLoss.apply(
+        hidden.flatten(0, 1), head.weight, labels.flatten(), num_chunks
+    )
     return loss

@@ -12,20 +12,30 @@ from benchmarks.rivals.plans import METHOD
 MIB = 2**20
 PEAKS = {"activations": "activation_peak_bytes", "all": "peak_above_parameters_bytes"}
 SMALL_RISE = 0.02  # of the budget
-KNOWN_RISE = "a plan is chosen for its time: of two with room to spare, the one of the smaller budget may use a little more of it"
+KNOWN_RISE = (
+    "a plan is chosen for its time: of two with room to spare, the one of the smaller budget may"
+    " use a little more of it"
+)
 SLACK = 1e-4  # of extra flops, as a share of eager's
-# By model and budget of activations in MiB: the most extra flops. From an earlier measurement, with a program of its own for
-# what to keep.
+# By model and budget of activations in MiB: the most extra flops. From an earlier measurement, with
+# a program of its own for what to keep.
 AIMS: Mapping[str, Mapping[int, float]] = {"llama-12x512": {142: 0.065, 115: 0.115, 95: 0.155}}
 # By what sets a rival apart from a choice of what to keep: why a plan need not reach it.
 KNOWN = {
-    "fused": "Inductor's fused kernels hold no results between the ops they join; these plans run op by op",
+    "fused": (
+        "Inductor's fused kernels hold no results between the ops they join; these plans run op"
+        " by op"
+    ),
 }
 
 
 def plans_of(rows: Sequence[Row], model: str, counts: str) -> list[Row]:
     """autopar's measured rows, from the largest budget to the smallest."""
-    here = (r for r in rows if r["model"] == model and r["method"] == METHOD and r["counts"] == counts and "flops" in r)
+    here = (
+        r
+        for r in rows
+        if r["model"] == model and r["method"] == METHOD and r["counts"] == counts and "flops" in r
+    )
     return sorted(here, key=lambda r: -r["budget_bytes"])
 
 
@@ -35,7 +45,8 @@ def rivals_of(rows: Sequence[Row], model: str) -> list[Row]:
 
 
 def front(rows: Sequence[Row], key: str) -> list[Row]:
-    """The rows that no other beats in peak or flops without losing in the other; from the largest peak down."""
+    """The rows that no other beats in peak or flops without losing in the other; from the
+    largest peak down."""
     best: list[Row] = []
     for row in sorted(rows, key=lambda r: (r[key], r["extra_flops"])):
         if not best or row["extra_flops"] < best[-1]["extra_flops"] - SLACK:
@@ -44,8 +55,11 @@ def front(rows: Sequence[Row], key: str) -> list[Row]:
 
 
 def to_beat(rivals: Sequence[Row], key: str) -> list[Row]:
-    """The front of the rivals that only choose what to keep, and that of those that do something else."""
-    return front([r for r in rivals if r["kind"] not in KNOWN], key) + front([r for r in rivals if r["kind"] in KNOWN], key)
+    """The front of the rivals that only choose what to keep, and that of those that do something
+    else."""
+    return front([r for r in rivals if r["kind"] not in KNOWN], key) + front(
+        [r for r in rivals if r["kind"] in KNOWN], key
+    )
 
 
 def at_most(plans: Sequence[Row], key: str, peak: int) -> Row | None:
@@ -54,13 +68,18 @@ def at_most(plans: Sequence[Row], key: str, peak: int) -> Row | None:
 
 
 def claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each claim of each model: whether it holds, and where it does not, why that is known, if it is."""
+    """Each claim of each model: whether it holds, and where it does not, why that is known, if
+    it is."""
     found = []
     for model in dict.fromkeys(row["model"] for row in rows):
         for counts, key in PEAKS.items():
             plans = plans_of(rows, model, counts)
             if plans:
-                told = [_within(plans, key), _falling(plans, key), *_against(plans, rivals_of(rows, model), key)]
+                told = [
+                    _within(plans, key),
+                    _falling(plans, key),
+                    *_against(plans, rivals_of(rows, model), key),
+                ]
                 found += [{"model": model, "counts": counts, **claim} for claim in told]
     return found
 
@@ -71,25 +90,48 @@ def _claim(text: str, ok: bool, detail: str, known: str | None = None) -> dict[s
 
 def _within(plans: Sequence[Row], key: str) -> dict[str, Any]:
     worst = max(plans, key=lambda p: p[key] / p["budget_bytes"])
-    text = f"{worst[key] / MIB:.1f} MiB under {worst['budget_bytes'] / MIB:.1f}, the closest of {len(plans)}"
-    return _claim("the measured peak is within the budget", worst[key] <= worst["budget_bytes"], text)
+    text = (
+        f"{worst[key] / MIB:.1f} MiB under {worst['budget_bytes'] / MIB:.1f}, the closest of"
+        f" {len(plans)}"
+    )
+    return _claim(
+        "the measured peak is within the budget", worst[key] <= worst["budget_bytes"], text
+    )
 
 
 def _falling(plans: Sequence[Row], key: str) -> dict[str, Any]:
     rises = [(a, b) for a, b in pairwise(plans) if b[key] > a[key]]
-    shown = [f"{a[key] / MIB:.1f} → {b[key] / MIB:.1f} MiB under {b['budget_bytes'] / MIB:.1f}" for a, b in rises]
-    small = all(b[key] <= b["budget_bytes"] and b[key] - a[key] <= SMALL_RISE * b["budget_bytes"] for a, b in rises)
+    shown = [
+        f"{a[key] / MIB:.1f} → {b[key] / MIB:.1f} MiB under {b['budget_bytes'] / MIB:.1f}"
+        for a, b in rises
+    ]
+    small = all(
+        b[key] <= b["budget_bytes"] and b[key] - a[key] <= SMALL_RISE * b["budget_bytes"]
+        for a, b in rises
+    )
     known = KNOWN_RISE if small else None
-    return _claim("the measured peak never rises as the budget falls", not rises, "; ".join(shown) or f"{len(plans)} budgets", known)
+    return _claim(
+        "the measured peak never rises as the budget falls",
+        not rises,
+        "; ".join(shown) or f"{len(plans)} budgets",
+        known,
+    )
 
 
 def _against(plans: Sequence[Row], rivals: Sequence[Row], key: str) -> Iterator[dict[str, Any]]:
     for rival in to_beat(rivals, key):
         ours = at_most(plans, key, rival[key])
         good = ours is not None and ours["extra_flops"] <= rival["extra_flops"] + SLACK
-        ours_text = f"{ours['extra_flops']:+.1%} at {ours[key] / MIB:.1f} MiB" if ours else "no plan"
+        ours_text = (
+            f"{ours['extra_flops']:+.1%} at {ours[key] / MIB:.1f} MiB" if ours else "no plan"
+        )
         text = f"{ours_text} against {rival['extra_flops']:+.1%} at {rival[key] / MIB:.1f}"
-        yield _claim(f"no more flops than {rival['method']} at no higher peak", good, text, KNOWN.get(rival["kind"]))
+        yield _claim(
+            f"no more flops than {rival['method']} at no higher peak",
+            good,
+            text,
+            KNOWN.get(rival["kind"]),
+        )
 
 
 def aims(rows: Sequence[Row], model: str) -> list[dict[str, Any]]:
@@ -99,5 +141,13 @@ def aims(rows: Sequence[Row], model: str) -> list[dict[str, Any]]:
         ours = at_most(plans_of(rows, model, "activations"), PEAKS["activations"], size * MIB)
         reached = None if ours is None else ours["extra_flops"]
         good = reached is not None and reached <= most
-        found.append({"model": model, "activation_mib": size, "aim": most, "extra_flops": reached, "ok": good})
+        found.append(
+            {
+                "model": model,
+                "activation_mib": size,
+                "aim": most,
+                "extra_flops": reached,
+                "ok": good,
+            }
+        )
     return found

@@ -40,7 +40,13 @@ class _Comparison:
 
     def variant(self, method: str, forward: Callable[[], Tensor], **how: Any) -> Variant:
         """One that runs the model itself."""
-        return Variant(method, dict(self.model.named_parameters()), [*self.model.buffers(), *self.batch.values()], forward, **how)
+        return Variant(
+            method,
+            dict(self.model.named_parameters()),
+            [*self.model.buffers(), *self.batch.values()],
+            forward,
+            **how,
+        )
 
     def eager_loss(self) -> Tensor:
         loss: Tensor = self.model(**self.batch)["loss"]
@@ -56,15 +62,28 @@ class _Comparison:
 
     def plan(self, counts: str, budget: int, made: Compiled) -> Row:
         """Measure a plan under a budget in bytes beside the resident ones."""
-        row = {**self.base, "method": METHOD, "kind": METHOD, "counts": counts, "budget_bytes": budget}
+        row = {
+            **self.base,
+            "method": METHOD,
+            "kind": METHOD,
+            "counts": counts,
+            "budget_bytes": budget,
+        }
         measured = self._measured(row, made.variant, made.decisions)
         row = self.rows[-1]
-        peak = measured.activation_peak_bytes if counts == ACTIVATIONS else measured.peak_above_parameters_bytes
+        peak = (
+            measured.activation_peak_bytes
+            if counts == ACTIVATIONS
+            else measured.peak_above_parameters_bytes
+        )
         off = abs(made.predicted_peak_bytes - measured.peak_bytes) / measured.peak_bytes
         row |= {"predicted_peak_bytes": made.predicted_peak_bytes, "peak_rel_err": off}
         row |= {"num_recomputed": made.num_recomputed, "gap": made.gap}
         if peak > budget or off > PEAK_TOLERANCE:
-            what = f"the measured peak is {peak / budget - 1:+.1%} from the budget, the predicted one {off:.1%} from the measured"
+            what = (
+                f"the measured peak is {peak / budget - 1:+.1%} from the budget, the predicted one"
+                f" {off:.1%} from the measured"
+            )
             row |= {"ok": False, "error": what}
         return row
 
@@ -99,15 +118,29 @@ class _Comparison:
 
     def timed(self, rounds: int) -> list[Row]:
         """All rows, with the time ratios of those that were measured."""
-        ratios = time_ratios(self.variants, rounds) if rounds else [(None, None)] * len(self.variants)
+        ratios = (
+            time_ratios(self.variants, rounds) if rounds else [(None, None)] * len(self.variants)
+        )
         found = []
         for row in self.rows:
             place = row.pop("variant", None)
-            found.append(row if place is None else row | dict(zip(("wall_ratio", "cpu_ratio"), ratios[place], strict=True)))
+            found.append(
+                row
+                if place is None
+                else row | dict(zip(("wall_ratio", "cpu_ratio"), ratios[place], strict=True))
+            )
         return found
 
 
-def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, rounds: int, inductor: bool) -> list[Row]:
+def row(
+    spec: dict[str, Any],
+    mesh: str,
+    batch: int,
+    seq: int,
+    hardware: str,
+    rounds: int,
+    inductor: bool,
+) -> list[Row]:
     """All rows of one model."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     compiled.show_buffers()
@@ -130,11 +163,22 @@ def _rivals(told: _Comparison, inductor: bool) -> None:
         method = "+".join(dict.fromkeys([name, "chunkedCE"])).removeprefix("eager+")
         told.rival(method, "chunked", partial(told.variant, method, in_chunks, around=patch))
     for share in compiled.BUDGETS:
-        told.rival(f"aot b={share}", "graph", partial(_compiled, told, "aot_eager_decomp_partition", share))
+        told.rival(
+            f"aot b={share}", "graph", partial(_compiled, told, "aot_eager_decomp_partition", share)
+        )
     why_not = compiled.why_not_inductor() if inductor else "not asked for"
     for share in compiled.INDUCTOR_BUDGETS:
         if why_not:
-            told.rows.append({**told.base, "ok": True, "error": None, "method": f"inductor b={share}", "kind": "fused", "skipped": why_not})
+            told.rows.append(
+                {
+                    **told.base,
+                    "ok": True,
+                    "error": None,
+                    "method": f"inductor b={share}",
+                    "kind": "fused",
+                    "skipped": why_not,
+                }
+            )
         else:
             told.rival(f"inductor b={share}", "fused", partial(_compiled, told, "inductor", share))
 
@@ -144,14 +188,17 @@ def _compiled(told: _Comparison, backend: str, share: float) -> Variant:
 
 
 def _plans(told: _Comparison, planner: Planner) -> None:
-    """A plan under each budget that a rival needed, and under some between the least that will do and enough."""
+    """A plan under each budget that a rival needed, and under some between the least that will
+    do and enough."""
     makers = {ACTIVATIONS: planner.activations_within, ALL: planner.within}
     rivals = [row for row in told.rows if "variant" in row]
     for counts, key in PEAKS.items():
         enough = 2 * max(row[key] for row in rivals)
         ample = told.plan(counts, enough, makers[counts](enough))[key]
         smallest = least(makers[counts], 0, ample + MIB)
-        between = [smallest + (ample + MIB - smallest) * i // GRID[counts] for i in range(GRID[counts] + 1)]
+        between = [
+            smallest + (ample + MIB - smallest) * i // GRID[counts] for i in range(GRID[counts] + 1)
+        ]
         aimed = [size * MIB for size in AIMS.get(told.base["model"], ()) if counts == ACTIVATIONS]
         wanted = {*between, *aimed, *(row[key] for row in to_beat(rivals, key))}
         for budget in sorted((b for b in wanted if smallest <= b <= ample + MIB), reverse=True):
@@ -160,7 +207,8 @@ def _plans(told: _Comparison, planner: Planner) -> None:
 
 
 def _found(make: Callable[[int], Compiled], budget: int) -> Iterator[Compiled]:
-    """The plan within a budget, where there is one: what can be had is not quite monotonic in the budget, see the claims."""
+    """The plan within a budget, where there is one: what can be had is not quite monotonic in
+    the budget, see the claims."""
     try:
         yield make(budget)
     except InfeasibleError:

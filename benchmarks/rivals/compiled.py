@@ -1,4 +1,5 @@
-"""torch.compile under an activation memory budget: as a graph of plain ops, and through Inductor."""
+"""torch.compile under an activation memory budget: as a graph of plain ops, and through
+Inductor."""
 
 from __future__ import annotations
 
@@ -23,27 +24,35 @@ def why_not_inductor() -> str | None:
 
 
 def show_buffers() -> None:
-    """Let Inductor's own buffers pass through the dispatcher, where they can be counted. Before anything is compiled."""
+    """Let Inductor's own buffers pass through the dispatcher, where they can be counted. Before
+    anything is compiled."""
 
     def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
 
-    torch._C._dynamo.guards._empty_strided_cpu = empty_strided  # generated modules take it from here
+    torch._C._dynamo.guards._empty_strided_cpu = (
+        empty_strided  # generated modules take it from here
+    )
 
 
-def compiled(model: nn.Module, batch: Mapping[str, Tensor], backend: str, share: float) -> Callable[[], Tensor]:
-    """The model's loss, compiled for this batch; `share` is torch's ``activation_memory_budget``. One step has been run.
+def compiled(
+    model: nn.Module, batch: Mapping[str, Tensor], backend: str, share: float
+) -> Callable[[], Tensor]:
+    """The model's loss, compiled for this batch; `share` is torch's ``activation_memory_budget``.
+    One step has been run.
 
     Args:
-        backend: ``aot_eager_decomp_partition`` has Inductor's decompositions and partitioner and runs the ops one by one;
-            or ``inductor``.
+        backend: ``aot_eager_decomp_partition`` has Inductor's decompositions and partitioner and
+            runs the ops one by one; or ``inductor``.
     """
 
     def loss(**inputs: Any) -> Tensor:
         found: Tensor = model(**inputs)["loss"]
         return found
 
-    if hasattr(logging.Logger, "warning_once"):  # transformers', on whose warnings Dynamo would give up
+    if hasattr(
+        logging.Logger, "warning_once"
+    ):  # transformers', on whose warnings Dynamo would give up
         torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once)
     # Dynamo remembers by code object: one each, or a variant would take another's place.
     loss.__code__ = loss.__code__.replace(co_name=f"loss_{backend}_{int(share * 100)}")

@@ -15,14 +15,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from autopar.run.live import LiveBytes
+from autopar.program.abstract_executor import LiveBytes
 
 aten = torch.ops.aten
-# torch has no formula for the attention kernels of the CPU. Masks save no flops in its formulas of other kernels, nor here;
-# backward makes five matmuls of the forward's two.
+# torch has no formula for the attention kernels of the CPU. Masks save no flops in its formulas of
+# other kernels, nor here; backward makes five matmuls of the forward's two.
 _ATTENTION: Mapping[object, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(q.shape, k.shape, v.shape),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: 5 * sdpa_flop_count(q.shape, k.shape, v.shape) // 2,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
+        5 * sdpa_flop_count(q.shape, k.shape, v.shape) // 2
+    ),
 }
 
 
@@ -59,8 +63,10 @@ class Measured:
     """What a step took.
 
     Attributes:
-        peak_bytes: of all live bytes. peak_above_parameters_bytes: without what is there before forward.
-        activation_peak_bytes: also without gradients. end_of_forward_bytes: the same when forward ends.
+        peak_bytes: of all live bytes. peak_above_parameters_bytes: without what is there before
+            forward.
+        activation_peak_bytes: also without gradients. end_of_forward_bytes: the same when forward
+            ends.
         flops: executed.
     """
 
@@ -72,7 +78,8 @@ class Measured:
 
 
 class Ledger(LiveBytes):
-    """Live bytes storage by storage, so that those of gradients can be told apart afterwards; and flops.
+    """Live bytes storage by storage, so that those of gradients can be told apart afterwards; and
+    flops.
 
     Attributes:
         flops: executed so far.
@@ -108,9 +115,17 @@ class Ledger(LiveBytes):
             live += 0 if serial in ours else change
             peak = max(peak, live)
             at_end = live if number == self._num_forward else at_end
-        return Measured(self.peak_bytes, self.peak_bytes - self._resident_bytes, peak, at_end, self.flops)
+        return Measured(
+            self.peak_bytes, self.peak_bytes - self._resident_bytes, peak, at_end, self.flops
+        )
 
-    def __torch_dispatch__(self, func: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         packet = func.overloadpacket
         if result is NotImplemented:  # it comes again, on local tensors
@@ -149,23 +164,34 @@ def measure(variant: Variant) -> tuple[Measured, dict[str, Tensor]]:
         ledger.end_forward()
         loss.backward()
         del loss
-        measured = ledger.measured(p.grad for p in variant.parameters.values() if p.grad is not None)
+        measured = ledger.measured(
+            p.grad for p in variant.parameters.values() if p.grad is not None
+        )
     return measured, variant.take_gradients()
 
 
 def gradient_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest |a − b| over the largest |b|, of all parameters; infinite where one of them has no gradient or a wrong shape."""
-    if gradients.keys() != expected.keys() or any(gradients[name].shape != b.shape for name, b in expected.items()):
+    """Largest |a − b| over the largest |b|, of all parameters; infinite where one of them has no
+    gradient or a wrong shape."""
+    if gradients.keys() != expected.keys() or any(
+        gradients[name].shape != b.shape for name, b in expected.items()
+    ):
         return float("inf")
-    return max(float((gradients[name] - b).abs().max() / b.abs().max().clamp_min(1e-30)) for name, b in expected.items())
+    return max(
+        float((gradients[name] - b).abs().max() / b.abs().max().clamp_min(1e-30))
+        for name, b in expected.items()
+    )
 
 
-def time_ratios(variants: Sequence[Variant], rounds: int) -> list[tuple[float | None, float | None]]:
-    """Of each variant's step over the first variant's: seconds, and seconds of this process' processor, which on a shared machine
-    say more.
+def time_ratios(
+    variants: Sequence[Variant], rounds: int
+) -> list[tuple[float | None, float | None]]:
+    """Of each variant's step over the first variant's: seconds, and seconds of this process'
+    processor, which on a shared machine say more.
 
-    The median over rounds, in each of which every variant runs once, in an order of its own. Where a clock is too coarse to move in the
-    first's step, the round says nothing of it; None where none does.
+    The median over rounds, in each of which every variant runs once, in an order of its own. Where
+    a clock is too coarse to move in the first's step, the round says nothing of it; None where none
+    does.
     """
     order, found = random.Random(0), list[list[tuple[float, float]]]()
     for _ in range(rounds):
@@ -176,9 +202,14 @@ def time_ratios(variants: Sequence[Variant], rounds: int) -> list[tuple[float | 
             taken[index] = time.perf_counter() - start[0], time.process_time() - start[1]
             variants[index].take_gradients()
         found.append(taken)
-    return [(_median_ratio(found, place, clock=0), _median_ratio(found, place, clock=1)) for place in range(len(variants))]
+    return [
+        (_median_ratio(found, place, clock=0), _median_ratio(found, place, clock=1))
+        for place in range(len(variants))
+    ]
 
 
-def _median_ratio(rounds: Sequence[Sequence[tuple[float, float]]], place: int, *, clock: int) -> float | None:
+def _median_ratio(
+    rounds: Sequence[Sequence[tuple[float, float]]], place: int, *, clock: int
+) -> float | None:
     ratios = [taken[place][clock] / taken[0][clock] for taken in rounds if taken[0][clock] > 0.0]
     return statistics.median(ratios) if ratios else None

@@ -1,9 +1,11 @@
-"""autopar's plans of one device under budgets: of all bytes, as users give them, and of activations alone.
+"""autopar's plans of one device under budgets: of all bytes, as users give them, and of activations
+alone.
 
-Gradients weigh as much as parameters, and at the end of backward all of them are there, so a budget of all bytes cannot go
-below twice the parameters. To compare activations alone, as the rivals' papers do, plans are also searched for under a budget
-that leaves gradients out: a storage that ends as a gradient counts for nothing, from the op that makes it, as where memory for
-all gradients lies ready. That of a head whose loss goes by rows is made in forward.
+Gradients weigh as much as parameters, and at the end of backward all of them are there, so a budget
+of all bytes cannot go below twice the parameters. To compare activations alone, as the rivals'
+papers do, plans are also searched for under a budget that leaves gradients out: a storage that ends
+as a gradient counts for nothing, from the op that makes it, as where memory for all gradients lies
+ready. That of a head whose loss goes by rows is made in forward.
 """
 
 from __future__ import annotations
@@ -16,28 +18,27 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autopar.analysis.in_place import operand_written
+from autopar.analysis.gradients import operand_written
 from autopar.analysis.work import is_view
 from autopar.api.compiling import compile
 from autopar.capture import Trace, capture
+from autopar.capture.chunked_loss import loss_by_rows
 from autopar.capture.graphs import IN_PLACE
-from autopar.capture.loss_head import loss_by_rows
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Value
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning.peaks import Peaks
-from autopar.planning.tried import Candidate
-from autopar.problem import Value
-from autopar.request import PlanOptions
-from autopar.run.device_mesh import device_mesh
-from autopar.run.executor import Outputs
-from autopar.run.memory import NodePeak, node_peaks, trace_peak
-from autopar.run.module import ParallelModule
-from autopar.run.program import Program
-from autopar.run.reordered import written
-from autopar.strategies import Forced, Starts, apart, classes_of
+from autopar.planner.candidates import Candidate
+from autopar.planner.comm_schedule import Peaks
+from autopar.program.memory import NodePeak, node_peaks, trace_peak
+from autopar.program.program import Program
+from autopar.program.reorder import written
+from autopar.request import Outputs, PlanOptions
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
+from autopar.sharding import Forced, Starts, apart, classes_of
 from benchmarks.rivals.measuring import Variant
 from benchmarks.searching import searched
 
@@ -52,8 +53,8 @@ class Compiled:
     """A plan that can be run.
 
     Attributes:
-        decisions: what it runs how, and what it keeps. predicted_peak_bytes: of all bytes. num_recomputed: nodes that backward
-            runs again. gap: to the proven bound.
+        decisions: what it runs how, and what it keeps. predicted_peak_bytes: of all bytes.
+            num_recomputed: nodes that backward runs again. gap: to the proven bound.
     """
 
     variant: Variant
@@ -92,8 +93,17 @@ class Planner:
     @staticmethod
     def of(model: nn.Module, batch: Mapping[str, Tensor], hardware: str) -> Planner:
         wrapped = LossAlone(model)
-        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *batch.values())}
-        return Planner(wrapped, batch, capture(wrapped, (), batch), HardwareProfile.load(hardware), sum(held.values()))
+        held = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in (*model.parameters(), *model.buffers(), *batch.values())
+        }
+        return Planner(
+            wrapped,
+            batch,
+            capture(wrapped, (), batch),
+            HardwareProfile.load(hardware),
+            sum(held.values()),
+        )
 
     def within(self, budget_bytes: int) -> Compiled:
         """`autopar.compile` under a budget of all bytes beside the resident ones.
@@ -101,8 +111,14 @@ class Planner:
         Raises:
             InfeasibleError: where no plan fits.
         """
-        how: dict[str, Any] = {"memory_bytes": budget_bytes + self.resident_bytes, "optimizer": "none", "gap": GAP}
-        module = compile(self.model, MESH, example_inputs=dict(self.batch), hardware=self.profile, **how)
+        how: dict[str, Any] = {
+            "memory_bytes": budget_bytes + self.resident_bytes,
+            "optimizer": "none",
+            "gap": GAP,
+        }
+        module = compile(
+            self.model, MESH, example_inputs=dict(self.batch), hardware=self.profile, **how
+        )
         assert isinstance(module, ParallelModule)
         return self._compiled(module, module.plan, module.plan.prediction.peak_bytes)
 
@@ -114,15 +130,23 @@ class Planner:
         """
         tried = self._tried(budget_bytes)
         module = ParallelModule(tried.program, device_mesh(MESH), self.model, outputs="dtensor")
-        return self._compiled(module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes)
+        return self._compiled(
+            module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes
+        )
 
     def _tried(self, budget_bytes: int) -> Candidate:
-        """The fastest that fits, be its loss computed at once or, where that must recompute something, by rows.
+        """The fastest that fits, be its loss computed at once or, where that must recompute
+        something, by rows.
 
         Raises:
             InfeasibleError: where none does.
         """
-        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, outputs="dtensor")
+        options = PlanOptions(
+            memory_bytes=budget_bytes + self.resident_bytes,
+            optimizer="none",
+            gap=GAP,
+            outputs="dtensor",
+        )
         best: Candidate | None = None
         refusal: InfeasibleError | None = None
         for rows in (0, *ROWS):
@@ -145,10 +169,20 @@ class Planner:
 
         def pricing(starts: Starts) -> Priced:
             forced = replace(Forced.nothing(), starts=starts)
-            priced = price(trace, apart(classes, starts), MESH, self.profile, budget_bytes=budget, optimizer="none", forced=forced)
+            priced = price(
+                trace,
+                apart(classes, starts),
+                MESH,
+                self.profile,
+                budget_bytes=budget,
+                optimizer="none",
+                forced=forced,
+            )
             return _without_gradients(priced, trace)
 
-        tried = searched(trace, MESH, self.profile, pricing, options, peaks=_ActivationPeaks(options))
+        tried = searched(
+            trace, MESH, self.profile, pricing, options, peaks=_ActivationPeaks(options)
+        )
         return replace(tried, plan=replace(tried.plan, loss_rows=rows))
 
     def _compiled(self, module: ParallelModule, plan: Any, peak_bytes: int) -> Compiled:
@@ -159,16 +193,30 @@ class Planner:
         parameters = {name.removeprefix("model."): p for name, p in module.named_parameters()}
         variant = Variant(METHOD, parameters, [*module.buffers(), *self.batch.values()], forward)
         recomputed = sum(len(e.instances) * len(e.recompute) for e in plan.entries if e.recompute)
-        decisions = plan.loss_rows, tuple((e.key, e.nodes, e.recompute) for e in plan.entries), plan.kept
+        decisions = (
+            plan.loss_rows,
+            tuple((e.key, e.nodes, e.recompute) for e in plan.entries),
+            plan.kept,
+        )
         return Compiled(variant, decisions, peak_bytes, recomputed, plan.proof.gap)
 
 
 def _without_gradients(priced: Priced, trace: Trace) -> Priced:
     """The problem, in which what ends as a gradient has no bytes."""
     problem, uncounted = priced.problem, storages_of_gradients(trace)
-    held = {v.value for v, refs in zip(problem.variants, priced.refs, strict=True) if any(name in uncounted for name, _ in refs)}
-    values = tuple(_weightless(value) if number in held else value for number, value in enumerate(problem.values))
-    ops = tuple(replace(op, strategies=tuple(replace(s, gradient_bytes=0) for s in op.strategies)) for op in problem.ops)
+    held = {
+        v.value
+        for v, refs in zip(problem.variants, priced.refs, strict=True)
+        if any(name in uncounted for name, _ in refs)
+    }
+    values = tuple(
+        _weightless(value) if number in held else value
+        for number, value in enumerate(problem.values)
+    )
+    ops = tuple(
+        replace(op, strategies=tuple(replace(s, gradient_bytes=0) for s in op.strategies))
+        for op in problem.ops
+    )
     return replace(priced, problem=replace(problem, values=values, ops=ops))
 
 
@@ -180,11 +228,14 @@ def storages_of_gradients(trace: Trace) -> frozenset[str]:
     """The nodes whose results lie in memory that a gradient lies in at last."""
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     gradients = (results[p.gradient] for p in trace.parameters if p.gradient is not None)
-    return frozenset(node.name for gradient in gradients for node in _lineage(gradient, operand_written))
+    return frozenset(
+        node.name for gradient in gradients for node in _lineage(gradient, operand_written)
+    )
 
 
 def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx.Node]:
-    """A node, and the nodes before it whose results lie in the same memory, as far as its graph shows.
+    """A node, and the nodes before it whose results lie in the same memory, as far as its graph
+    shows.
 
     Args:
         written: the place of the argument that a node writes into, or None.
@@ -197,14 +248,17 @@ def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx
 
 
 def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]:
-    """The peak while each node of a step on one device runs, without the storages that end as gradients."""
+    """The peak while each node of a step on one device runs, without the storages that end as
+    gradients."""
     program = written(program)
     made: dict[fx.Node, int] = {}
     gradients = next(iter(reversed(program.backward.graph.nodes))).args[0]
     saved = next(iter(reversed(program.forward.graph.nodes))).args[0]
     saved = saved[len(saved) - program.num_saved :]
     given = [node for node in program.backward.graph.nodes if node.op == "placeholder"]
-    for tensor, gradient in zip((t for t in program.parameters if t.has_gradient), gradients, strict=False):
+    for tensor, gradient in zip(
+        (t for t in program.parameters if t.has_gradient), gradients, strict=False
+    ):
         *_, first = _lineage(gradient, _written)
         if first in given[: program.num_saved]:
             *_, first = _lineage(saved[given.index(first)], _written)
@@ -235,7 +289,8 @@ class _ActivationPeaks(Peaks):
 
 
 def least(planned: Any, low: int, high: int, share: float = 0.01) -> int:
-    """The least budget in bytes under which a plan is found, to within a share of it; `low` has none, `high` has one."""
+    """The least budget in bytes under which a plan is found, to within a share of it; `low` has
+    none, `high` has one."""
     while high - low > share * high:
         middle = (low + high) // 2
         try:

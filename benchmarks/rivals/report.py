@@ -10,7 +10,17 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import Row
-from benchmarks.rivals.claims import MIB, PEAKS, aims, at_most, claims, front, plans_of, rivals_of, to_beat
+from benchmarks.rivals.claims import (
+    MIB,
+    PEAKS,
+    aims,
+    at_most,
+    claims,
+    front,
+    plans_of,
+    rivals_of,
+    to_beat,
+)
 
 KEY = PEAKS["activations"]
 KINDS = {
@@ -29,29 +39,51 @@ def tell(path: Path, console: Console) -> bool:
     """
     told = json.loads(path.read_text(encoding="utf-8"))
     told["claims"] = claims(told["rows"])
-    told["aims"] = [aim for model in dict.fromkeys(row["model"] for row in told["rows"]) for aim in aims(told["rows"], model)]
+    told["aims"] = [
+        aim
+        for model in dict.fromkeys(row["model"] for row in told["rows"])
+        for aim in aims(told["rows"], model)
+    ]
     path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     for claim in told["claims"]:
         said = "holds" if claim["ok"] else f"KNOWN: {claim['known']}" if claim["known"] else "FAILS"
-        console.print(f"{claim['model']}, {claim['counts']}: {claim['claim']}: {claim['detail']}: {said}", markup=False, soft_wrap=True)
+        console.print(
+            f"{claim['model']}, {claim['counts']}: {claim['claim']}: {claim['detail']}: {said}",
+            markup=False,
+            soft_wrap=True,
+        )
     for aim in told["aims"]:
         said = "no plan" if aim["extra_flops"] is None else f"{aim['extra_flops']:+.1%}"
-        said = f"{said} at {aim['activation_mib']} MiB, aim {aim['aim']:+.1%}: {'reached' if aim['ok'] else 'missed'}"
+        said = (
+            f"{said} at {aim['activation_mib']} MiB, aim {aim['aim']:+.1%}:"
+            f" {'reached' if aim['ok'] else 'missed'}"
+        )
         console.print(f"{aim['model']}: {said}", markup=False, soft_wrap=True)
     return all(claim["ok"] or claim["known"] for claim in told["claims"])
 
 
 def rivals_table(rows: Sequence[Row]) -> str:
-    """Per model and rival: its activation peak, extra flops and time; and autopar's at no higher peak.
+    """Per model and rival: its activation peak, extra flops and time; and autopar's at no higher
+    peak.
 
-    Rivals that another one of their kind beats in both peak and flops are left out (see `claims.to_beat`).
+    Rivals that another one of their kind beats in both peak and flops are left out (see
+    `claims.to_beat`).
     """
-    lines = ["| model | rival | activations, MiB | extra flops | time | autopar, MiB | extra flops | time |", f"|{'---|' * 8}"]
+    lines = [
+        (
+            "| model | rival | activations, MiB | extra flops | time | autopar, MiB | extra flops |"
+            " time |"
+        ),
+        f"|{'---|' * 8}",
+    ]
     for model in dict.fromkeys(row["model"] for row in rows):
         plans = plans_of(rows, model, "activations")
         for rival in to_beat(rivals_of(rows, model), KEY):
             ours = at_most(plans, KEY, rival[KEY])
-            lines.append(f"| {model} | {rival['method']} | {_cells(rival)} | {_cells(ours) if ours else 'no plan | | '} |")
+            lines.append(
+                f"| {model} | {rival['method']} | {_cells(rival)} |"
+                f" {_cells(ours) if ours else 'no plan | | '} |"
+            )
     return "\n".join(lines)
 
 
@@ -68,7 +100,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(7 * len(models), 5), squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(models), figsize=(7 * len(models), 5), squeeze=False, layout="constrained"
+    )
     for panel, model in zip(panels[0], models, strict=True):
         _panel(panel, rows, model)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +116,16 @@ def _panel(panel: Any, rows: Sequence[Row], model: str) -> None:
         here = [r for r in rivals if r["kind"] == kind]
         panel.scatter(*_points(here), marker=marker, label=label)
         for rival, *place in zip(here, *_points(here), strict=True):
-            panel.annotate(rival["method"], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
-    panel.step(*_points(front(rivals, KEY)), where="pre", linestyle="--", color="grey", label="Pareto front of these")
+            panel.annotate(
+                rival["method"], place, fontsize=6, xytext=(3, 3), textcoords="offset points"
+            )
+    panel.step(
+        *_points(front(rivals, KEY)),
+        where="pre",
+        linestyle="--",
+        color="grey",
+        label="Pareto front of these",
+    )
     panel.step(*_points(plans), where="pre", marker=".", color="black", label="autopar")
     panel.set(title=model, xlabel="peak of activations, MiB", ylabel="extra flops, %")
     panel.legend(fontsize=8)

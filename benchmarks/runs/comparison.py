@@ -11,7 +11,17 @@ from rich.table import Table
 from benchmarks.common import Row, console_of
 from benchmarks.regret import spearman
 
-COLUMNS = ("source", "device", "runs", "median", "least", "most", "within 10 %", "within 25 %", "rank correlation")
+COLUMNS = (
+    "source",
+    "device",
+    "runs",
+    "median",
+    "least",
+    "most",
+    "within 10 %",
+    "within 25 %",
+    "rank correlation",
+)
 
 
 def published_table(rows: Sequence[Row]) -> str:
@@ -47,9 +57,13 @@ def by_source(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _per_token(rows: Sequence[Row], scale: float) -> list[list[float]]:
-    """Predicted and measured time of a token on a device: seconds of a step vary by its batch, of a token in what plans differ in."""
+    """Predicted and measured time of a token on a device: seconds of a step vary by its batch,
+    of a token in what plans differ in."""
     tokens = [row["batch"] * row["seq"] / row["num_devices"] for row in rows]
-    return [[scale * row[name] / num for row, num in zip(rows, tokens, strict=True)] for name in ("predicted_s", "measured_s")]
+    return [
+        [scale * row[name] / num for row, num in zip(rows, tokens, strict=True)]
+        for name in ("predicted_s", "measured_s")
+    ]
 
 
 def near(ratios: Sequence[float], share: float) -> float:
@@ -58,30 +72,47 @@ def near(ratios: Sequence[float], share: float) -> float:
 
 
 def order_of(rows: Sequence[Row]) -> str:
-    """The rank correlation of predicted and measured time per token and device; of one or two runs nothing."""
+    """The rank correlation of predicted and measured time per token and device; of one or two
+    runs nothing."""
     return f"{spearman(*_per_token(rows, 1.0)):.2f}" if len(rows) > 2 else ""
 
 
 def _cells(source: str, gpu: str, rows: Sequence[Row]) -> tuple[str, ...]:
     ratios = sorted(row["ratio"] for row in rows)
     words = f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
-    return source, gpu, str(len(rows)), *words, *(f"{near(ratios, share):.0%}" for share in (0.1, 0.25)), order_of(rows)
+    return (
+        source,
+        gpu,
+        str(len(rows)),
+        *words,
+        *(f"{near(ratios, share):.0%}" for share in (0.1, 0.25)),
+        order_of(rows),
+    )
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
-    """A point per run: microseconds per token and device, measured to the right, predicted upwards; between the dotted lines they are
-    within 25 % of each other."""
+    """A point per run: microseconds per token and device, measured to the right, predicted upwards;
+    between the dotted lines they are within 25 % of each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 5.6), layout="constrained")
     axes, ends = figure.add_subplot(), [math.inf, 0.0]
     for source, some in by_source(rows).items():
         predicted, measured = _per_token(some, 1e6)
-        axes.scatter(measured, predicted, s=16, alpha=0.8, label=f"{' '.join(source)} ({len(some)})")
+        axes.scatter(
+            measured, predicted, s=16, alpha=0.8, label=f"{' '.join(source)} ({len(some)})"
+        )
         ends = [min(ends[0], *predicted, *measured), max(ends[1], *predicted, *measured)]
     ends = [ends[0] * 0.8, ends[1] * 1.25]
     for factor, style in ((1.0, "-"), (1.25, ":"), (0.8, ":")):
         axes.plot(ends, [end * factor for end in ends], style, color="0.5", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, µs per token and device", ylabel="predicted")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=ends,
+        ylim=ends,
+        xlabel="measured, µs per token and device",
+        ylabel="predicted",
+    )
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

@@ -16,9 +16,12 @@ class Run:
 
     Attributes:
         hidden, ffn: features of the residual stream, and of what lies between an MLP's linears.
-        devices_per_node: those that share a node. chunks: stages per device (Megatron's virtual pipeline).
-        sharding: what is said of ZeRO or FSDP. batch: the global one, in samples; micro_batch: samples of one replica at a time.
-        step_s: measured seconds of a step, or what follows from measured tokens per second. peak_bytes: measured, of a device.
+        devices_per_node: those that share a node. chunks: stages per device (Megatron's virtual
+            pipeline).
+        sharding: what is said of ZeRO or FSDP. batch: the global one, in samples; micro_batch:
+            samples of one replica at a time.
+        step_s: measured seconds of a step, or what follows from measured tokens per second.
+            peak_bytes: measured, of a device.
     """
 
     row_id: str
@@ -66,12 +69,35 @@ def _read(row: Mapping[str, str]) -> Run:
     if step_s is None and row["tokens_per_s_per_gpu"] and batch and seq and devices:
         step_s = batch * seq / (float(row["tokens_per_s_per_gpu"]) * devices)
     return Run(
-        row["row_id"], row["source"], row["framework"], row["model"], row["gpu"], row["interconnect"],
-        row["precision"], row["zero_or_fsdp"], row["recompute"],
-        number("layers"), number("hidden"), number("ffn"), number("heads"), number("kv_heads"), number("vocab"), seq,
-        devices, number("gpus_per_node") or 8, degree("tp"), degree("pp"), degree("vpp"), degree("cp"), degree("ep"), dp,
-        batch, number("mbs"), step_s, int(float(row["peak_mem_gib"]) * 2**30) if row["peak_mem_gib"] else None,
-    )  # fmt: skip
+        row["row_id"],
+        row["source"],
+        row["framework"],
+        row["model"],
+        row["gpu"],
+        row["interconnect"],
+        row["precision"],
+        row["zero_or_fsdp"],
+        row["recompute"],
+        number("layers"),
+        number("hidden"),
+        number("ffn"),
+        number("heads"),
+        number("kv_heads"),
+        number("vocab"),
+        seq,
+        devices,
+        number("gpus_per_node") or 8,
+        degree("tp"),
+        degree("pp"),
+        degree("vpp"),
+        degree("cp"),
+        degree("ep"),
+        dp,
+        batch,
+        number("mbs"),
+        step_s,
+        int(float(row["peak_mem_gib"]) * 2**30) if row["peak_mem_gib"] else None,
+    )
 
 
 with DATA.open(encoding="utf-8", newline="") as file:

@@ -1,16 +1,23 @@
-"""What is planned for a published run: a model of its sizes, its mesh, its plan as constraints; or why it is left out.
+"""What is planned for a published run: a model of its sizes, its mesh, its plan as constraints; or
+why it is left out.
 
 What sources do not state is assumed, alike for all their runs:
 
-- parameters rest in fp32 and are read in bf16 (`precision`), also where a run had fp16, which moves and computes as much; AdamW;
-- Megatron's data parallelism with its distributed optimizer, ZeRO's stage 1; beside tensor parallelism sequence parallelism from Megatron
-  Core on, and in nanotron, whose mode is said to be a reduce-scatter;
-- "selective" recomputation is the framework's own choice of ops: what runs again is left to the planner, within the device's memory, as
-  it is where nothing is said; BigScience's runs checkpoint whole layers, which their formula of flops counts;
-- attention takes what the kernel of its time took (`ATTENTION`), else what the profile says, which is of FlashAttention-2 and later;
-- MPT is a GPT-2 of its sizes (its linears have no biases, its positions no table), InternLM a Llama;
-- ranks in Megatron's order: tensor axis innermost, then context, data, stages; what of data parallelism lies within a node is an axis of
-  its own, as NCCL's rings go through all devices of a node before they leave it.
+- parameters rest in fp32 and are read in bf16 (`precision`), also where a run had fp16, which moves
+  and computes as much; AdamW;
+- Megatron's data parallelism with its distributed optimizer, ZeRO's stage 1; beside tensor
+  parallelism sequence parallelism from Megatron Core on, and in nanotron, whose mode is said to be
+  a reduce-scatter;
+- "selective" recomputation is the framework's own choice of ops: what runs again is left to the
+  planner, within the device's memory, as it is where nothing is said; BigScience's runs checkpoint
+  whole layers, which their formula of flops counts;
+- attention takes what the kernel of its time took (`ATTENTION`), else what the profile says, which
+  is of FlashAttention-2 and later;
+- MPT is a GPT-2 of its sizes (its linears have no biases, its positions no table), InternLM a
+  Llama;
+- ranks in Megatron's order: tensor axis innermost, then context, data, stages; what of data
+  parallelism lies within a node is an axis of its own, as NCCL's rings go through all devices of a
+  node before they leave it.
 """
 
 from __future__ import annotations
@@ -21,33 +28,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.constraints import Constraint, Recompute, ddp, megatron
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from benchmarks.runs.reading import Run
 
 PROFILES: Mapping[str, str] = {
-    "H100 80GB": "h100-sxm", "H100": "h100-sxm", "H200": "h200-sxm", "A100 80GB": "a100-sxm-80gb", "A100 40GB": "a100-sxm-40gb",
-}  # fmt: skip
+    "H100 80GB": "h100-sxm",
+    "H100": "h100-sxm",
+    "H200": "h200-sxm",
+    "A100 80GB": "a100-sxm-80gb",
+    "A100 40GB": "a100-sxm-40gb",
+}
 NODE_GBITS: Mapping[str, float] = {
-    "4x100Gb RoCE per node": 400.0, "Jean Zay": 400.0, "400Gbps per node": 400.0, "800Gbps per node": 800.0,
-}  # fmt: skip
-"""Gb/s between nodes, where that is not what the profile's eight NICs give; Jean Zay's nodes of A100s have four Omni-Path 100 NICs."""
+    "4x100Gb RoCE per node": 400.0,
+    "Jean Zay": 400.0,
+    "400Gbps per node": 400.0,
+    "800Gbps per node": 800.0,
+}
+"""Gb/s between nodes, where that is not what the profile's eight NICs give; Jean Zay's nodes of
+A100s have four Omni-Path 100 NICs."""
 ATTENTION: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "llm-foundry": {"a100": (0.40, 0.30), "h100": (0.40 * 0.35 / 0.73, 0.30 * 0.35 / 0.73)},
-}  # fmt: skip
-"""Framework → chip → share of the peak that its attention reached, forward and backward, where that is not what the profile assumes.
+}
+"""Framework → chip → share of the peak that its attention reached, forward and backward, where that
+is not what the profile assumes.
 
-llm-foundry's benchmarks ran `attn_impl: triton`, the default of scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry) that
-sweep.sh leaves, on H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8: the first FlashAttention, 30 to 50 % of an A100's peak forward, 25 to
-35 % backward (Dao, "FlashAttention-2", 2023, section 1; here the middle). On an H100 it is taken to lose as FlashAttention-2 does, from
-73 % to 35 % (Shah et al., "FlashAttention-3", 2024, abstract)."""
+llm-foundry's benchmarks ran `attn_impl: triton`, the default of
+scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry) that sweep.sh leaves, on
+H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8: the first FlashAttention, 30 to 50 % of an A100's
+peak forward, 25 to 35 % backward (Dao, "FlashAttention-2", 2023, section 1; here the middle). On an
+H100 it is taken to lose as FlashAttention-2 does, from 73 % to 35 % (Shah et al.,
+"FlashAttention-3", 2024, abstract)."""
 _GPT, _LLAMA, _NEMOTRON = "gpt2", "llama", "nemotron"
 _FAMILIES: tuple[tuple[str, str], ...] = (
-    ("nemotron4", _NEMOTRON), ("nemo megatron", _GPT), ("llama", _LLAMA), ("internlm", _LLAMA), ("mpt-", _GPT), ("gpt ", _GPT),
-)  # fmt: skip
+    ("nemotron4", _NEMOTRON),
+    ("nemo megatron", _GPT),
+    ("llama", _LLAMA),
+    ("internlm", _LLAMA),
+    ("mpt-", _GPT),
+    ("gpt ", _GPT),
+)
 _CHECKPOINTS = "BigScience tr11"
-_SEQUENCE = ("NeMo", "Megatron-Core", "Megatron-Bridge", "nanotron")  # frameworks whose tensor parallelism splits the sequence too
-_UNBOUND = 1 << 50  # bytes: where it is known what ran again, the plan is that one, whatever it takes
+_SEQUENCE = (
+    "NeMo",
+    "Megatron-Core",
+    "Megatron-Bridge",
+    "nanotron",
+)  # frameworks whose tensor parallelism splits the sequence too
+_UNBOUND = (
+    1 << 50
+)  # bytes: where it is known what ran again, the plan is that one, whatever it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +85,8 @@ class Setup:
     """What is planned.
 
     Attributes:
-        spec: the model, as of `autopar.hf`. batch: samples of a step. microbatches: into how many a replica cuts its part.
+        spec: the model, as of `autopar.hf`. batch: samples of a step. microbatches: into how many a
+            replica cuts its part.
         memory_bytes: the plan's budget; None for what the planner takes by default.
     """
 
@@ -71,13 +102,26 @@ class Setup:
 
 def why_skipped(run: Run) -> str | None:
     """Why a run is not planned; None where it is."""
-    missing = [name for name in ("layers", "hidden", "heads", "seq", "num_devices", "batch") if getattr(run, name) is None]
+    missing = [
+        name
+        for name in ("layers", "hidden", "heads", "seq", "num_devices", "batch")
+        if getattr(run, name) is None
+    ]
     reasons = (
         (run.step_s is None and run.peak_bytes is None, "neither a time nor a peak was published"),
         (run.gpu not in PROFILES, f"no profile of {run.gpu}"),
-        ("fp8" in run.precision.lower() or "fp4" in run.precision.lower(), f"precision {run.precision}: plans have none of 8 bits"),
-        (run.framework.startswith(("MaxText", "PaxML")), "compiled by XLA, shardings not published"),
-        (any(word in run.model.lower() for word in ("lora", "sft", "finetuning")), "fine-tuning of packed samples or adapters"),
+        (
+            "fp8" in run.precision.lower() or "fp4" in run.precision.lower(),
+            f"precision {run.precision}: plans have none of 8 bits",
+        ),
+        (
+            run.framework.startswith(("MaxText", "PaxML")),
+            "compiled by XLA, shardings not published",
+        ),
+        (
+            any(word in run.model.lower() for word in ("lora", "sft", "finetuning")),
+            "fine-tuning of packed samples or adapters",
+        ),
         (_family(run) is None or run.ep > 1, "no dense decoder of published sizes"),
         (run.source.startswith("Megatron-LM CI"), "a toy, bound by its launches"),
         (bool(missing), f"not stated: {', '.join(missing)}"),
@@ -88,9 +132,15 @@ def why_skipped(run: Run) -> str | None:
 def _misfit(run: Run) -> str | None:
     assert run.batch and run.num_devices and run.dp
     if run.num_devices != run.tp * run.pp * run.cp * run.dp:
-        return f"tp {run.tp}, pp {run.pp}, cp {run.cp} and dp {run.dp} do not make {run.num_devices} devices"
+        return (
+            f"tp {run.tp}, pp {run.pp}, cp {run.cp} and dp {run.dp} do not make {run.num_devices}"
+            " devices"
+        )
     if run.batch % (run.dp * (run.micro_batch or 1)):
-        return f"{run.batch} samples do not divide into microbatches of {run.micro_batch} on {run.dp} replicas"
+        return (
+            f"{run.batch} samples do not divide into microbatches of {run.micro_batch} on {run.dp}"
+            " replicas"
+        )
     return None
 
 
@@ -103,14 +153,22 @@ def setup_of(run: Run) -> Setup:
     apart = "across" in run.sharding or "within" in run.sharding
     nodes = ("dp_node",) if apart and "dp_node" in mesh.names else ()
     plan = megatron(
-        tp="tp" if run.tp > 1 else 1, cp="cp" if run.cp > 1 else 1, dp=within if apart else None, pp="pp" if run.pp > 1 else 1,
-        zero=_zero(run), recompute=recompute, chunks=run.chunks if run.pp > 1 else 1,
-        microbatches=microbatches if microbatches > 1 or run.pp > 1 else None, free=nodes,
+        tp="tp" if run.tp > 1 else 1,
+        cp="cp" if run.cp > 1 else 1,
+        dp=within if apart else None,
+        pp="pp" if run.pp > 1 else 1,
+        zero=_zero(run),
+        recompute=recompute,
+        chunks=run.chunks if run.pp > 1 else 1,
+        microbatches=microbatches if microbatches > 1 or run.pp > 1 else None,
+        free=nodes,
         sequence=run.tp > 1 and run.framework.startswith(_SEQUENCE),
-    )  # fmt: skip
+    )
     constraints: tuple[Constraint, ...] = (plan, *(ddp(name) for name in nodes))
     memory = None if recompute is None else _UNBOUND
-    return Setup(_spec(run), run.batch, run.seq, mesh, constraints, microbatches, _profile(run), memory)
+    return Setup(
+        _spec(run), run.batch, run.seq, mesh, constraints, microbatches, _profile(run), memory
+    )
 
 
 def _mesh(run: Run) -> tuple[Mesh, tuple[str, ...]]:
@@ -135,7 +193,13 @@ def _zero(run: Run) -> int:
         return 2 if "zero-2" in said else 3
     if "zero-2" in said:
         return 2
-    return 0 if said in ("zero-0 (ddp)", "ddp") and run.framework.startswith(("nanotron", "LitGPT")) else 1 if run.dp and run.dp > 1 else 0
+    return (
+        0
+        if said in ("zero-0 (ddp)", "ddp") and run.framework.startswith(("nanotron", "LitGPT"))
+        else 1
+        if run.dp and run.dp > 1
+        else 0
+    )
 
 
 def _profile(run: Run) -> HardwareProfile:
@@ -145,17 +209,31 @@ def _profile(run: Run) -> HardwareProfile:
         return profile
     inter = profile.links["inter"]
     full_gbits = {"h100-sxm": 3200.0, "h200-sxm": 3200.0}.get(profile.name, 1600.0)
-    slower = replace(inter, bandwidth_bytes_per_s=inter.bandwidth_bytes_per_s * gbits / full_gbits, curves={})
-    return replace(profile, links={**profile.links, "inter": slower}, hash=f"{profile.hash}-{gbits:g}")
+    slower = replace(
+        inter, bandwidth_bytes_per_s=inter.bandwidth_bytes_per_s * gbits / full_gbits, curves={}
+    )
+    return replace(
+        profile, links={**profile.links, "inter": slower}, hash=f"{profile.hash}-{gbits:g}"
+    )
 
 
 def _with_attention(run: Run, profile: HardwareProfile) -> HardwareProfile:
     framework = next((name for name in ATTENTION if run.framework.startswith(name)), None)
     if framework is None:
         return profile
-    reached = dict(zip(("attention", "attention_backward"), ATTENTION[framework][profile.name.partition("-")[0]], strict=True))
-    changed = {kind: dict.fromkeys(profile.efficiency[kind], share) for kind, share in reached.items()}
-    return replace(profile, efficiency={**profile.efficiency, **changed}, hash=f"{profile.hash}-{framework}")
+    reached = dict(
+        zip(
+            ("attention", "attention_backward"),
+            ATTENTION[framework][profile.name.partition("-")[0]],
+            strict=True,
+        )
+    )
+    changed = {
+        kind: dict.fromkeys(profile.efficiency[kind], share) for kind, share in reached.items()
+    }
+    return replace(
+        profile, efficiency={**profile.efficiency, **changed}, hash=f"{profile.hash}-{framework}"
+    )
 
 
 def _family(run: Run) -> str | None:
@@ -167,9 +245,23 @@ def _spec(run: Run) -> str:
     assert run.hidden and run.heads and run.layers and run.seq
     vocab = run.vocab or 51200
     if _family(run) == _GPT:
-        sizes = {"n_layer": run.layers, "n_embd": run.hidden, "n_head": run.heads, "n_inner": run.ffn or 4 * run.hidden}
-        return f"gpt2:{json.dumps({**sizes, 'n_positions': run.seq, 'vocab_size': vocab, 'bos_token_id': 0, 'eos_token_id': 0})}"
+        sizes = {
+            "n_layer": run.layers,
+            "n_embd": run.hidden,
+            "n_head": run.heads,
+            "n_inner": run.ffn or 4 * run.hidden,
+        }
+        return f"gpt2:{json.dumps({**sizes, 'n_positions': run.seq, 'vocab_size': vocab, 'bos_token_id': 0, 'eos_token_id': 0})}"  # noqa: E501
     ffn = run.ffn or 256 * math.ceil(8 * run.hidden / 3 / 256)  # Llama's, and InternLM's
-    sizes = {"num_hidden_layers": run.layers, "hidden_size": run.hidden, "intermediate_size": ffn, "num_attention_heads": run.heads}
-    more = {"num_key_value_heads": run.kv_heads or run.heads, "vocab_size": vocab, "max_position_embeddings": run.seq}
+    sizes = {
+        "num_hidden_layers": run.layers,
+        "hidden_size": run.hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": run.heads,
+    }
+    more = {
+        "num_key_value_heads": run.kv_heads or run.heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": run.seq,
+    }
     return f"{_family(run)}:{json.dumps({**sizes, **more, 'bos_token_id': 0, 'eos_token_id': 0})}"

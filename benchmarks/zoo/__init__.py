@@ -1,7 +1,9 @@
-"""The model zoo: `build(name)` gives (model, batch) by name, tiny unless told otherwise; the model returns its own loss.
+"""The model zoo: `build(name)` gives (model, batch) by name, tiny unless told otherwise; the model
+returns its own loss.
 
-`NAMES` lists decoders, encoders, sequence to sequence, mixtures of experts, vision, audio, multimodal, diffusion,
-recommendation, CNNs with BatchNorm, a 3D U-Net, a state space model and an LSTM. Nothing is downloaded.
+`NAMES` lists decoders, encoders, sequence to sequence, mixtures of experts, vision, audio,
+multimodal, diffusion, recommendation, CNNs with BatchNorm, a 3D U-Net, a state space model and an
+LSTM. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,9 +24,17 @@ from benchmarks.zoo.published import PUBLISHED, Published
 Built = tuple[nn.Module, dict[str, Any]]
 
 # Those that take a length, and those that take none.
-_LONG: Mapping[str, Callable[..., Built]] = MappingProxyType({"nn_transformer": sequences.nn_transformer, "lstm": sequences.lstm})
+_LONG: Mapping[str, Callable[..., Built]] = MappingProxyType(
+    {"nn_transformer": sequences.nn_transformer, "lstm": sequences.lstm}
+)
 _SHORT: Mapping[str, Callable[..., Built]] = MappingProxyType(
-    {"unet2d": vision.unet2d, "dit": vision.dit, "unet3d": vision.unet3d, "cnn": vision.cnn, "dlrm": sequences.dlrm}
+    {
+        "unet2d": vision.unet2d,
+        "dit": vision.dit,
+        "unet3d": vision.unet3d,
+        "cnn": vision.cnn,
+        "dlrm": sequences.dlrm,
+    }
 )
 NAMES: tuple[str, ...] = (*PUBLISHED, *_LONG, *_SHORT)
 
@@ -42,19 +52,29 @@ def build(
 ) -> Built:
     """The model `name` in training mode and a batch: keyword arguments of its forward.
 
-    Weights and batch are drawn from `seed`; parameters that begin as zeros are drawn as well, since a zero hides what is
-    lost or misplaced. On meta nothing has values.
+    Weights and batch are drawn from `seed`; parameters that begin as zeros are drawn as well, since
+    a zero hides what is lost or misplaced. On meta nothing has values.
 
     Args:
         batch: samples. seq: tokens of a sample (samples of a sound), where the model has a length.
         dropout: of every dropout in the model.
-        settings: over the tiny ones: of the configuration (``num_hidden_layers=32``), or of the model's own class.
+        settings: over the tiny ones: of the configuration (``num_hidden_layers=32``), or of the
+            model's own class.
 
     Raises:
         AutoparError: where there is none of that name, or a setting that it does not know.
     """
     if name in PUBLISHED:
-        return _published(PUBLISHED[name], settings, batch=batch, seq=seq, dropout=dropout, dtype=dtype, device=device, seed=seed)
+        return _published(
+            PUBLISHED[name],
+            settings,
+            batch=batch,
+            seq=seq,
+            dropout=dropout,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        )
     if name not in NAMES:
         raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
     with torch.random.fork_rng([]), torch.device(device):
@@ -65,7 +85,10 @@ def build(
             else:
                 model, made = _SHORT[name](batch, dropout=dropout, **settings)
         except TypeError as error:
-            raise AutoparError(f"{name} does not take these settings: {error}", remedy="see its class in benchmarks/zoo") from error
+            raise AutoparError(
+                f"{name} does not take these settings: {error}",
+                remedy="see its class in benchmarks/zoo",
+            ) from error
         model = _without_zeros(model.to(dtype).train())
     return model, {key: cast(value, dtype) for key, value in made.items()}
 
@@ -77,11 +100,23 @@ def spec_of(name: str, **settings: Any) -> str:
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `over` written over it; nested objects entry by entry."""
-    nested = {k: _merged(base[k], v) for k, v in over.items() if isinstance(v, Mapping) and isinstance(base.get(k), Mapping)}
+    nested = {
+        k: _merged(base[k], v)
+        for k, v in over.items()
+        if isinstance(v, Mapping) and isinstance(base.get(k), Mapping)
+    }
     return {**base, **over, **nested}
 
 
-def _published(entry: Published, settings: Mapping[str, Any], *, seq: int | None, seed: int, device: Any, **how: Any) -> Built:
+def _published(
+    entry: Published,
+    settings: Mapping[str, Any],
+    *,
+    seq: int | None,
+    seed: int,
+    device: Any,
+    **how: Any,
+) -> Built:
     spec = f"{entry.kind}:{json.dumps(_merged(entry.settings, settings))}"
     model, made = hf.build(spec, seq=seq or entry.seq, image=32, seed=seed, device=device, **how)
     if entry.masked:

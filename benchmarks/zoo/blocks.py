@@ -1,4 +1,5 @@
-"""One layer of a published model, of its true size: what a block class of a deep model's problem is made of."""
+"""One layer of a published model, of its true size: what a block class of a deep model's problem
+is made of."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ BATCH, SEQ = 64, 4096
 
 
 class Block(nn.Module):
-    """A decoder's layer in the middle of the model: gradients go on to what comes before it, of which `before` stands for the last op."""
+    """A decoder's layer in the middle of the model: gradients go on to what comes before it, of
+    which `before` stands for the last op."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module, width: int) -> None:
         super().__init__()

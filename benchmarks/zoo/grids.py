@@ -1,7 +1,9 @@
-"""Models of transformers that read sizes of images from an input, tiny, each with a batch of two images of one size a sample beside text.
+"""Models of transformers that read sizes of images from an input, tiny, each with a batch of two
+images of one size a sample beside text.
 
-``python -m benchmarks.parity --module benchmarks/zoo/grids.py:qwen3_vl`` checks one. As models of Qwen and GLM are trained, positions are
-passed: what a model itself would make of the kinds of its tokens depends on where images begin.
+``python -m benchmarks.parity --module benchmarks/zoo/grids.py:qwen3_vl`` checks one. As models of
+Qwen and GLM are trained, positions are passed: what a model itself would make of the kinds of its
+tokens depends on where images begin.
 """
 
 from __future__ import annotations
@@ -16,32 +18,69 @@ SAMPLES, LENGTH, MARK, VIDEO, BEGIN, END = 4, 24, 5, 6, 7, 8
 Built = tuple[nn.Module, dict[str, Any]]
 
 _TEXT = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_GRID = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4, "out_hidden_size": 64}
+_GRID = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+}
 _SIDES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32, "patch_size": 8,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "image_size": 32,
+    "patch_size": 8,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LINEAR = {
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+}
 
 
 def qwen2_vl() -> Built:
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+    vision = {
+        "depth": 2,
+        "embed_dim": 64,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "patch_size": 4,
+        "mlp_ratio": 2,
+    }
     return _by_grid("qwen2_vl", "qwen2_vl_text", vision)
 
 
 def qwen2_5_vl() -> Built:
-    return _by_grid("qwen2_5_vl", "qwen2_5_vl_text", {**_GRID, "window_size": 16, "fullatt_block_indexes": [1]})
+    return _by_grid(
+        "qwen2_5_vl", "qwen2_5_vl_text", {**_GRID, "window_size": 16, "fullatt_block_indexes": [1]}
+    )
 
 
 def qwen3_vl() -> Built:
-    return _by_grid("qwen3_vl", "qwen3_vl_text", {**_GRID, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]})
+    return _by_grid(
+        "qwen3_vl",
+        "qwen3_vl_text",
+        {**_GRID, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    )
 
 
 def qwen3_vl_moe() -> Built:
@@ -59,34 +98,67 @@ def glm4v() -> Built:
 
 def llava_pixtral() -> Built:
     whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    return _by_size("llava", "mistral", {**_SIDES, "model_type": "pixtral", "head_dim": 16}, 16, **whole)
+    return _by_size(
+        "llava", "mistral", {**_SIDES, "model_type": "pixtral", "head_dim": 16}, 16, **whole
+    )
 
 
 def mistral3() -> Built:
-    return _by_size("mistral3", "mistral", {**_SIDES, "model_type": "pixtral", "head_dim": 16}, 4, spatial_merge_size=2)
+    return _by_size(
+        "mistral3",
+        "mistral",
+        {**_SIDES, "model_type": "pixtral", "head_dim": 16},
+        4,
+        spatial_merge_size=2,
+    )
 
 
 def llava_next() -> Built:
-    return _by_size("llava_next", "llama", {**_SIDES, "model_type": "clip_vision_model"}, 36, image_grid_pinpoints=[[32, 32]])
+    return _by_size(
+        "llava_next",
+        "llama",
+        {**_SIDES, "model_type": "clip_vision_model"},
+        36,
+        image_grid_pinpoints=[[32, 32]],
+    )
 
 
 def llava_onevision() -> Built:
-    return _by_size("llava_onevision", "qwen2", {**_SIDES, "model_type": "siglip_vision_model"}, 36, image_grid_pinpoints=[[32, 32]])
+    return _by_size(
+        "llava_onevision",
+        "qwen2",
+        {**_SIDES, "model_type": "siglip_vision_model"},
+        36,
+        image_grid_pinpoints=[[32, 32]],
+    )
 
 
 def _by_grid(kind: str, text: str, vision: dict[str, Any], **more: Any) -> Built:
     """Images as patches of 4 × 4, four of which make a token; their sizes in patches."""
-    marks = {"image_token_id": MARK, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    marks = {
+        "image_token_id": MARK,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": BEGIN,
+        "vision_end_token_id": END,
+    }
     if kind == "glm4v":
         marks |= {"image_start_token_id": BEGIN, "image_end_token_id": END}
-    model = _built(kind, {**_TEXT, "model_type": text, "rope_parameters": _ROPE, **more}, vision, **marks)
+    model = _built(
+        kind, {**_TEXT, "model_type": text, "rope_parameters": _ROPE, **more}, vision, **marks
+    )
     ids = torch.randint(10, 128, (SAMPLES, LENGTH))
     for first in (0, 10):
         ids[:, first], ids[:, first + 1 : first + 5], ids[:, first + 5] = BEGIN, MARK, END
     sizes, kinds = torch.tensor([[1, 4, 4]] * 2 * SAMPLES), (ids == MARK).int()
     positions = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=sizes)[0]  # type: ignore[operator, union-attr]
     patches = torch.randn(2 * SAMPLES * 16, 3 * 2 * 4 * 4)
-    return model, {"input_ids": ids, "pixel_values": patches, "image_grid_thw": sizes, "position_ids": positions, "labels": ids.clone()}
+    return model, {
+        "input_ids": ids,
+        "pixel_values": patches,
+        "image_grid_thw": sizes,
+        "position_ids": positions,
+        "labels": ids.clone(),
+    }
 
 
 def _by_size(kind: str, text: str, vision: dict[str, Any], num_tokens: int, **more: Any) -> Built:
@@ -96,7 +168,12 @@ def _by_size(kind: str, text: str, vision: dict[str, Any], num_tokens: int, **mo
     ids[:, 1 : 1 + num_tokens] = MARK
     parts = (2,) if "image_grid_pinpoints" in more else ()
     pixels = torch.randn(SAMPLES, *parts, 3, 32, 32)
-    return model, {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[32, 32]] * SAMPLES), "labels": ids.clone()}
+    return model, {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "image_sizes": torch.tensor([[32, 32]] * SAMPLES),
+        "labels": ids.clone(),
+    }
 
 
 def _built(kind: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> nn.Module:

@@ -1,5 +1,5 @@
-"""Models of other libraries (torchvision, timm, diffusers), which are imported where one is built: see what
-``libraries.json`` says of itself."""
+"""Models of other libraries (torchvision, timm, diffusers), which are imported where one is built:
+see what ``libraries.json`` says of itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ LIBRARIES: tuple[str, ...] = tuple(dict.fromkeys(name.partition("/")[0] for name
 
 
 class WithLoss(nn.Module):
-    """A model, and the loss of all that it returns: cross entropies of class labels where there are some, else mean squares."""
+    """A model, and the loss of all that it returns: cross entropies of class labels where there
+    are some, else mean squares."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,19 +32,29 @@ class WithLoss(nn.Module):
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> dict[str, Any]:
         returned = self.model(**inputs)
-        numbers = [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]
-        losses = [x.square().mean() if labels is None else F.cross_entropy(x, labels) for x in numbers]
+        numbers = [
+            x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+        losses = [
+            x.square().mean() if labels is None else F.cross_entropy(x, labels) for x in numbers
+        ]
         return {"loss": torch.stack(losses).sum(), "outputs": returned}
 
 
-def build(name: str, *, batch: int, dtype: torch.dtype, device: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model `name` in training mode without dropout, with its loss, and a batch; parameters that begin as zeros are drawn.
+def build(
+    name: str, *, batch: int, dtype: torch.dtype, device: str, seed: int
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model `name` in training mode without dropout, with its loss, and a batch; parameters
+    that begin as zeros are drawn.
 
     Raises:
         AutoparError: where the list has no such name, or its library is not installed.
     """
     if name not in NAMES:
-        raise AutoparError(f"the list of libraries' models has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
+        raise AutoparError(
+            f"the list of libraries' models has no {name!r}",
+            remedy=f"name one of {', '.join(NAMES)}",
+        )
     entry = LIST["models"][name]
     with torch.random.fork_rng([]), torch.device(device):
         torch.manual_seed(seed)
@@ -55,7 +66,10 @@ def build(name: str, *, batch: int, dtype: torch.dtype, device: str, seed: int) 
             for parameter in model.parameters():
                 if not parameter.is_meta and not parameter.any():
                     parameter.normal_(std=0.02)
-    floats = {key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in made.items()}
+    floats = {
+        key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for key, x in made.items()
+    }
     return model.to(dtype), floats
 
 
@@ -65,20 +79,26 @@ def _made(path: str, settings: Mapping[str, Any]) -> nn.Module:
     try:
         made: nn.Module = getattr(importlib.import_module(package), name)(**settings)
     except ImportError as error:
-        raise AutoparError(f"{path} cannot be imported: {error}", remedy=f"pip install {package.partition('.')[0]}") from error
+        raise AutoparError(
+            f"{path} cannot be imported: {error}", remedy=f"pip install {package.partition('.')[0]}"
+        ) from error
     return made
 
 
 def _operators_of_torchvision() -> None:
-    """Its wheel is built for torch with CUDA: beside torch for CPUs its own operators do not load, and it is not imported without their
-    names. No model here calls them."""
+    """Its wheel is built for torch with CUDA: beside torch for CPUs its own operators do not load,
+    and it is not imported without their names. No model here calls them."""
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
 
 
 def _drawn(spec: Any, batch: int) -> Any:
-    """A tensor of a sample's shape and the batch; numbers below `below`; what is no shape is itself."""
+    """A tensor of a sample's shape and the batch; numbers below `below`; what is no shape is
+    itself."""
     if isinstance(spec, list):
         return torch.randn(batch, *spec)
     if isinstance(spec, dict) and "below" in spec:

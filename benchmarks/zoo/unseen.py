@@ -1,4 +1,5 @@
-"""Architectures outside the zoo, for the question whether a first run works: see what ``unseen.json`` says of itself."""
+"""Architectures outside the zoo, for the question whether a first run works: see what
+``unseen.json`` says of itself."""
 
 from __future__ import annotations
 
@@ -18,15 +19,20 @@ REFUSED: dict[str, str] = LIST["refused"]
 
 
 def build(name: str, **how: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The model `name` and a batch, as `autopar.hf.build` makes them; parameters that begin as zeros are drawn at random, since a
-    zero hides what is lost.
+    """The model `name` and a batch, as `autopar.hf.build` makes them; parameters that begin as
+    zeros are drawn at random, since a zero hides what is lost.
 
     Raises:
         AutoparError: where the list has no such name.
     """
     if name not in NAMES:
-        raise AutoparError(f"the list of unseen architectures has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
-    model, batch = hf.build(LIST["models"][name], seq=LIST["seq"].get(name, LIST["length"]), image=LIST["image"], **how)
+        raise AutoparError(
+            f"the list of unseen architectures has no {name!r}",
+            remedy=f"name one of {', '.join(NAMES)}",
+        )
+    model, batch = hf.build(
+        LIST["models"][name], seq=LIST["seq"].get(name, LIST["length"]), image=LIST["image"], **how
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_meta and not parameter.any():

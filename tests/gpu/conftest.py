@@ -1,4 +1,5 @@
-"""Makes ``tests/support`` importable, here and in spawned processes; no process group outlives its test."""
+"""Makes ``tests/support`` importable, here and in spawned processes; no process group outlives
+its test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The attention kernels of a device give softmax attention and its gradients, on parts of queries and heads too."""
+"""The attention kernels of a device give softmax attention and its gradients, on parts of
+queries and heads too."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, tor
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).cuda()
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        .to(dtype)
+        .cuda()
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -23,10 +28,15 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["none", "causal", "added", "seen"])
 @pytest.mark.parametrize("length", [16, 45])
-def test_attention_and_its_backward_are_softmax_attention(length: int, kind: str, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+def test_attention_and_its_backward_are_softmax_attention(
+    length: int, kind: str, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
     q, grad = (drawn((2, 4, length, size), dtype, seed) for seed in (0, 1))
     k, v = (drawn((2, kv_heads, length, size), dtype, seed) for seed in (2, 3))
-    mask = {"added": drawn((1, 1, length, length), dtype, 4), "seen": drawn((2, 1, length, length), dtype, 5) > -1}.get(kind)
+    mask = {
+        "added": drawn((1, 1, length, length), dtype, 4),
+        "seen": drawn((2, 1, length, length), dtype, 5) > -1,
+    }.get(kind)
     if kind == "seen":
         mask = mask | torch.eye(length, dtype=torch.bool, device="cuda")
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -43,7 +53,9 @@ def test_attention_and_its_backward_are_softmax_attention(length: int, kind: str
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("lengths", [(16, 24), (24, 16)])
 @pytest.mark.parametrize("size", [20, 64])
-def test_where_lengths_differ_the_first_query_sees_the_first_key_alone(size: int, lengths: tuple[int, int], dtype: torch.dtype) -> None:
+def test_where_lengths_differ_the_first_query_sees_the_first_key_alone(
+    size: int, lengths: tuple[int, int], dtype: torch.dtype
+) -> None:
     q, grad = (drawn((2, 4, lengths[0], size), dtype, seed) for seed in (0, 1))
     k, v = (drawn((2, 4, lengths[1], size), dtype, seed) for seed in (2, 3))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -57,21 +69,31 @@ def test_where_lengths_differ_the_first_query_sees_the_first_key_alone(size: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -> None:
-    q, k, v, grad = (drawn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6)))
+    q, k, v, grad = (
+        drawn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6))
+    )
     whole, _ = ops.attention(q, k, v, None, True, 0.2)
     rows, sums = ops.attention(q[:, :, 8:20], k, v, None, True, 0.2, q_start=8)
     heads, lse = ops.attention(q[:, 2:5], k, v, None, True, 0.2, heads=(2, 0, 3))
     assert (rows - whole[:, :, 8:20]).abs().max() <= TOLERANCE[dtype] * whole.abs().max()
     assert (heads - whole[:, 2:5]).abs().max() <= TOLERANCE[dtype] * whole.abs().max()
-    dq, dk, dv = ops.attention_backward(grad[:, 2:5], q[:, 2:5], k, v, heads, lse, None, True, 0.2, heads=(2, 0, 3))
+    dq, dk, dv = ops.attention_backward(
+        grad[:, 2:5], q[:, 2:5], k, v, heads, lse, None, True, 0.2, heads=(2, 0, 3)
+    )
     masked = torch.zeros_like(grad)
     masked[:, 2:5] = grad[:, 2:5]
-    wanted = ops.attention_backward(masked, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2)
+    wanted = ops.attention_backward(
+        masked, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2
+    )
     for ours, theirs in ((dq, wanted[0][:, 2:5]), (dk, wanted[1]), (dv, wanted[2])):
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
     kept = torch.zeros_like(grad)
     kept[:, :, 8:20] = grad[:, :, 8:20]
-    wanted = ops.attention_backward(kept, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2)
-    found = ops.attention_backward(grad[:, :, 8:20], q[:, :, 8:20], k, v, rows, sums, None, True, 0.2, q_start=8)
+    wanted = ops.attention_backward(
+        kept, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2
+    )
+    found = ops.attention_backward(
+        grad[:, :, 8:20], q[:, :, 8:20], k, v, rows, sums, None, True, 0.2, q_start=8
+    )
     for ours, theirs in zip(found, (wanted[0][:, :, 8:20], *wanted[1:]), strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()

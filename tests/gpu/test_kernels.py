@@ -1,4 +1,5 @@
-"""On one device the kernels compute, bit by bit, what the host computes; peers are virtual ranks on it."""
+"""On one device the kernels compute, bit by bit, what the host computes; peers are virtual ranks
+on it."""
 
 from __future__ import annotations
 
@@ -8,22 +9,34 @@ from native import WORLDS, needs_gpu, needs_nvcc
 from torch import Tensor
 
 from autopar.kernels import library
-from autopar.kernels.buckets import BucketLayout
 from autopar.kernels.normed import FLOATS, backward_op, reduce_add_rmsnorm
-from autopar.kernels.packing import pack, unpack
+from autopar.kernels.packing import BucketLayout, pack, unpack
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 SIZES = ((7, 5), (2, 9, 3), (1,), (4, 2100), (300, 1024), (0, 4))
 DIMS = (0, 1, 0, 1, 0, 0)
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def same(on_device: Tensor, on_host: Tensor) -> bool:
-    return on_device.is_cuda and on_device.dtype == on_host.dtype and torch.equal(on_device.cpu(), on_host)
+    return (
+        on_device.is_cuda
+        and on_device.dtype == on_host.dtype
+        and torch.equal(on_device.cpu(), on_host)
+    )
 
 
 def test_the_library_is_there() -> None:
@@ -36,12 +49,30 @@ def test_pack_and_unpack_are_those_of_the_host(world: int, dtype: torch.dtype) -
     layout = BucketLayout(SIZES, DIMS, world)
     for first, count in {(0, world), (world - 1, 1)}:
         sizes = layout.local_sizes(first, count)
-        tensors = [drawn(size, own, seed) for seed, (size, own) in enumerate(zip(sizes, DTYPES, strict=True))]
+        tensors = [
+            drawn(size, own, seed)
+            for seed, (size, own) in enumerate(zip(sizes, DTYPES, strict=True))
+        ]
         expected = pack(tensors, layout, dtype, first=first, count=count, scale=0.3, squares=True)
-        found = pack([t.cuda() for t in tensors], layout, dtype, first=first, count=count, scale=0.3, squares=True)
+        found = pack(
+            [t.cuda() for t in tensors],
+            layout,
+            dtype,
+            first=first,
+            count=count,
+            scale=0.3,
+            squares=True,
+        )
         assert all(same(a, b) for a, b in zip(found, expected, strict=True))
         back = unpack(found[0], layout, DTYPES, first=first, count=count, scale=3.0)
-        assert all(same(a, b) for a, b in zip(back, unpack(expected[0], layout, DTYPES, first=first, count=count, scale=3.0), strict=True))
+        assert all(
+            same(a, b)
+            for a, b in zip(
+                back,
+                unpack(expected[0], layout, DTYPES, first=first, count=count, scale=3.0),
+                strict=True,
+            )
+        )
 
 
 def test_tensors_that_are_not_aligned_are_packed_alike() -> None:
@@ -55,12 +86,16 @@ def test_tensors_that_are_not_aligned_are_packed_alike() -> None:
 @pytest.mark.parametrize("hidden", (1, 8, 257, 4096, 12289))
 @pytest.mark.parametrize("world", (1, 3, 8))
 @pytest.mark.parametrize("rounded", (False, True))
-def test_the_norm_and_its_gradients_are_those_of_the_host(rounded: bool, world: int, hidden: int, dtype: torch.dtype) -> None:
+def test_the_norm_and_its_gradients_are_those_of_the_host(
+    rounded: bool, world: int, hidden: int, dtype: torch.dtype
+) -> None:
     parts = [drawn((130, hidden), dtype, seed) for seed in range(world)]
     residual, grad_y, grad_normed = (drawn((130, hidden), dtype, 100 + seed) for seed in range(3))
     weight = drawn((hidden,), dtype, 200)
     expected = reduce_add_rmsnorm(parts, residual, weight, 1e-5, rounded)
-    found = reduce_add_rmsnorm([part.cuda() for part in parts], residual.cuda(), weight.cuda(), 1e-5, rounded)
+    found = reduce_add_rmsnorm(
+        [part.cuda() for part in parts], residual.cuda(), weight.cuda(), 1e-5, rounded
+    )
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     grads = backward_op(grad_y, grad_normed, *expected[:2], weight, 1e-5)
     on_device = backward_op(grad_y.cuda(), grad_normed.cuda(), *found[:2], weight.cuda(), 1e-5)
@@ -71,7 +106,9 @@ def test_gradients_flow_on_the_device() -> None:
     parts = [drawn((9, 64), torch.float32, seed).cuda().requires_grad_() for seed in range(3)]
     weight = torch.ones(64, device="cuda", requires_grad=True)
     _, _, normed = reduce_add_rmsnorm(parts, torch.zeros(9, 64, device="cuda"), weight, 1e-5)
-    bucket, _ = pack([normed, weight], BucketLayout(((9, 64), (64,)), (0, 0), 2), torch.float32, scale=0.5)
+    bucket, _ = pack(
+        [normed, weight], BucketLayout(((9, 64), (64,)), (0, 0), 2), torch.float32, scale=0.5
+    )
     bucket.square().sum().backward()
     assert all(torch.equal(part.grad, parts[0].grad) for part in parts)
     assert weight.grad is not None and weight.grad.isfinite().all()
@@ -79,7 +116,10 @@ def test_gradients_flow_on_the_device() -> None:
 
 def test_a_waiter_on_another_stream_sees_what_was_written_before_the_signal() -> None:
     """The producer is enqueued first; flags only rise, so the rounds need no reset."""
-    flag, status = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag, status = (
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )
     value, seen = torch.zeros(1 << 20, device="cuda"), torch.zeros(5, device="cuda")
     producer, consumer = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -97,6 +137,9 @@ def test_a_waiter_on_another_stream_sees_what_was_written_before_the_signal() ->
 
 def test_a_missing_signal_times_out_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_KERNELS", "debug")
-    flag, status = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag, status = (
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )
     library.launch("ap_epoch_wait", flag.device, flag.data_ptr(), 1, status.data_ptr())
     assert status.item() == library.TIMED_OUT

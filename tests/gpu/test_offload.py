@@ -1,4 +1,5 @@
-"""On a GPU what lies on the host comes and goes as it is, beside compute, and training with it follows the plain model."""
+"""On a GPU what lies on the host comes and goes as it is, beside compute, and training with it
+follows the plain model."""
 
 from __future__ import annotations
 
@@ -13,15 +14,17 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.constraints import offload
+from autopar.core.mesh import Mesh
 from autopar.kernels import host
-from autopar.mesh import Mesh
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 ONE = Mesh.parse("d=1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_again(dtype: torch.dtype) -> None:
+def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_again(
+    dtype: torch.dtype,
+) -> None:
     for num in (1, 1000, 1 << 24):
         x = torch.arange(num, device="cuda").to(dtype)
         expected = x.clone()
@@ -34,14 +37,21 @@ def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_aga
         assert torch.equal(fetched, expected) and host.is_on_host(host.store(expected, "cuda"))
 
 
-def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_model_in_less_memory(
+def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_model_in_less_memory(  # noqa: E501
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = zoo_small.gpt2(num_layers=4)
     plain, batch = copy.deepcopy(model).cuda(), {name: x.cuda() for name, x in batch.items()}
     free = autopar.plan(model, ONE, example_inputs=batch, hardware=quick_hosts())
     within = int(0.5 * free.prediction.peak_bytes)
-    plan = autopar.plan(model, ONE, example_inputs=batch, hardware=quick_hosts(), constraints=(offload(),), memory_bytes=within)
+    plan = autopar.plan(
+        model,
+        ONE,
+        example_inputs=batch,
+        hardware=quick_hosts(),
+        constraints=(offload(),),
+        memory_bytes=within,
+    )
     assert {"parameters", "activations"} <= plan.prediction.host_bytes.keys()
     ours = autopar.compile(model.cuda(), ONE, example_inputs=batch, plan=plan)
     there = [p for p in ours.parameters() if isinstance(p, DTensor) and not p.to_local().is_cuda]
@@ -62,4 +72,6 @@ def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_
             optimizer.zero_grad()
         left.append(torch.cuda.memory_allocated())
     assert len(set(left[1:])) == 1, "gradients are let go"
-    assert not [r for r in caplog.records if "gathers them whole" in r.getMessage()], "the host's parameters are stepped there"
+    assert not [r for r in caplog.records if "gathers them whole" in r.getMessage()], (
+        "the host's parameters are stepped there"
+    )

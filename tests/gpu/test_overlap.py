@@ -1,4 +1,5 @@
-"""On one device, with virtual ranks as buffers and streams, the overlapped products are their references, whatever is late."""
+"""On one device, with virtual ranks as buffers and streams, the overlapped products are their
+references, whatever is late."""
 
 from __future__ import annotations
 
@@ -14,11 +15,17 @@ from overlap_cases import whole_numbers
 from route_cases import drawn
 from torch import Tensor
 
-from autopar.kernels import chunked, library, normed_scatter, overlapped_references, routed
-from autopar.kernels.lanes import Blocks
-from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
-from autopar.ops.dispatched import Together
+from autopar.kernels import chunked, library, normed, overlapped, routed
+from autopar.kernels.fused import (
+    combine_all,
+    dispatch_all,
+    gather_all,
+    scatter_all,
+    scatter_norm_all,
+    shards_of,
+)
+from autopar.kernels.peers import Blocks, VirtualRanks
+from autopar.ops.experts import Together
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 COPIES = (None, Blocks(1), Blocks(4))
@@ -43,9 +50,14 @@ def moved(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), [
-    ("mk,kn->mn", (131, 24), (24, 40), 0, 0), ("bsk,nk->bsn", (2, 67, 24), (40, 24), 0, 1), ("mk,nk->mn", (24, 8), (99, 8), 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "which", "dim"),
+    [
+        ("mk,kn->mn", (131, 24), (24, 40), 0, 0),
+        ("bsk,nk->bsn", (2, 67, 24), (40, 24), 0, 1),
+        ("mk,nk->mn", (24, 8), (99, 8), 1, 0),
+    ],
+)
 def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
     equation: str,
     left: tuple[int, ...],
@@ -58,33 +70,62 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
 ) -> None:
     peers = VirtualRanks(size, "cuda", late(size), blocks)
     operands = whole_numbers(left, 1, dtype) % 2, whole_numbers(right, 2, dtype) % 2
-    pairs = [(whole_numbers(left, 2 * rank, dtype) % 2, whole_numbers(right, 2 * rank + 1, dtype) % 2) for rank in range(size)]
-    result_dim = equation.partition("->")[2].index(equation.partition("->")[0].split(",")[which][dim])
+    pairs = [
+        (whole_numbers(left, 2 * rank, dtype) % 2, whole_numbers(right, 2 * rank + 1, dtype) % 2)
+        for rank in range(size)
+    ]
+    result_dim = equation.partition("->")[2].index(
+        equation.partition("->")[0].split(",")[which][dim]
+    )
     for num_chunks in (1, 2, 3):
-        shards, others = shards_of(operands[which], dim, size), [operands[1 - which] + rank % 2 for rank in range(size)]
-        found = gather_all(peers, equation, moved(shards), moved(others), which, dim, operands[which].shape[dim], num_chunks)
+        shards, others = (
+            shards_of(operands[which], dim, size),
+            [operands[1 - which] + rank % 2 for rank in range(size)],
+        )
+        found = gather_all(
+            peers,
+            equation,
+            moved(shards),
+            moved(others),
+            which,
+            dim,
+            operands[which].shape[dim],
+            num_chunks,
+        )
         for (whole, y), (expected, product) in zip(
-            found, overlapped_references.all_gather_matmul_reference(equation, shards, others, which, dim), strict=True
+            found,
+            overlapped.all_gather_matmul_reference(equation, shards, others, which, dim),
+            strict=True,
         ):
             assert torch.equal(whole.cpu(), expected)
             assert torch.equal(y.cpu(), product)
-        parts = scatter_all(peers, equation, [(a.cuda(), b.cuda()) for a, b in pairs], result_dim, num_chunks)
-        wanted = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, result_dim)
-        assert all(torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True))
+        parts = scatter_all(
+            peers, equation, [(a.cuda(), b.cuda()) for a, b in pairs], result_dim, num_chunks
+        )
+        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
+        assert all(
+            torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True)
+        )
 
 
 @pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_reset(size: int, blocks: Blocks | None) -> None:
+def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_reset(
+    size: int, blocks: Blocks | None
+) -> None:
     peers = VirtualRanks(size, "cuda", late(7, 0.05), blocks)
     x, w = whole_numbers((67, 16), 1).cuda(), whole_numbers((16, 24), 2).cuda()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for epoch in range(1000):
         mine, other = x + epoch % 13, w - epoch % 5
-        for whole, y in gather_all(peers, "mk,kn->mn", shards_of(mine, 0, size), [other] * size, 0, 0, 67, 2):
+        for whole, y in gather_all(
+            peers, "mk,kn->mn", shards_of(mine, 0, size), [other] * size, 0, 0, 67, 2
+        ):
             wrong += (whole != mine).sum() + (y != mine @ other).sum()
         pairs = [(mine + rank, other) for rank in range(size)]
-        wrong += (torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2)) != sum(a @ b for a, b in pairs)).sum()
+        wrong += (
+            torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2)) != sum(a @ b for a, b in pairs)
+        ).sum()
     assert wrong.item() == 0
     assert all(regions.epochs == [1000] * size for regions in peers._regions.values())
 
@@ -92,15 +133,22 @@ def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_rese
 @pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: torch.dtype, blocks: Blocks | None) -> None:
+def test_sums_are_the_references_to_the_last_bit_each_time(
+    size: int, dtype: torch.dtype, blocks: Blocks | None
+) -> None:
     """Each rank's factor is the unit matrix, so that only the order of the sum can differ."""
     generator = torch.Generator().manual_seed(3)
-    values = [(torch.randn(1037, 40, generator=generator) * 4.0 ** (rank % 5)).to(dtype) for rank in range(size)]
+    values = [
+        (torch.randn(1037, 40, generator=generator) * 4.0 ** (rank % 5)).to(dtype)
+        for rank in range(size)
+    ]
     pairs = [(value, torch.eye(40, dtype=dtype)) for value in values]
-    expected = torch.cat(overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
+    expected = torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
     peers = VirtualRanks(size, "cuda", late(size), blocks)
     for _ in range(20):
-        found = torch.cat(scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2))
+        found = torch.cat(
+            scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2)
+        )
         assert torch.equal(found.cpu(), expected)
 
 
@@ -111,29 +159,50 @@ def test_sums_with_residuals_and_their_norms_are_the_references_to_the_last_bit_
     size: int, dtype: torch.dtype, rounded: bool
 ) -> None:
     equation, peers = "mk,kn->mn", VirtualRanks(size, "cuda", late(size))
-    for here in (scaled_ranks((1037, 40), size, dtype), ranks_of(equation, (131, 24), (24, 264), 0, size, dtype)):
+    for here in (
+        scaled_ranks((1037, 40), size, dtype),
+        ranks_of(equation, (131, 24), (24, 264), 0, size, dtype),
+    ):
         there = here.moved("cuda")
-        expected = normed_scatter.matmul_reduce_add_rmsnorm_reference(equation, here.pairs, here.residuals, here.weights, 0, EPS, rounded)
+        expected = normed.matmul_reduce_add_rmsnorm_reference(
+            equation, here.pairs, here.residuals, here.weights, 0, EPS, rounded
+        )
         for _ in range(20):
-            found = scatter_norm_all(peers, equation, there.pairs, there.residuals, there.weights, 0, 2, EPS, rounded)
+            found = scatter_norm_all(
+                peers, equation, there.pairs, there.residuals, there.weights, 0, 2, EPS, rounded
+            )
             assert same([[x.cpu() for x in made] for made in found], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_rows_go_to_their_experts_and_come_back_as_in_the_reference(size: int, dtype: torch.dtype) -> None:
+def test_rows_go_to_their_experts_and_come_back_as_in_the_reference(
+    size: int, dtype: torch.dtype
+) -> None:
     peers = VirtualRanks(size, "cuda", late(size))
     for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)):
         xs, experts, weights, most = drawn(size, choices, per_rank, seed)
         xs = [x.to(dtype) for x in xs]
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
         found = dispatch_all(peers, moved(xs), moved(experts), size * per_rank, most)
-        assert all(torch.equal(job.rows.cpu(), parts[0]) for job, parts in zip(found, expected, strict=True))
-        assert all(torch.equal(job.position.cpu(), parts[2]) for job, parts in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(job.rows.cpu(), parts[0])
+            for job, parts in zip(found, expected, strict=True)
+        )
+        assert all(
+            torch.equal(job.position.cpu(), parts[2])
+            for job, parts in zip(found, expected, strict=True)
+        )
         wide = [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
-        wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide)
-        combined = combine_all(peers, [(job.rows, job.table, job.position) for job in found], moved(wide))
-        assert all(torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True))
+        wanted = routed.moe_combine_reference(
+            [part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide
+        )
+        combined = combine_all(
+            peers, [(job.rows, job.table, job.position) for job in found], moved(wide)
+        )
+        assert all(
+            torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -143,12 +212,15 @@ def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch
     for seed in range(6):
         here = row_cases.drawn(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
         ranks = [tuple(x.cuda() if isinstance(x, Tensor) else x for x in rank) for rank in here]
-        assert row_cases.same(row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together))
+        assert row_cases.same(
+            row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together)
+        )
 
 
 @pytest.mark.parametrize("blocks", COPIES)
 def test_large_shards_are_whole_when_their_products_begin(blocks: Blocks | None) -> None:
-    """Each chunk is read as soon as it is signalled: one that a block has not finished would show."""
+    """Each chunk is read as soon as it is signalled: one that a block has not finished would
+    show."""
     x = torch.arange(1 << 22, dtype=torch.int64, device="cuda").view(1 << 13, -1)
     peers = VirtualRanks(2, "cuda", None, blocks)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -163,7 +235,11 @@ def test_large_shards_are_whole_when_their_products_begin(blocks: Blocks | None)
 
     shards = chunked.Shards.of(x.shape, 0, x.dtype, 2, 4)
     for epoch in range(20):
-        chunked.gather(peers, shards, {rank: job(rank, part, epoch) for rank, part in enumerate(shards_of(x, 0, 2))})
+        chunked.gather(
+            peers,
+            shards,
+            {rank: job(rank, part, epoch) for rank, part in enumerate(shards_of(x, 0, 2))},
+        )
     assert wrong.item() == 0
 
 
@@ -172,7 +248,13 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
     x, w = whole_numbers((64, 16), 1).cuda() + 4, whole_numbers((16, 8), 2).cuda()
 
     def gathered_by_rank_0(early: bool) -> Tensor:
-        peers = VirtualRanks(2, "cuda", lambda rank, phase: torch.cuda._sleep(400_000_000) if early and (rank, phase) == (1, 0) else None)
+        peers = VirtualRanks(
+            2,
+            "cuda",
+            lambda rank, phase: (
+                torch.cuda._sleep(400_000_000) if early and (rank, phase) == (1, 0) else None
+            ),
+        )
         regions = chunked.gather_regions(peers, chunked.Shards.of(x.shape, 0, x.dtype, 2, 1))
         regions.data[1].zero_()
         if early:

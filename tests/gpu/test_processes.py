@@ -1,4 +1,5 @@
-"""Processes that share one GPU: their memory is mapped into one another, and emitted graphs, with kernels too, train the plain model."""
+"""Processes that share one GPU: their memory is mapped into one another, and emitted graphs,
+with kernels too, train the plain model."""
 
 from __future__ import annotations
 
@@ -14,21 +15,30 @@ from overlapping import NORMING, REACHED, overlapping
 import autopar
 from autopar.capture import capture
 from autopar.constraints import expert_parallel, fsdp, tensor_parallel
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.core.mesh import Mesh
+from autopar.planner import PlanOptions, make_plan
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 HERE = Path(__file__).parent
 WORKER = str(HERE / "worker_shared_gpu.py")
 KERNELS = {"all_gather_matmul", "matmul_reduce_scatter"}
 WITH_KERNELS = {
-    "products": (torch.float64, REACHED, KERNELS, 1e-6),  # parts of the model compute in float32 themselves
+    "products": (
+        torch.float64,
+        REACHED,
+        KERNELS,
+        1e-6,
+    ),  # parts of the model compute in float32 themselves
     "products and norms": (torch.float32, NORMING, KERNELS | {"matmul_reduce_add_rmsnorm"}, 1e-4),
 }
 PLANS = {
     "fsdp": ("gpt2", (fsdp(),), {"gpu": 4}),
     "heads": ("llama", (fsdp(axes="a"), tensor_parallel("1d", axes="b")), {"a": 2, "b": 2}),
-    "experts": ("mixtral", (expert_parallel("expert", tokens="dispatched"), fsdp("data")), {"data": 2, "expert": 2}),
+    "experts": (
+        "mixtral",
+        (expert_parallel("expert", tokens="dispatched"), fsdp("data")),
+        {"data": 2, "expert": 2},
+    ),
 }
 
 
@@ -49,16 +59,26 @@ def test_plans_with_kernels_train_the_plain_model_and_the_kernels_run() -> None:
     for facts in run_processes(2, WORKER, "train", plans):
         assert facts["said"] == []  # else products would run before or after their communication
         for name, (_, _, _, tolerance) in WITH_KERNELS.items():
-            assert facts[name]["losses"] < tolerance and facts[name]["parameters"] < tolerance and facts[name]["fell"] > 0
+            assert (
+                facts[name]["losses"] < tolerance
+                and facts[name]["parameters"] < tolerance
+                and facts[name]["fell"] > 0
+            )
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_of_four_processes_train_the_plain_model(name: str) -> None:
     kind, asked, axes = PLANS[name]
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
-    plan = autopar.plan(model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked)
-    joins = torch.__version__ >= (2, 12) or name == "experts"  # torch 2.11 has no full_tensor of what is split inside a view
-    for facts in run_processes(4, WORKER, "train", {name: (plan.dumps(), kind, torch.float64)}, joins):
+    plan = autopar.plan(
+        model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked
+    )
+    joins = (
+        torch.__version__ >= (2, 12) or name == "experts"
+    )  # torch 2.11 has no full_tensor of what is split inside a view
+    for facts in run_processes(
+        4, WORKER, "train", {name: (plan.dumps(), kind, torch.float64)}, joins
+    ):
         assert facts[name]["losses"] < 2e-6 and facts[name]["fell"] > 0
         assert not joins or facts[name]["parameters"] < 2e-6
 

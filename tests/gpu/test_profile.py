@@ -1,4 +1,5 @@
-"""A GPU is measured: the profile loads, is sensible within orders of magnitude, and plans take it."""
+"""A GPU is measured: the profile loads, is sensible within orders of magnitude, and plans take
+it."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from native import needs_gpu
 
 import autopar
 from autopar.api import default_hardware
-from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
-from autopar.run.measure import measure
-from autopar.run.measure_ops import GPU
+from autopar.core.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
+from autopar.profiler.measure import measure
+from autopar.profiler.worker import GPU
 from benchmarks import zoo
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -32,17 +33,27 @@ def profile(home: Path) -> HardwareProfile:
     return measure("cuda")
 
 
-def test_what_was_measured_loads_as_local_and_serves_models_on_a_gpu(profile: HardwareProfile) -> None:
+def test_what_was_measured_loads_as_local_and_serves_models_on_a_gpu(
+    profile: HardwareProfile,
+) -> None:
     assert HardwareProfile.load("local") == profile
-    assert (default_hardware("cuda"), default_hardware(), default_hardware("cpu")) == ("local", "local", "cpu-gloo")
+    assert (default_hardware("cuda"), default_hardware(), default_hardware("cpu")) == (
+        "local",
+        "local",
+        "cpu-gloo",
+    )
     assert profile.device_memory_bytes == torch.cuda.get_device_properties(0).total_memory
-    assert set(profile.curves) == {(k, d) for k in FLOP_KINDS for d in GPU.matmuls} | {(k, "") for k in MEMORY_KINDS}
+    assert set(profile.curves) == {(k, d) for k in FLOP_KINDS for d in GPU.matmuls} | {
+        (k, "") for k in MEMORY_KINDS
+    }
 
 
 def test_half_types_multiply_faster_than_float32(profile: HardwareProfile) -> None:
     for half in ("bfloat16", "float16"):
         assert profile.peak_flops_per_s[half] > profile.peak_flops_per_s["float32"]
-        assert profile.curves["attention", half].time_s(1e11) < profile.curves["attention", "float32"].time_s(1e11)
+        assert profile.curves["attention", half].time_s(1e11) < profile.curves[
+            "attention", "float32"
+        ].time_s(1e11)
 
 
 def test_more_work_takes_longer_once_the_device_is_full(profile: HardwareProfile) -> None:
@@ -54,7 +65,10 @@ def test_a_large_op_takes_many_times_a_small_one(profile: HardwareProfile) -> No
     for kind in MEMORY_KINDS:
         curve = profile.curves[kind, ""]
         assert curve.times[-1] > 5 * curve.times[0], kind
-    assert profile.curves["matmul", "bfloat16"].times[-1] > 5 * profile.curves["matmul", "bfloat16"].times[0]
+    assert (
+        profile.curves["matmul", "bfloat16"].times[-1]
+        > 5 * profile.curves["matmul", "bfloat16"].times[0]
+    )
 
 
 def test_figures_are_of_the_order_that_gpus_have(profile: HardwareProfile) -> None:
@@ -64,10 +78,17 @@ def test_figures_are_of_the_order_that_gpus_have(profile: HardwareProfile) -> No
 
 
 def test_links_come_from_the_profile_of_the_chip(profile: HardwareProfile) -> None:
-    assert profile.links == HardwareProfile.load(HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0]).links
+    assert (
+        profile.links
+        == HardwareProfile.load(HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0]).links
+    )
 
 
 def test_a_model_on_the_gpu_is_planned_with_what_was_measured(profile: HardwareProfile) -> None:
     model, batch = zoo.build("gpt2")
-    plan = autopar.plan(model.cuda(), autopar.Mesh({"gpu": 2}), example_inputs={name: x.cuda() for name, x in batch.items()})
+    plan = autopar.plan(
+        model.cuda(),
+        autopar.Mesh({"gpu": 2}),
+        example_inputs={name: x.cuda() for name, x in batch.items()},
+    )
     assert plan.fingerprint.profile_hash == profile.hash

@@ -1,4 +1,5 @@
-"""All ranks of a plan, in lockstep on one GPU: layouts, redistributions and what runs again give the plain model's numbers there."""
+"""All ranks of a plan, in lockstep on one GPU: layouts, redistributions and what runs again give
+the plain model's numbers there."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import constraints
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.verification import verify_program
 from benchmarks import zoo
 from benchmarks.random_plans import prepare, random_plan
@@ -23,13 +24,18 @@ HALF = 5e-2
 PLANS = {
     "fsdp": ({"gpu": 2}, (constraints.fsdp(),)),
     "uneven": ({"gpu": 3}, (constraints.fsdp(),)),
-    "heads": ({"a": 2, "b": 2}, (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b"))),
+    "heads": (
+        {"a": 2, "b": 2},
+        (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b")),
+    ),
     "sequence": ({"gpu": 2}, (constraints.context_parallel("gpu"),)),
 }
 
 
 def there(model: nn.Module, batch: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    return model.cuda(), {name: x.cuda() if isinstance(x, Tensor) else x for name, x in batch.items()}
+    return model.cuda(), {
+        name: x.cuda() if isinstance(x, Tensor) else x for name, x in batch.items()
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -48,9 +54,15 @@ def test_a_random_plan_of_four_ranks_computes_the_plain_model(name: str, seed: i
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_plans_of_models_on_the_device_are_verified_there(name: str, plan: str, dtype: torch.dtype) -> None:
+def test_plans_of_models_on_the_device_are_verified_there(
+    name: str, plan: str, dtype: torch.dtype
+) -> None:
     axes, asked = PLANS[plan]
     model, batch = there(*zoo.build(name, dtype=dtype))
-    made = autopar.plan(model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked)
-    found = autopar.verify(made, model, batch, dtype=None, tolerance=TOLERANCE if dtype is torch.float64 else HALF)
+    made = autopar.plan(
+        model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked
+    )
+    found = autopar.verify(
+        made, model, batch, dtype=None, tolerance=TOLERANCE if dtype is torch.float64 else HALF
+    )
     assert found.gradients.keys() == {name for name, _ in model.named_parameters()}

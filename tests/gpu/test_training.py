@@ -1,4 +1,5 @@
-"""On one GPU what surrounds a model works as on a CPU: outside losses, shapes, evaluation, inputs' gradients, saved state, trainers."""
+"""On one GPU what surrounds a model works as on a CPU: outside losses, shapes, evaluation,
+inputs' gradients, saved state, trainers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.constraints import offload
-from autopar.mesh import Mesh
+from autopar.core.mesh import Mesh
 from benchmarks import zoo
 
 pytestmark = [
@@ -40,25 +41,37 @@ def whole(x: Any) -> Tensor:
 
 def named(found: Any) -> dict[str, Tensor]:
     """Its tensors."""
-    by_name = dict(found) if isinstance(found, dict) else dict(enumerate(found if isinstance(found, tuple) else (found,)))
+    by_name = (
+        dict(found)
+        if isinstance(found, dict)
+        else dict(enumerate(found if isinstance(found, tuple) else (found,)))
+    )
     return {str(name): x for name, x in by_name.items() if isinstance(x, Tensor)}
 
 
 def moved(batch: dict[str, Any]) -> dict[str, Any]:
     """To the device, with fresh leaves where a gradient is required."""
-    return {name: x.detach().cuda().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    return {
+        name: x.detach().cuda().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for name, x in batch.items()
+    }
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
     scale = max(theirs.abs().max().item(), 1e-12)
-    assert whole(ours).device == theirs.device and (whole(ours) - theirs).abs().max().item() <= tolerance * scale
+    assert (
+        whole(ours).device == theirs.device
+        and (whole(ours) - theirs).abs().max().item() <= tolerance * scale
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_what_inductor_compiles_trains_as_the_plain_model(kind: str) -> None:
     plain, batch = getattr(zoo_small, kind)()
     plain, batch = plain.cuda(), moved(batch)
-    ours = autopar.compile(copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", backend="inductor")
+    ours = autopar.compile(
+        copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", backend="inductor"
+    )
     theirs = plain(**batch).loss
     for _ in range(2):
         ours.zero_grad()
@@ -74,12 +87,23 @@ def test_what_inductor_compiles_trains_as_the_plain_model(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["several", "convolutions", "llama_layer"])
 def test_a_loss_outside_of_the_model_trains_it_as_the_plain_one(kind: str, outputs: str) -> None:
     plain, batch = getattr(no_loss, kind)()
-    plain, batch = plain.double().cuda(), moved({name: x.double() if x.is_floating_point() else x for name, x in batch.items()})
-    ours = autopar.compile(copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", outputs=outputs)
+    plain, batch = (
+        plain.double().cuda(),
+        moved({name: x.double() if x.is_floating_point() else x for name, x in batch.items()}),
+    )
+    ours = autopar.compile(
+        copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", outputs=outputs
+    )
     for model in (plain, ours):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
-            torch.stack([whole(x).pow(2).mean() for x in named(model(**batch)).values() if whole(x).requires_grad]).sum().backward()
+            torch.stack(
+                [
+                    whole(x).pow(2).mean()
+                    for x in named(model(**batch)).values()
+                    if whole(x).requires_grad
+                ]
+            ).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -95,10 +119,16 @@ def test_inputs_have_the_plain_models_gradients(kind: str) -> None:
     plain, given = getattr(given_back, kind)()
     plain = plain.cuda()
     batches = [moved(given) for _ in range(2)]
-    ours = autopar.compile(copy.deepcopy(plain), ONE, example_inputs=batches[0], hardware="h100-sxm")
+    ours = autopar.compile(
+        copy.deepcopy(plain), ONE, example_inputs=batches[0], hardware="h100-sxm"
+    )
     for model, batch in zip((ours, plain), batches, strict=True):
         out = named(model(**batch))
-        losses = [out["loss"]] if "loss" in out else [whole(x).pow(2).mean() for x in out.values() if whole(x).requires_grad]
+        losses = (
+            [out["loss"]]
+            if "loss" in out
+            else [whole(x).pow(2).mean() for x in out.values() if whole(x).requires_grad]
+        )
         torch.stack(losses).sum().backward()
     for name, x in batches[1].items():
         if isinstance(x, Tensor) and x.grad is not None:
@@ -109,7 +139,9 @@ def test_inputs_have_the_plain_models_gradients(kind: str) -> None:
 def test_other_shapes_evaluation_and_inference_follow_the_plain_model() -> None:
     plain, batch = zoo.build("gpt2", dropout=0.0)
     plain, batch = plain.cuda(), moved(batch)
-    ours = autopar.compile(copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", outputs="loss")
+    ours = autopar.compile(
+        copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", outputs="loss"
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, plain)]
     for samples, tokens in ((4, 16), (4, 12), (3, 16), (4, 16)):
         _, other = zoo.build("gpt2", batch=samples, seq=tokens, seed=samples + tokens)
@@ -122,42 +154,66 @@ def test_other_shapes_evaluation_and_inference_follow_the_plain_model() -> None:
             with torch.no_grad():
                 losses += [loss.detach(), model.eval()(**other).loss]
         torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-4, atol=0)
-    inference = autopar.compile(copy.deepcopy(plain).eval(), ONE, example_inputs=batch, hardware="h100-sxm", inference=True)
+    inference = autopar.compile(
+        copy.deepcopy(plain).eval(), ONE, example_inputs=batch, hardware="h100-sxm", inference=True
+    )
     with torch.no_grad():
-        torch.testing.assert_close(inference(**batch).logits, plain.eval()(**batch).logits, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            inference(**batch).logits, plain.eval()(**batch).logits, rtol=1e-3, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_on_the_host_is_saved_loaded_and_trained_in_microbatches(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_state_on_the_host_is_saved_loaded_and_trained_in_microbatches(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     model, batch = zoo_small.gpt2(num_layers=4)
     model = model.to(dtype)
     plain, batch = copy.deepcopy(model).cuda(), moved(batch)
     options: dict[str, Any] = {"hardware": quick_hosts(), "example_inputs": batch}
     free = autopar.plan(model, ONE, **options)
     within = int(0.5 * free.prediction.peak_bytes)
-    ours = autopar.compile(model.cuda(), ONE, **options, constraints=(offload(),), memory_bytes=within, num_microbatches=2)
+    ours = autopar.compile(
+        model.cuda(),
+        ONE,
+        **options,
+        constraints=(offload(),),
+        memory_bytes=within,
+        num_microbatches=2,
+    )
     assert any(not p.to_local().is_cuda for p in ours.parameters())
-    tolerance = {"rtol": 1e-5, "atol": 0.0} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.0}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 0.0} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.0}
+    )
     with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(**batch).loss, plain.eval()(**batch).loss, **tolerance)
+        torch.testing.assert_close(
+            ours.eval()(**batch).loss, plain.eval()(**batch).loss, **tolerance
+        )
     state = {name: whole(x).detach().cpu().clone() for name, x in ours.state_dict().items()}
     for model in (ours.train(), plain.train()):
         model(**batch).loss.backward()
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None, name
-        difference = (whole(p.grad).cuda().double() - q.grad.double()).norm() / q.grad.double().norm().clamp_min(1e-9)
+        difference = (
+            whole(p.grad).cuda().double() - q.grad.double()
+        ).norm() / q.grad.double().norm().clamp_min(1e-9)
         assert difference < (1e-4 if dtype is torch.float32 else 5e-2), name
     with torch.no_grad():
         for p in ours.parameters():
             p.add_(1.0)
     ours.load_state_dict(state)
     with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(**batch).loss, plain.eval()(**batch).loss, **tolerance)
-        assert all(torch.equal(whole(x).cpu(), state[name]) for name, x in ours.state_dict().items())
+        torch.testing.assert_close(
+            ours.eval()(**batch).loss, plain.eval()(**batch).loss, **tolerance
+        )
+        assert all(
+            torch.equal(whole(x).cpu(), state[name]) for name, x in ours.state_dict().items()
+        )
 
 
 class Rotated(nn.Module):
-    """Complex numbers, of which one is conjugate where it is kept, and two biases that are added up."""
+    """Complex numbers, of which one is conjugate where it is kept, and two biases that are added
+    up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +233,12 @@ def test_complex_numbers_and_summed_biases_come_back_from_the_host() -> None:
     free = autopar.plan(plain, ONE, example_inputs={"x": x}, hardware=quick_hosts())
     within = int(0.6 * free.prediction.peak_bytes)
     ours = autopar.compile(
-        copy.deepcopy(plain), ONE, example_inputs={"x": x}, hardware=quick_hosts(), constraints=(offload(),), memory_bytes=within
+        copy.deepcopy(plain),
+        ONE,
+        example_inputs={"x": x},
+        hardware=quick_hosts(),
+        constraints=(offload(),),
+        memory_bytes=within,
     )
     assert ours.plan.prediction.host_bytes
     for model in (ours, plain):
@@ -187,10 +248,14 @@ def test_complex_numbers_and_summed_biases_come_back_from_the_host() -> None:
         torch.testing.assert_close(whole(p.grad).cuda(), q.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_lightning_trains_on_the_device_as_without_autopar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_trains_on_the_device_as_without_autopar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(lit.QUIET, "accelerator", "gpu")
     wanted = lit.trained(tmp_path / "alone", "auto")
-    found = lit.trained(tmp_path / "ours", autopar.LightningStrategy(compile_options={"hardware": "h100-sxm"}))
+    found = lit.trained(
+        tmp_path / "ours", autopar.LightningStrategy(compile_options={"hardware": "h100-sxm"})
+    )
     lit.same(found, wanted)
 
 
@@ -198,7 +263,10 @@ def test_transformers_trainer_trains_on_the_device_as_without_autopar(tmp_path: 
     import transformers
 
     logs = []
-    for kind, options in ((transformers.Trainer, {}), (autopar.Trainer, {"mesh": {"gpu": 1}, "compile_options": {"hardware": "h100-sxm"}})):
+    for kind, options in (
+        (transformers.Trainer, {}),
+        (autopar.Trainer, {"mesh": {"gpu": 1}, "compile_options": {"hardware": "h100-sxm"}}),
+    ):
         args = trained.settings(tmp_path / kind.__module__, use_cpu=False)
         made = kind(model=trained.Tagger(), args=args, **trained.data(), **options)
         made.train()

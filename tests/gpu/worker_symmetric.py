@@ -1,4 +1,5 @@
-"""Run by processes with a GPU each, or which share one: the overlapped products over torch's symmetric memory."""
+"""Run by processes with a GPU each, or which share one: the overlapped products over torch's
+symmetric memory."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import torch
 import torch.distributed as dist
 from overlap_cases import whole_numbers
 
-from autopar.kernels import overlapped, overlapped_references
+from autopar.kernels import overlapped
+from autopar.kernels import overlapped as overlapped_references
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.providers import peers_of
-from autopar.kernels.together import shards_of
+from autopar.kernels.fused import shards_of
+from autopar.kernels.peers import peers_of
 from autopar.ops.products import dot
 
 
@@ -23,15 +25,29 @@ def run(rank: int) -> dict[str, Any]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(shared))
     device = torch.device("cuda", 0 if shared else rank)
     torch.cuda.set_device(device)
-    processes = dist.group.WORLD if shared else dist.new_group(backend="nccl", device_id=device)  # NCCL wants a GPU for each
+    processes = (
+        dist.group.WORLD if shared else dist.new_group(backend="nccl", device_id=device)
+    )  # NCCL wants a GPU for each
     assert processes is not None
     group = AxisGroup(processes.group_name, size, rank)
     x, w = whole_numbers((67, 16), 1).to(device), whole_numbers((16, 24), 2).to(device)
     wrong = []
     for epoch in range(50):
         whole, pairs = x + epoch % 7, [(x + epoch % 7 + other, w) for other in range(size)]
-        gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards_of(whole, 0, size)[rank], w), 0, 0, group, 2, dot, 67)
+        gathered, y = overlapped.all_gather_dot(
+            "mk,kn->mn", (shards_of(whole, 0, size)[rank], w), 0, 0, group, 2, dot, 67
+        )
         part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
-        expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
-        wrong += [epoch] if not (torch.equal(gathered, whole) and torch.equal(y, whole @ w) and torch.equal(part, expected)) else []
+        expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[
+            rank
+        ]
+        wrong += (
+            [epoch]
+            if not (
+                torch.equal(gathered, whole)
+                and torch.equal(y, whole @ w)
+                and torch.equal(part, expected)
+            )
+            else []
+        )
     return {"wrong": wrong, "why_not": peers_of(group, device)[1]}

@@ -1,7 +1,8 @@
-"""What torch's own DTensor does with an op on two ranks, asked without processes, and whether it is right, by numbers.
+"""What torch's own DTensor does with an op on two ranks, asked without processes, and whether it is
+right, by numbers.
 
-For every choice of a placement per operand, torch either takes the operands as they are and says how the results lie, or
-redistributes them first: then it has no rule for the choice.
+For every choice of a placement per operand, torch either takes the operands as they are and says
+how the results lie, or redistributes them first: then it has no rule for the choice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.layout import Layout, Strategy
+from autopar.core.layout import Layout, Strategy
 from autopar.rules import axis_options, call_on, localize
 from autopar.rules.call import NO_TENSOR, Call, Operand
 from autopar.rules.trial import close, join, run, split
@@ -35,7 +36,9 @@ Placements = tuple[Placement, ...]
 # Numbers that tell what the rows' own cases do not.
 TELLING = {
     aten.cumsum.default: lambda s: on(real(s.a, s.b, s.c), 2),
-    aten.nll_loss_forward.default: lambda s: on(real(4, s.c), torch.tensor([1, 3, -100, 2]), None, 1, -100),
+    aten.nll_loss_forward.default: lambda s: on(
+        real(4, s.c), torch.tensor([1, 3, -100, 2]), None, 1, -100
+    ),
     aten.nansum.default: lambda s: on(real(s.a, s.b).index_fill(1, torch.tensor([1]), torch.nan)),
     aten._to_copy.default: lambda s: on(real(s.a, s.b) / 3, dtype=torch.bfloat16),
     aten.any.dim: lambda s: on(real(s.a, s.b) * 0, 1),
@@ -55,7 +58,10 @@ def cases() -> Iterator[tuple[Call, list[torch.Tensor]]]:
     """Calls of all ops of the table that torch has a rule for, with operands."""
     for op, own in {**COMMON_CASES, **FURTHER_CASES, **OTHERWISE}.items():
         if own and isinstance(op, torch._ops.OpOverload) and has_rule(op):
-            for case in [*(own if isinstance(own, list) else [own]), *([TELLING[op]] if op in TELLING else [])]:
+            for case in [
+                *(own if isinstance(own, list) else [own]),
+                *([TELLING[op]] if op in TELLING else []),
+            ]:
                 torch.manual_seed(0)
                 args, kwargs = case(SIZES)
                 yield call_on(op, args, kwargs, op(*args, **kwargs))
@@ -67,12 +73,27 @@ def _propagator() -> Any:
 
 def has_rule(op: Any) -> bool:
     known = _propagator()
-    return any(op in table for table in (known.op_strategy_funcs, known.op_to_rules, known.op_single_dim_strategy_funcs))
+    return any(
+        op in table
+        for table in (
+            known.op_strategy_funcs,
+            known.op_to_rules,
+            known.op_single_dim_strategy_funcs,
+        )
+    )
 
 
 def choices(call: Call, tensors: Sequence[torch.Tensor]) -> list[Placements]:
-    """Every choice of a placement per operand; of many operands, those that split or add up almost all, and ours."""
-    each = [[R, *(Shard(d) for d, n in enumerate(t.shape) if n > 1), *([P] if t.is_floating_point() else [])] for t in tensors]
+    """Every choice of a placement per operand; of many operands, those that split or add up
+    almost all, and ours."""
+    each = [
+        [
+            R,
+            *(Shard(d) for d, n in enumerate(t.shape) if n > 1),
+            *([P] if t.is_floating_point() else []),
+        ]
+        for t in tensors
+    ]
     every = list(itertools.product(*each))
     if len(every) <= MOST_CHOICES:
         return every
@@ -80,30 +101,50 @@ def choices(call: Call, tensors: Sequence[torch.Tensor]) -> list[Placements]:
     return [c for c in every if c in ours or sum(p != R for p in c) >= len(c) - 1][:MOST_CHOICES]
 
 
-def asked(call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, mesh: DeviceMesh) -> Placements | None:
-    """The placements that torch gives to the results; None where it does not take the operands as they lie."""
-    given = [DTensorSpec(mesh, (p,), TensorMeta(t.shape, t.stride(), t.dtype)) for p, t in zip(inputs, tensors, strict=True)]
+def asked(
+    call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, mesh: DeviceMesh
+) -> Placements | None:
+    """The placements that torch gives to the results; None where it does not take the operands
+    as they lie."""
+    given = [
+        DTensorSpec(mesh, (p,), TensorMeta(t.shape, t.stride(), t.dtype))
+        for p, t in zip(inputs, tensors, strict=True)
+    ]
 
     def fill(value: Any) -> Any:
         if isinstance(value, Operand):
             return given[value.index]
         return [fill(v) for v in value] if isinstance(value, tuple) else value
 
-    schema = OpSchema(call.target, tuple(map(fill, call.args)), {k: fill(v) for k, v in call.kwargs.items()})
-    infos = (_propagator().op_to_schema_info, _propagator().op_to_schema_info_for_single_dim_strategy)
+    schema = OpSchema(
+        call.target, tuple(map(fill, call.args)), {k: fill(v) for k, v in call.kwargs.items()}
+    )
+    infos = (
+        _propagator().op_to_schema_info,
+        _propagator().op_to_schema_info_for_single_dim_strategy,
+    )
     schema.schema_info = next((info[call.target] for info in infos if call.target in info), None)
     try:
         answer = _propagator().propagate_op_sharding_non_cached(schema)
     except (RuntimeError, ValueError, AssertionError):  # it refuses, or breaks off
         return None
     wanted = answer.redistribute_schema if answer.needs_redistribute else None
-    if wanted is not None and [s.placements for s in wanted.args_spec] != [s.placements for s in schema.args_spec]:
+    if wanted is not None and [s.placements for s in wanted.args_spec] != [
+        s.placements for s in schema.args_spec
+    ]:
         return None
-    specs = answer.output_spec if isinstance(answer.output_spec, list | tuple) else [answer.output_spec]
-    return tuple(s.placements[0] if s is not None and i != NO_TENSOR else R for s, i in zip(specs, call.outputs, strict=True))
+    specs = (
+        answer.output_spec if isinstance(answer.output_spec, list | tuple) else [answer.output_spec]
+    )
+    return tuple(
+        s.placements[0] if s is not None and i != NO_TENSOR else R
+        for s, i in zip(specs, call.outputs, strict=True)
+    )
 
 
-def holds(call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, outputs: Placements) -> bool:
+def holds(
+    call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, outputs: Placements
+) -> bool:
     """Whether two ranks' results are the parts of the whole that `outputs` says."""
     random = torch.Generator().manual_seed(0)
     parts = [split(x, Layout((p,)), (2,), random) for x, p in zip(tensors, inputs, strict=True)]
@@ -112,11 +153,18 @@ def holds(call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, outpu
     averaged = any(_reduce_op(p) == "avg" for p in outputs)  # of what the op itself gives on a part
     local = call if averaged else localize(call, strategy, (2,))
     try:
-        ranks = [run(local.target, local.args, local.kwargs, [p[(rank,)] for p in parts], (2,), (rank,)) for rank in range(2)]
+        ranks = [
+            run(local.target, local.args, local.kwargs, [p[(rank,)] for p in parts], (2,), (rank,))
+            for rank in range(2)
+        ]
     except (RuntimeError, IndexError, ValueError):
         return False
     whole = run(call.target, call.args, call.kwargs, tensors, (), ())
-    return all(_joins([r[i] for r in ranks], whole[i], p) for i, p in enumerate(outputs) if call.outputs[i] != NO_TENSOR)
+    return all(
+        _joins([r[i] for r in ranks], whole[i], p)
+        for i, p in enumerate(outputs)
+        if call.outputs[i] != NO_TENSOR
+    )
 
 
 def _reduce_op(placement: Placement) -> Any:
@@ -127,17 +175,37 @@ def _plain(placement: Placement) -> Placement:
     """The nearest placement that autopar has a word for."""
     if isinstance(placement, Replicate | Shard):
         return placement
-    return placement if _reduce_op(placement) in ("sum", "max", "min") else P if placement.is_partial() else Shard(placement.dim)
+    return (
+        placement
+        if _reduce_op(placement) in ("sum", "max", "min")
+        else P
+        if placement.is_partial()
+        else Shard(placement.dim)
+    )
 
 
 def _joins(parts: list[torch.Tensor], whole: torch.Tensor, placement: Placement) -> bool:
     tolerance = 1e-6 if whole.dtype in (torch.float32, torch.bool) else 1e-9
     if hasattr(placement, "split_factor"):
         rows = [part.unflatten(placement.dim, (placement.split_factor, -1)) for part in parts]
-        return close(torch.cat(rows, placement.dim + 1).flatten(placement.dim, placement.dim + 1), whole, tolerance)
-    if not isinstance(placement, Replicate | Shard) and _reduce_op(placement) not in ("sum", "max", "min"):
+        return close(
+            torch.cat(rows, placement.dim + 1).flatten(placement.dim, placement.dim + 1),
+            whole,
+            tolerance,
+        )
+    if not isinstance(placement, Replicate | Shard) and _reduce_op(placement) not in (
+        "sum",
+        "max",
+        "min",
+    ):
         return close(_reduced(torch.stack(parts).to(whole.dtype), placement), whole, tolerance)
-    joined = join({(rank,): part for rank, part in enumerate(parts)}, whole, Layout((placement,)), (2,), tolerance)
+    joined = join(
+        {(rank,): part for rank, part in enumerate(parts)},
+        whole,
+        Layout((placement,)),
+        (2,),
+        tolerance,
+    )
     return not isinstance(joined, str) and close(joined, whole, tolerance)
 
 
@@ -176,13 +244,18 @@ def _known_results() -> Iterator[None]:
         del propagator._propagate_tensor_meta_non_cached
 
 
-def _of_call(call: Call, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
+def _of_call(
+    call: Call, tensors: Sequence[torch.Tensor], mesh: DeviceMesh
+) -> Iterator[dict[str, Any]]:
     ours = {option.inputs: option.outputs for option in axis_options(call)}
     for inputs in choices(call, tensors):
         mine, theirs = ours.get(inputs), asked(call, tensors, inputs, mesh)
         if mine == theirs:
             continue
-        right = {who: None if said is None else holds(call, tensors, inputs, said) for who, said in (("autopar", mine), ("torch", theirs))}
+        right = {
+            who: None if said is None else holds(call, tensors, inputs, said)
+            for who, said in (("autopar", mine), ("torch", theirs))
+        }
         yield {
             "op": str(call.target),
             "shapes": [list(info.shape) for info in call.inputs],
@@ -195,7 +268,8 @@ def _of_call(call: Call, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> I
 
 
 def verdict(autopar: bool | None, torch_: bool | None) -> str:
-    """Who is right: True where the numbers agree with a side, None where it has no rule for the choice."""
+    """Who is right: True where the numbers agree with a side, None where it has no rule for the
+    choice."""
     match autopar, torch_:
         case False, _:
             return "autopar is wrong"
@@ -211,7 +285,9 @@ def verdict(autopar: bool | None, torch_: bool | None) -> str:
 
 def _settings(call: Call) -> str:
     """All arguments that are no tensors."""
-    given = [str(a) for a in call.args if not isinstance(a, Operand)] + [f"{k}={v}" for k, v in call.kwargs.items()]
+    given = [str(a) for a in call.args if not isinstance(a, Operand)] + [
+        f"{k}={v}" for k, v in call.kwargs.items()
+    ]
     return ", ".join(text for text in given if "Operand" not in text)
 
 

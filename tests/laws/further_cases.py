@@ -60,9 +60,18 @@ def waves(*shape: int) -> torch.Tensor:
     return torch.complex(real(*shape), real(*shape))
 
 
-def grouped(first: tuple[int, ...], second: tuple[int, ...], ends: bool = True, dtype: torch.dtype = torch.float32) -> Case:
+def grouped(
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    ends: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
     def case(s: Any) -> Built:
-        return on(real(*first).to(dtype), real(*second).to(dtype), torch.tensor([4, 4, 16], dtype=torch.int32) if ends else None)
+        return on(
+            real(*first).to(dtype),
+            real(*second).to(dtype),
+            torch.tensor([4, 4, 16], dtype=torch.int32) if ends else None,
+        )
 
     return case
 
@@ -73,44 +82,89 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.hardtanh_backward.default: lambda s: on(*graded(s)[0], -1.0, 1.0),
     aten.hardshrink_backward.default: lambda s: on(*graded(s)[0], 0.5),
     aten.softshrink_backward.default: lambda s: on(*graded(s)[0], 0.5),
-    **dict.fromkeys((aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.mish_backward.default), graded),
-    aten.log_sigmoid_backward.default: lambda s: on(real(s.a, s.b), x := real(s.a, s.b), aten.log_sigmoid_forward.default(x)[1]),
+    **dict.fromkeys(
+        (
+            aten.hardswish_backward.default,
+            aten.hardsigmoid_backward.default,
+            aten.mish_backward.default,
+        ),
+        graded,
+    ),
+    aten.log_sigmoid_backward.default: lambda s: on(
+        real(s.a, s.b), x := real(s.a, s.b), aten.log_sigmoid_forward.default(x)[1]
+    ),
     aten._prelu_kernel_backward.default: lambda s: on(real(s.a, s.b), real(s.a, s.b), real(1, s.b)),
     aten._prelu_kernel.default: lambda s: on(real(s.a, s.b), real(1, s.b)),
     **dict.fromkeys((aten.hardswish.default, aten.log_sigmoid_forward.default), cube),
     aten.glu.default: lambda s: on(real(s.a, 2 * s.b), 1),
     aten.glu_backward.default: lambda s: on(real(s.a, s.b), real(s.a, 2 * s.b), -1),
-    **dict.fromkeys((aten.reflection_pad1d.default, aten.replication_pad1d.default), lambda s: on(real(s.a, s.b, 4), [1, 2])),
-    **dict.fromkeys((aten.reflection_pad2d.default, aten.replication_pad2d.default), lambda s: on(image(s), [1, 0, 1, 1])),
-    aten.replication_pad3d.default: lambda s: on(real(s.a, s.b, 2, 2, 2), [1, 0, 1, 1, 0, 0]),
-    aten.reflection_pad1d_backward.default: lambda s: on(real(s.a, s.b, 7), real(s.a, s.b, 4), [1, 2]),
-    **dict.fromkeys((aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default), padded_backward),
-    aten.upsample_nearest1d.default: [lambda s: on(real(s.a, s.b, 4), [6]), lambda s: on(real(s.a, s.b, 4), [8])],
-    aten.upsample_nearest2d.default: [
-        lambda s: on(image(s), [6, 8]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12], 2.3, 2.9),
-    ],
-    **dict.fromkeys((aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default), lambda s: on(image(s), [6, 8], False)),
-    **dict.fromkeys((aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default), lambda s: on(image(s), [2, 3], False)),
     **dict.fromkeys(
-        (aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default),
+        (aten.reflection_pad1d.default, aten.replication_pad1d.default),
+        lambda s: on(real(s.a, s.b, 4), [1, 2]),
+    ),
+    **dict.fromkeys(
+        (aten.reflection_pad2d.default, aten.replication_pad2d.default),
+        lambda s: on(image(s), [1, 0, 1, 1]),
+    ),
+    aten.replication_pad3d.default: lambda s: on(real(s.a, s.b, 2, 2, 2), [1, 0, 1, 1, 0, 0]),
+    aten.reflection_pad1d_backward.default: lambda s: on(
+        real(s.a, s.b, 7), real(s.a, s.b, 4), [1, 2]
+    ),
+    **dict.fromkeys(
+        (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
+        padded_backward,
+    ),
+    aten.upsample_nearest1d.default: [
+        lambda s: on(real(s.a, s.b, 4), [6]),
+        lambda s: on(real(s.a, s.b, 4), [8]),
+    ],
+    aten.upsample_nearest2d.default: [
+        lambda s: on(image(s), [6, 8]),
+        lambda s: on(real(s.a, s.b, 4, 6), [8, 12]),
+        lambda s: on(real(s.a, s.b, 4, 6), [8, 12], 2.3, 2.9),
+    ],
+    **dict.fromkeys(
+        (aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
+        lambda s: on(image(s), [6, 8], False),
+    ),
+    **dict.fromkeys(
+        (aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default),
+        lambda s: on(image(s), [2, 3], False),
+    ),
+    **dict.fromkeys(
+        (
+            aten._upsample_bilinear2d_aa_backward.default,
+            aten._upsample_bicubic2d_aa_backward.default,
+        ),
         lambda s: on(real(s.a, s.b, 2, 3), [2, 3], [s.a, s.b, 4, 5], False),
     ),
-    aten.upsample_nearest2d_backward.default: lambda s: on(real(s.a, s.b, 6, 8), [6, 8], [s.a, s.b, 4, 5]),
+    aten.upsample_nearest2d_backward.default: lambda s: on(
+        real(s.a, s.b, 6, 8), [6, 8], [s.a, s.b, 4, 5]
+    ),
     **dict.fromkeys(
         (aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default),
         lambda s: on(real(s.a, s.b, 6, 8), [6, 8], [s.a, s.b, 4, 5], False),
     ),
     aten.upsample_nearest3d.default: lambda s: on(real(s.a, s.b, 2, 2, 2), [4, 2, 3]),
     aten.upsample_trilinear3d.default: lambda s: on(real(s.a, s.b, 2, 2, 2), [4, 2, 3], False),
-    aten.upsample_nearest3d_backward.default: lambda s: on(real(s.a, s.b, 4, 2, 3), [4, 2, 3], [s.a, s.b, 2, 2, 2]),
-    aten.upsample_trilinear3d_backward.default: lambda s: on(real(s.a, s.b, 4, 2, 3), [4, 2, 3], [s.a, s.b, 2, 2, 2], False),
+    aten.upsample_nearest3d_backward.default: lambda s: on(
+        real(s.a, s.b, 4, 2, 3), [4, 2, 3], [s.a, s.b, 2, 2, 2]
+    ),
+    aten.upsample_trilinear3d_backward.default: lambda s: on(
+        real(s.a, s.b, 4, 2, 3), [4, 2, 3], [s.a, s.b, 2, 2, 2], False
+    ),
     aten.pixel_shuffle.default: lambda s: on(real(s.a, 4 * s.b, 2, 3), 2),
     aten.pixel_unshuffle.default: lambda s: on(real(s.a, s.b, 4, 2), 2),
-    aten.native_channel_shuffle.default: [lambda s: on(real(s.a, 4, 2, 3), 2), lambda s: on(real(s.a, 4, 3, 2, 3), 2)],
+    aten.native_channel_shuffle.default: [
+        lambda s: on(real(s.a, 4, 2, 3), 2),
+        lambda s: on(real(s.a, 4, 3, 2, 3), 2),
+    ],
     aten.adaptive_max_pool2d.default: lambda s: on(image(s), [2, 2]),
     aten.adaptive_max_pool2d_backward.default: pooled_backward,
     aten.im2col.default: lambda s: on(image(s), [2, 2], [1, 1], [0, 0], [1, 1]),
-    aten.col2im.default: lambda s: on(real(s.a, 4 * s.b, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]),
+    aten.col2im.default: lambda s: on(
+        real(s.a, 4 * s.b, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]
+    ),
     aten.grid_sampler_2d.default: sampled,
     aten.grid_sampler_2d_backward.default: sampled_backward,
     aten._fft_c2c.default: lambda s: on(waves(s.a, s.b, s.c), [0, 2], 0, True),
@@ -125,25 +179,44 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.diagonal.default: lambda s: on(real(s.a, s.b, s.c), 0, 0, -1),
     aten.diagonal_backward.default: lambda s: on(real(s.b, 3), [3, s.b, 3], 0, 0, 2),
     aten.unsafe_split.Tensor: lambda s: on(real(s.a, s.b), max(s.b // 2, 1), 1),
-    **dict.fromkeys((aten.argsort.default, aten.cumprod.default, aten.cummax.default, aten.logcumsumexp.default), last),
+    **dict.fromkeys(
+        (
+            aten.argsort.default,
+            aten.cumprod.default,
+            aten.cummax.default,
+            aten.logcumsumexp.default,
+        ),
+        last,
+    ),
     **dict.fromkeys((aten.median.dim,), DIM),
     **dict.fromkeys((aten.std.dim, aten.var_mean.dim), DIMS),
     aten.std_mean.correction: VARIANCE,
     aten.norm.ScalarOpt_dim: lambda s: on(real(s.a, s.b, s.c), 2, [1], True),
     **dict.fromkeys((aten.norm.Scalar, aten.prod.default, aten.median.default), cube),
-    **dict.fromkeys((aten.nansum.default, aten.count_nonzero.dim_IntList), lambda s: on(real(s.a, s.b, s.c), [0, 2])),
+    **dict.fromkeys(
+        (aten.nansum.default, aten.count_nonzero.dim_IntList),
+        lambda s: on(real(s.a, s.b, s.c), [0, 2]),
+    ),
     aten.searchsorted.Tensor: [
         lambda s: on(real(s.c).sort()[0], real(s.a, s.b)),
         lambda s: on(real(s.a, s.b, s.c).sort()[0], real(s.a, s.b, s.d)),
         lambda s: ordered(real(s.c), real(s.a, s.b)),
         lambda s: ordered(real(s.a, s.b, s.c), real(s.a, s.b, s.d)),
     ],
-    aten.renorm.default: lambda s: on(real(s.a, s.b, s.c), 2, 1, 0.1),  # below the norm of nearly all slices
+    aten.renorm.default: lambda s: on(
+        real(s.a, s.b, s.c), 2, 1, 0.1
+    ),  # below the norm of nearly all slices
     aten.bucketize.Tensor: lambda s: on(real(s.a, s.b), real(s.c).sort()[0]),
     aten.index_select.default: lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.d)),
-    aten.index_add.default: lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.d), real(s.a, s.d, s.c)),
-    aten.index_copy.default: lambda s: on(real(s.a, s.b, s.c), 1, torch.randperm(s.b), real(s.a, s.b, s.c)),
-    aten.scatter_reduce.two: lambda s: on(real(s.a, s.b), 1, ids(s.b, s.a, s.c), real(s.a, s.c), "amax"),
+    aten.index_add.default: lambda s: on(
+        real(s.a, s.b, s.c), 1, ids(s.b, s.d), real(s.a, s.d, s.c)
+    ),
+    aten.index_copy.default: lambda s: on(
+        real(s.a, s.b, s.c), 1, torch.randperm(s.b), real(s.a, s.b, s.c)
+    ),
+    aten.scatter_reduce.two: lambda s: on(
+        real(s.a, s.b), 1, ids(s.b, s.a, s.c), real(s.a, s.c), "amax"
+    ),
     aten.linspace.default: lambda s: on(0.0, 1.0, s.a),
     **dict.fromkeys((aten.tril_indices.default, aten.triu_indices.default), lambda s: on(s.a, s.b)),
     **{op: window(op._overloadname == "periodic") for op in WINDOWS},
@@ -153,7 +226,10 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten._euclidean_dist.default: lambda s: on(real(s.a, s.b, 3), real(s.a, s.c, 3) + 9),
     aten._cdist_forward.default: distances,
     aten._cdist_backward.default: distances_backward,
-    **dict.fromkeys((aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, aten._linalg_det.default), matrices),
+    **dict.fromkeys(
+        (aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, aten._linalg_det.default),
+        matrices,
+    ),
     aten._grouped_mm.default: [
         grouped((16, 192), (3, 192, 192)),
         grouped((192, 16), (16, 192)),

@@ -1,4 +1,5 @@
-"""Stages that are alike are solved and measured once, and their plans are the same as if each had been."""
+"""Stages that are alike are solved and measured once, and their plans are the same as if each
+had been."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ import torch
 
 import autopar
 from autopar.api.planning import plan_model
-from autopar.choices import Choices
 from autopar.constraints import fsdp, pipeline
-from autopar.planning import Planned, peaks, solving
-from autopar.planning.alike import Alike, Effort, form_of
-from autopar.problem import Problem
-from autopar.run.program import StagedProgram
-from autopar.run.stage_memory import trace_stage_peak
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices
+from autopar.planner import Planned, comm_schedule, rounds
+from autopar.planner.pipeline.stage_cache import Alike, Effort, form_of
+from autopar.program.program import StagedProgram
+from autopar.program.stage_memory import trace_stage_peak
 from benchmarks import zoo
 
 MESH = autopar.Mesh({"stage": 4, "data": 2})
@@ -25,13 +26,17 @@ MESH = autopar.Mesh({"stage": 4, "data": 2})
 def planned(schedule: str) -> Planned:
     model, batch = zoo.build("llama", batch=8, num_hidden_layers=4)
     constraints = (pipeline("stage", microbatches=4, schedule=schedule), fsdp("data"))
-    return plan_model(model, MESH, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1]
+    return plan_model(
+        model, MESH, example_inputs=batch, hardware="h100-sxm", constraints=constraints
+    )[1]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
-def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = {"solved": 0, "measured": 0}
-    solve, measure = solving.choices_or_least, trace_stage_peak
+    solve, measure = rounds.choices_or_least, trace_stage_peak
 
     def counted_solve(problem: Problem, **how: Any) -> object:
         counts["solved"] += 1
@@ -41,8 +46,8 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedu
         counts["measured"] += 1
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(solving, "choices_or_least", counted_solve)
-    monkeypatch.setattr(peaks, "trace_stage_peak", counted_measure)
+    monkeypatch.setattr(rounds, "choices_or_least", counted_solve)
+    monkeypatch.setattr(comm_schedule, "trace_stage_peak", counted_measure)
     shared = planned(schedule)
     seen = dict(counts)
     monkeypatch.setattr(Alike, "known", lambda self, problem, effort: None)
@@ -55,13 +60,19 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedu
     first, second, third = program.stages[:3]
     assert form_of(second) == form_of(third) != form_of(first), "the first reads tokens"
     tensor = second.parameters[0]
-    wide = replace(second, parameters=(replace(tensor, dtype=torch.float64), *second.parameters[1:]))
+    wide = replace(
+        second, parameters=(replace(tensor, dtype=torch.float64), *second.parameters[1:])
+    )
     assert form_of(wide) != form_of(second)
 
 
-def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_where_memory_did_not_bind() -> None:
+def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_where_memory_did_not_bind() -> (  # noqa: E501
+    None
+):
     def ended(budget_rows: float, timed_out: float = 0.0) -> Choices:
-        return Choices((), {}, {}, 1.0, 1.0, stats={"budget_rows": budget_rows, "timed_out": timed_out})
+        return Choices(
+            (), {}, {}, 1.0, 1.0, stats={"budget_rows": budget_rows, "timed_out": timed_out}
+        )
 
     problem = Problem((), (), (), 2**20, num_in_flight=4)
     fewer, other = replace(problem, num_in_flight=2), replace(problem, budget_bytes=2**21)
@@ -77,9 +88,13 @@ def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_w
     assert late.known(problem, Effort.WHOLE) is None
     early = Alike()
     early.learn(problem, replace(ended(0.0), mixed={0: (0.5,)}), Effort.MIXED)
-    assert early.known(problem, Effort.WHOLE) is None, "a search that ended early is no answer to one that is to go on"
+    assert early.known(problem, Effort.WHOLE) is None, (
+        "a search that ended early is no answer to one that is to go on"
+    )
     assert early.known(problem, Effort.MIXED) is not None
     short = Alike()
     short.learn(problem, replace(ended(0.0), unfinished=True), Effort.WHOLE)
-    assert short.known(problem, Effort.END) is None, "nor is one that ended with a plan to one that is to prove it"
+    assert short.known(problem, Effort.END) is None, (
+        "nor is one that ended with a plan to one that is to prove it"
+    )
     assert short.known(problem, Effort.WHOLE) is not None

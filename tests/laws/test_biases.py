@@ -1,4 +1,5 @@
-"""Biases of linear layers, in the same op as their products: what every rank computes under every layout, and in how many roundings."""
+"""Biases of linear layers, in the same op as their products: what every rank computes under
+every layout, and in how many roundings."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from autopar import ops
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
 from autopar.constraints import LayoutConstraint, layout, tensor_parallel
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import VerificationError
-from autopar.hardware import HardwareProfile
 from autopar.kernels import fused
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
+from autopar.program.interpreter import run_lockstep
 from autopar.rules import localization
-from autopar.run.lockstep import run_lockstep
 
 SQUARE = Mesh({"a": 2, "b": 2})
 CPU = HardwareProfile.load("cpu-gloo")
@@ -49,7 +50,8 @@ def built() -> tuple[Net, dict[str, Tensor], Trace]:
     return model, batch, capture(model, (), batch)
 
 
-# layouts of the weights of the first layer and the second, [out, in] each: which of their dims each axis splits
+# layouts of the weights of the first layer and the second, [out, in] each: which of their dims each
+# axis splits
 LAYOUTS = {
     "columns, then rows": ("S(0) R", "S(1) R"),
     "rows, then columns": ("S(1) R", "S(0) R"),
@@ -63,14 +65,22 @@ LAYOUTS = {
 
 def forced(name: str) -> Plan:
     up, down = LAYOUTS[name]
-    constraints: tuple[LayoutConstraint, ...] = (layout("layers.*.up", weight=up), layout("layers.*.down", weight=down))
+    constraints: tuple[LayoutConstraint, ...] = (
+        layout("layers.*.up", weight=up),
+        layout("layers.*.down", weight=down),
+    )
     return make_plan(built()[2], SQUARE, CPU, PlanOptions(constraints=constraints)).plan
 
 
 def sums(plan: Plan) -> int:
     """How many products with a bias make partial sums."""
-    products = {n.meta["key"] for n in built()[2].graph.nodes if n.target is ops.dot and len(n.args) == 4}
-    return sum(key in products and strategy.outputs[0].has_partial for key, strategy in plan.node_choices().items())
+    products = {
+        n.meta["key"] for n in built()[2].graph.nodes if n.target is ops.dot and len(n.args) == 4
+    }
+    return sum(
+        key in products and strategy.outputs[0].has_partial
+        for key, strategy in plan.node_choices().items()
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -80,8 +90,12 @@ def test_under_every_layout_the_bias_enters_once(name: str) -> None:
     assert autopar.verify(plan, model, batch).ok
 
 
-@pytest.mark.parametrize("name", ["columns, then rows", "rows over both axes", "rows and columns at once"])
-def test_a_bias_that_each_part_of_a_sum_has_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["columns, then rows", "rows over both axes", "rows and columns at once"]
+)
+def test_a_bias_that_each_part_of_a_sum_has_is_found_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, (model, batch, _) = forced(name), built()
     monkeypatch.setitem(localization.LOCALIZERS, ops.dot, localization.same)  # type: ignore[arg-type]
     with pytest.raises(VerificationError, match=r"layers\.0\.(up|down)/dot/forward/0"):
@@ -90,7 +104,11 @@ def test_a_bias_that_each_part_of_a_sum_has_is_found_out(name: str, monkeypatch:
 
 def test_nothing_is_added_to_a_product_but_the_residual() -> None:
     model, _, trace = built()
-    additions = [n for n in emit(trace, forced("columns, then rows")).forward.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    additions = [
+        n
+        for n in emit(trace, forced("columns, then rows")).forward.graph.nodes
+        if n.target is torch.ops.aten.add.Tensor
+    ]
     assert len(additions) == len(model.layers)
 
 
@@ -102,7 +120,9 @@ def test_on_one_device_the_results_are_the_model_s_to_the_last_bit(dtype: torch.
     program = emit(trace, make_plan(trace, Mesh(1), CPU, PlanOptions()).plan)
     made = run_lockstep(program, dict(model.named_parameters()), {}, [batch["x"]])
     expected = model(**batch)
-    assert torch.equal(made.outputs["y"], expected["y"]) and torch.equal(made.outputs["loss"], expected["loss"])
+    assert torch.equal(made.outputs["y"], expected["y"]) and torch.equal(
+        made.outputs["loss"], expected["loss"]
+    )
 
 
 class Small(nn.Module):
@@ -116,8 +136,11 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("mesh", [Mesh(1), Mesh({"gpu": 4})], ids=str)
 def test_small_models_of_relus_in_bfloat16_are_within_the_tolerance(mesh: Mesh) -> None:
-    """A unit whose input is near zero is on or off by one rounding, and with it a row of a gradient."""
-    plan = autopar.plan(Small().bfloat16(), mesh, example_inputs=(torch.randn(16, 32).bfloat16(),), hardware=CPU)
+    """A unit whose input is near zero is on or off by one rounding, and with it a row of a
+    gradient."""
+    plan = autopar.plan(
+        Small().bfloat16(), mesh, example_inputs=(torch.randn(16, 32).bfloat16(),), hardware=CPU
+    )
     for seed in range(12):
         torch.manual_seed(seed)
         model, x = Small().bfloat16(), torch.randn(16, 32).bfloat16()
@@ -132,7 +155,9 @@ def test_kernels_have_the_bias_of_their_product(sequence: bool) -> None:
     plan = make_plan(trace, line, profile, PlanOptions(constraints=constraints)).plan
     nodes = [n for n in emit(trace, plan).forward.graph.nodes if n.target in fused.KERNELS]
     wanted = {(fused.all_gather_matmul, 0), (fused.matmul_reduce_scatter, 1)} if sequence else set()
-    assert {(n.target, len(n.kwargs.get("starts", ()))) for n in nodes} == wanted, "one dim that is split is summed over"
+    assert {(n.target, len(n.kwargs.get("starts", ()))) for n in nodes} == wanted, (
+        "one dim that is split is summed over"
+    )
     assert all("bias" in n.kwargs for n in nodes)
     assert autopar.verify(plan, model, batch).ok
     found = certify(trace, plan, profile)

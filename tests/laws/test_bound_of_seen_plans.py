@@ -1,6 +1,8 @@
-"""The bound under a budget is no higher than any plan that was seen to fit into it, and such plans are found.
+"""The bound under a budget is no higher than any plan that was seen to fit into it, and such plans
+are found.
 
-Plans under budgets from ample to scarce are emitted and their peaks measured; each plan's own peak then is a budget.
+Plans under budgets from ample to scarce are emitted and their peaks measured; each plan's own peak
+then is a budget.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import zoo_small
 from torch import nn
 
 from autopar.capture import Trace, capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the peak of a plan that has all the memory it wants
@@ -28,7 +30,9 @@ Body = Callable[[nn.Linear, Any], Any]
 
 
 def _halves(up: nn.Linear, x: Any) -> Any:
-    return torch.tanh(up(torch.cat([x[0].sin(), x[1]], -1) if isinstance(x, tuple) else x)).chunk(2, -1)
+    return torch.tanh(up(torch.cat([x[0].sin(), x[1]], -1) if isinstance(x, tuple) else x)).chunk(
+        2, -1
+    )
 
 
 def _parts(up: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +45,8 @@ def _turned(up: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return turned * turned.sin()
 
 
-# What backward keeps of a layer lies in one memory, more than once: a result, and a view of it that something reads.
+# What backward keeps of a layer lies in one memory, more than once: a result, and a view of it that
+# something reads.
 BODIES: dict[str, Body] = {
     "ends with a view": lambda up, x: torch.tanh(up(x)).transpose(-1, -2),
     "ends with two views": _halves,
@@ -50,7 +55,10 @@ BODIES: dict[str, Body] = {
     "reads views of parts": _parts,
 }
 LONG = (("bert", 1), ("vit", 1), *((kind, 2) for kind in KINDS))
-CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case in LONG)) for case in [*((kind, 1) for kind in (*BODIES, *KINDS)), *LONG[2:]]]
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case in LONG))
+    for case in [*((kind, 1) for kind in (*BODIES, *KINDS)), *LONG[2:]]
+]
 
 
 class Layer(nn.Module):
@@ -77,7 +85,9 @@ def built(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     if kind in BODIES:
         return Layers(BODIES[kind]), {"x": torch.ones(32, 64, 64)}
     model, batch = getattr(zoo_small, kind)()
-    return model, {name: torch.cat([x] * 8) for name, x in batch.items()}  # activations outweigh parameters
+    return model, {
+        name: torch.cat([x] * 8) for name, x in batch.items()
+    }  # activations outweigh parameters
 
 
 @cache
@@ -106,21 +116,35 @@ def ladder(trace: Trace, mesh: int) -> list[Plan]:
 def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: int) -> None:
     trace = traced(kind)
     plans = ladder(trace, mesh)
-    assert len({plan.prediction.peak_bytes for plan in plans}) > (0 if kind in BODIES else 2), "memory binds"
+    assert len({plan.prediction.peak_bytes for plan in plans}) > (0 if kind in BODIES else 2), (
+        "memory binds"
+    )
     for plan in plans:
         again = planned(trace, mesh, plan.prediction.peak_bytes)
-        assert again.proof.bound_s <= plan.proof.objective_s * (1 + 1e-9), "a bound above a plan that fits is none"
+        assert again.proof.bound_s <= plan.proof.objective_s * (1 + 1e-9), (
+            "a bound above a plan that fits is none"
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "what", "mutant"),
     [
-        ("bert", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),  # attention's result, and a view made with it
-        ("reads a view", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),
-        ("ends with a view", "autopar.cost.keeping._is_view", lambda cluster: False),  # a layer's end is kept beside what it is a view of
+        (
+            "bert",
+            "autopar.sharding.clusters.Storages.are_full",
+            lambda self, refs: False,
+        ),  # attention's result, and a view made with it
+        ("reads a view", "autopar.sharding.clusters.Storages.are_full", lambda self, refs: False),
+        (
+            "ends with a view",
+            "autopar.cost.keeping._is_view",
+            lambda cluster: False,
+        ),  # a layer's end is kept beside what it is a view of
     ],
 )
-def test_with_memory_counted_twice_some_bound_is_too_high(kind: str, what: str, mutant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_memory_counted_twice_some_bound_is_too_high(
+    kind: str, what: str, mutant: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plans = ladder(traced(kind), 1)
     monkeypatch.setattr(what, mutant)
     model, batch = built(kind)
@@ -131,6 +155,8 @@ def test_with_memory_counted_twice_some_bound_is_too_high(kind: str, what: str, 
 def is_refused(trace: Trace, plan: Plan) -> bool:
     """Whether a plan's own peak is said to admit none as fast."""
     try:
-        return planned(trace, 1, plan.prediction.peak_bytes).proof.bound_s > plan.proof.objective_s * (1 + 1e-9)
+        return planned(
+            trace, 1, plan.prediction.peak_bytes
+        ).proof.bound_s > plan.proof.objective_s * (1 + 1e-9)
     except InfeasibleError:
         return True

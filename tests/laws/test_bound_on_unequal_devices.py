@@ -1,4 +1,5 @@
-"""The bound over all cuts of stages on unequal devices: each at the prices, and by multipliers, of its own."""
+"""The bound over all cuts of stages on unequal devices: each at the prices, and by multipliers,
+of its own."""
 
 from __future__ import annotations
 
@@ -9,20 +10,28 @@ from collections.abc import Sequence
 import pytest
 
 import autopar
-from autopar.certificate.cut_search import least_over_cuts
+from autopar.certificate.over_cuts import least_over_cuts
+from autopar.core.hardware import Mixed
 from autopar.cost.priced import Crossing, wire
-from autopar.hardware import Mixed
-from autopar.planning.over_cuts import least_step
-from autopar.planning.schedules import step_time
+from autopar.planner.pipeline.cuts import least_step
+from autopar.planner.pipeline.schedule import step_time
 from autopar.stages import cut
-from tests.laws.test_bound_over_cuts import MICROBATCHES, Model, chain, parameters_decide_for_themselves
+from tests.laws.test_bound_over_cuts import (
+    MICROBATCHES,
+    Model,
+    chain,
+    parameters_decide_for_themselves,
+)
 from tests.laws.test_unequal_devices import A100, H100, SLOW
 
-apart = parameters_decide_for_themselves  # the bound is held against plans in which equal layers may differ
+# the bound is held against plans in which equal layers may differ
+apart = parameters_decide_for_themselves
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_both_arithmetics_agree(seed: int) -> None:
+def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_both_arithmetics_agree(
+    seed: int,
+) -> None:
     rng, trace = random.Random(seed), chain(seed)
     along = [(H100, SLOW), (SLOW, H100, A100), (A100, SLOW)][seed]
     num = len(along)
@@ -34,11 +43,17 @@ def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_bot
         models.append(model)
     wires = [wire("stage", mesh, hardware, stage, stage + 1) for stage in range(num - 1)]
     partings = [model.parting(model.multipliers) for model in models]
-    behind = [*zip(partings, partings[1:], wires, strict=False), (partings[-1], partings[-1], wires[-1])]
+    behind = [
+        *zip(partings, partings[1:], wires, strict=False),
+        (partings[-1], partings[-1], wires[-1]),
+    ]
     parts = [mine.parts(other, link) for mine, other, link in behind]
     checked = [model.checked(model.multipliers) for model in models]
     units = [each.units for each in checked]
-    borders = [mine.borders_to(other, link) for mine, other, link in zip(checked, checked[1:], wires, strict=False)]
+    borders = [
+        mine.borders_to(other, link)
+        for mine, other, link in zip(checked, checked[1:], wires, strict=False)
+    ]
     best = float("inf")
     for cuts in itertools.combinations(range(1, len(models[0].points) + 1), num - 1):
         fastest = min(_steps(models, cuts, rng))
@@ -51,12 +66,16 @@ def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_bot
 
 
 def _steps(models: Sequence[Model], cuts: Sequence[int], rng: random.Random) -> list[float]:
-    """Of the best plans for these cuts, for all layouts of what crosses, or so many drawn: each stage solved on its own devices."""
+    """Of the best plans for these cuts, for all layouts of what crosses, or so many drawn: each
+    stage solved on its own devices."""
     made = cut(models[0].trace, [models[0].points[c - 1].position for c in cuts])
     each = [models[0]._layouts(boundary.values) for boundary in made.boundaries]
     ways = [*itertools.product(*each)]
     steps = []
     for layouts in ways if len(ways) <= 24 else rng.sample(ways, 24):
-        times = [model._time(made, tuple(cuts), s, layouts[max(s - 1, 0) : s + 1]) for s, model in enumerate(models)]
+        times = [
+            model._time(made, tuple(cuts), s, layouts[max(s - 1, 0) : s + 1])
+            for s, model in enumerate(models)
+        ]
         steps.append(step_time(times, MICROBATCHES))
     return steps

@@ -1,4 +1,5 @@
-"""Communications in buckets: one collective for many, which computes the same, in the order and the memory that the plan says."""
+"""Communications in buckets: one collective for many, which computes the same, in the order and
+the memory that the plan says."""
 
 from __future__ import annotations
 
@@ -21,27 +22,27 @@ from torch import fx, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autopar
-from autopar import collective, constraints
+from autopar import constraints
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.certificate import rates
 from autopar.certificate.check import certify
-from autopar.collective import Collective
+from autopar.core import collective
+from autopar.core.collective import Collective
+from autopar.core.hardware import HardwareProfile, Link
+from autopar.core.layout import Layout, local_shape
+from autopar.core.mesh import Mesh
 from autopar.emit import WaitingError, bucketed, emit, on_bucket
-from autopar.emit.calls import CALLS, Moved
+from autopar.emit.context import CALLS, Moved
 from autopar.errors import PlanError, VerificationError
-from autopar.hardware import HardwareProfile, Link
 from autopar.kernels import collectives as steps
-from autopar.kernels.bucketed import from_bucket, into_bucket
-from autopar.layout import Layout, local_shape
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
-from autopar.planning.bucketing import Groups
+from autopar.kernels.packing import from_bucket, into_bucket
+from autopar.planner import Planned, PlanOptions, make_plan
+from autopar.planner.comm_schedule import Groups
 from autopar.plans import Bucket, Member, Overlap, Plan
-from autopar.run.lockstep import run_lockstep
-from autopar.run.lockstep_ranks import Ranks
-from autopar.run.memory import trace_peak
-from autopar.run.program import Program, ProgramTensor
+from autopar.program.interpreter import Ranks, run_lockstep
+from autopar.program.memory import trace_peak
+from autopar.program.program import Program, ProgramTensor
 from autopar.verification import verify_program
 from benchmarks.random_plans import prepare, random_plan
 
@@ -51,25 +52,37 @@ _cast = torch.ops.aten._to_copy.default
 
 
 @cache
-def planned(kind: str, force: str, hardware: str = "cpu-gloo", mesh: int = 2) -> tuple[nn.Module, dict[str, Any], Trace, Planned]:
+def planned(
+    kind: str, force: str, hardware: str = "cpu-gloo", mesh: int = 2
+) -> tuple[nn.Module, dict[str, Any], Trace, Planned]:
     model, batch = getattr(zoo_small, kind)()
     trace = capture(model, (), batch)
     options = PlanOptions(constraints=(getattr(constraints, force)(),))
-    return model, batch, trace, make_plan(trace, Mesh(mesh), HardwareProfile.load(hardware), options)
+    return (
+        model,
+        batch,
+        trace,
+        make_plan(trace, Mesh(mesh), HardwareProfile.load(hardware), options),
+    )
 
 
-# Any tensors, any axes -------------------------------------------------------------------------------------------------------------------
+# Any tensors, any axes
+# --------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def sent(draw: st.DrawFn) -> list[tuple[tuple[int, ...], list[tuple[str, int, int]], bool]]:
-    """Tensors: shape in every layout's parts, (kind, axis, dim) of the steps on their way, and whether in a wider dtype."""
+    """Tensors: shape in every layout's parts, (kind, axis, dim) of the steps on their way, and
+    whether in a wider dtype."""
     found = []
     for _ in range(draw(st.integers(2, 9))):
         shape = tuple(6 * n for n in draw(st.lists(st.integers(1, 2), max_size=3)))
         axes = draw(st.permutations([0, 1]))[: draw(st.integers(1, 2))]
         kinds = ["all_reduce", "reduce_scatter", "all_gather"] if shape else ["all_reduce"]
-        moves = [(draw(st.sampled_from(kinds)), axis, draw(st.integers(0, max(len(shape) - 1, 0)))) for axis in axes]
+        moves = [
+            (draw(st.sampled_from(kinds)), axis, draw(st.integers(0, max(len(shape) - 1, 0))))
+            for axis in axes
+        ]
         found.append((shape, moves, draw(st.booleans())))
     return found
 
@@ -93,7 +106,9 @@ def program_of(tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], 
     graph, results = fx.Graph(), []
     for number in range(len(tensors)):
         graph.placeholder(f"x{number}").meta.update(key=f"x{number}/parameter")
-    for number, ((shape, moves, wide), x) in enumerate(zip(tensors, list(graph.nodes), strict=True)):
+    for number, ((shape, moves, wide), x) in enumerate(
+        zip(tensors, list(graph.nodes), strict=True)
+    ):
         node, layouts = x, placed(moves)
         for (kind, axis, dim), source, target in zip(moves, layouts, layouts[1:], strict=False):
             about = {"slack": "deferrable", "phase": "backward", "module": "", "source": ""}
@@ -102,8 +117,19 @@ def program_of(tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], 
             if wide and reduces:
                 node = graph.call_function(_cast, (node,), {"dtype": torch.float64})
                 node.meta.update(about, key=f"x{number}/widen")
-            size = torch.empty(local_shape(shape, source, MESH.shape)).numel() * getattr(torch, dtype).itemsize
-            c = Collective(kind, axis, -1 if kind == "all_reduce" else dim, -1, "sum" if reduces else "", dtype, size)  # type: ignore[arg-type]
+            size = (
+                torch.empty(local_shape(shape, source, MESH.shape)).numel()
+                * getattr(torch, dtype).itemsize
+            )
+            c = Collective(
+                kind,
+                axis,
+                -1 if kind == "all_reduce" else dim,
+                -1,
+                "sum" if reduces else "",
+                dtype,
+                size,
+            )  # type: ignore[arg-type]
             call, args = CALLS[kind](c, target)
             node = graph.call_function(call, (node, *args))
             moved = Moved("backward", f"x{number}/parameter", 0, shape, source, target)
@@ -115,7 +141,11 @@ def program_of(tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], 
     graph.output(tuple(results))
     empty = fx.Graph()
     empty.output(())
-    moved_by = tuple(("backward", n.meta["moved"].node, n.meta["collective"]) for n in graph.nodes if "moved" in n.meta)
+    moved_by = tuple(
+        ("backward", n.meta["moved"].node, n.meta["collective"])
+        for n in graph.nodes
+        if "moved" in n.meta
+    )
     none: tuple[ProgramTensor, ...] = ()
     modules = fx.GraphModule({}, empty), fx.GraphModule({}, graph)
     return Program(MESH, *modules, none, none, none, none, 0, (), None, None, {}, moved_by)
@@ -138,7 +168,9 @@ def grouped(program: Program) -> list[list[fx.Node]]:
 
 @examples(60)
 @given(sent(), st.integers(0, 2**16))
-def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(tensors: Any, seed: int) -> None:
+def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(
+    tensors: Any, seed: int
+) -> None:
     program = program_of(tensors)
     _, _, _, made = planned("gpt2", "ddp")
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +178,9 @@ def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(tensors: Any
     for shape, moves, _ in tensors:
         local = local_shape(shape, placed(moves)[0], MESH.shape)
         operands.append([torch.randn(local, generator=generator) for _ in range(MESH.num_devices)])
-    alone = Ranks(MESH, None, None, torch.device("cpu"))(program.backward, "backward", [list(x) for x in operands])
+    alone = Ranks(MESH, None, None, torch.device("cpu"))(
+        program.backward, "backward", [list(x) for x in operands]
+    )
     buckets: tuple[Bucket, ...] = ()
     for nodes in grouped(program):
         more = (*buckets, in_buckets(program, nodes))
@@ -159,14 +193,19 @@ def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(tensors: Any
     together.backward.graph.lint()  # type: ignore[no-untyped-call]
     run = Ranks(MESH, None, None, torch.device("cpu"))
     results = run(together.backward, "backward", operands)
-    assert all(torch.equal(x, y) for a, b in zip(alone, results, strict=True) for x, y in zip(a, b, strict=True))
+    assert all(
+        torch.equal(x, y)
+        for a, b in zip(alone, results, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
     emitted = Counter(str(c) for _, _, c in together.collectives)
     assert Counter(str(c) for _, _, c in run.records) == emitted
     assert emitted.total() == len(program.collectives) - sum(len(b.members) - 1 for b in buckets)
 
 
 def test_members_that_wait_for_each_other_are_refused() -> None:
-    """One tensor is reduced over the first axis and then over the second, the other the other way round."""
+    """One tensor is reduced over the first axis and then over the second, the other the other
+    way round."""
     first, second = ("all_reduce", 0, 0), ("all_reduce", 1, 0)
     program = program_of([((6,), [first, second], False), ((6,), [second, first], False)])
     _, _, _, made = planned("gpt2", "ddp")
@@ -192,38 +231,62 @@ def test_turn_by_turn_no_bucket_waits_for_another_in_a_circle(tensors: Any) -> N
     assert len(together.collectives) == len(steps_of_all) - sum(len(b.members) - 1 for b in buckets)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=5), st.sampled_from([torch.float64, torch.float32]))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=5),
+    st.sampled_from([torch.float64, torch.float32]),
+)
 @examples(30)
-def test_out_of_a_bucket_comes_what_went_in(shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_out_of_a_bucket_comes_what_went_in(
+    shapes: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
     tensors = [torch.randn([2 * n] * num_dims) for num_dims, n in shapes]
     for parts in (1, 2) if all(x.dim() for x in tensors) else (1,):
         dims, sizes = [max(x.dim() - 1, 0) for x in tensors], [list(x.shape) for x in tensors]
         bucket = into_bucket(tensors, dims, parts, parts, dtype)
         again = from_bucket(bucket, sizes, dims, parts, [x.dtype for x in tensors])
-        assert all(torch.equal(x, y) and x.shape == y.shape for x, y in zip(tensors, again, strict=True))
+        assert all(
+            torch.equal(x, y) and x.shape == y.shape for x, y in zip(tensors, again, strict=True)
+        )
 
 
-# Plans -----------------------------------------------------------------------------------------------------------------------------------
+# Plans
+# --------------------------------------------------------------------------------------------------
 
-CASES = [("gpt2", "ddp", "cpu-gloo", 2), ("llama", "fsdp", "cpu-gloo", 4), ("bert", "fsdp", "h100-sxm", 2), ("vit", "ddp", "h100-sxm", 2)]
+CASES = [
+    ("gpt2", "ddp", "cpu-gloo", 2),
+    ("llama", "fsdp", "cpu-gloo", 4),
+    ("bert", "fsdp", "h100-sxm", 2),
+    ("vit", "ddp", "h100-sxm", 2),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_a_planned_model_computes_what_it_does_without_buckets(case: tuple[str, str, str, int]) -> None:
+def test_a_planned_model_computes_what_it_does_without_buckets(
+    case: tuple[str, str, str, int],
+) -> None:
     model, batch, trace, made = planned(*case)
     plan, program = made.plan, made.stage_program()
     assert plan.buckets and all(len(b.members) > 1 and b.saved_s > 0 for b in plan.buckets)
     alone = emit(trace, replace(plan, buckets=()))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     inputs = [batch[i.path] for i in trace.inputs]
-    ran, before = run_lockstep(program, tensors, tensors, inputs), run_lockstep(alone, tensors, tensors, inputs)
+    ran, before = (
+        run_lockstep(program, tensors, tensors, inputs),
+        run_lockstep(alone, tensors, tensors, inputs),
+    )
     assert all(torch.equal(ran.gradients[name], x) for name, x in before.gradients.items())
     assert verify_program(trace, program, model, (), batch).ok
 
     # What is listed is what is emitted is what runs.
     listed = Counter((phase, str(c)) for phase, c in plan.issued())
-    assert listed == Counter((phase, str(c)) for phase, _, c in program.collectives) == Counter((p, str(c)) for p, _, c in ran.records)
-    assert len(program.collectives) == len(alone.collectives) - sum(len(b.members) - 1 for b in plan.buckets)
+    assert (
+        listed
+        == Counter((phase, str(c)) for phase, _, c in program.collectives)
+        == Counter((p, str(c)) for p, _, c in ran.records)
+    )
+    assert len(program.collectives) == len(alone.collectives) - sum(
+        len(b.members) - 1 for b in plan.buckets
+    )
     found = certify(trace, plan, HardwareProfile.load(case[2]))
     assert found.ok, str(found)
     assert Plan.loads(plan.dumps()) == plan
@@ -240,9 +303,18 @@ def test_parameters_that_move_over_two_axes_in_different_orders_are_in_buckets(k
         bucketed(serial, replace(alone, buckets=circle))
     plan, program = random_plan(prepared, 0, in_order=True)
     by_turn = groups.of_program(serial, by_turn=True)
-    assert sum(len(b.members) for b in plan.buckets) == sum(map(len, by_turn)) > 0.95 * sum(map(len, groups.of_program(serial)))
-    assert plan.prediction.simulated_s < alone.prediction.serial_s + alone.prediction.beyond_shares_s
-    assert plan.prediction.peak_bytes == trace_peak(program, outputs="dtensor").peak_bytes + plan.prediction.beside_bytes
+    assert (
+        sum(len(b.members) for b in plan.buckets)
+        == sum(map(len, by_turn))
+        > 0.95 * sum(map(len, groups.of_program(serial)))
+    )
+    assert (
+        plan.prediction.simulated_s < alone.prediction.serial_s + alone.prediction.beyond_shares_s
+    )
+    assert (
+        plan.prediction.peak_bytes
+        == trace_peak(program, outputs="dtensor").peak_bytes + plan.prediction.beside_bytes
+    )
     assert verify_program(prepared.trace, program, model, (), batch).ok
 
 
@@ -254,21 +326,34 @@ def test_what_buckets_save_is_what_the_prediction_says(case: tuple[str, str, str
     for bucket in plan.buckets:
         members = [steps[bucket.phase, m.node, m.result, m.target] for m in bucket.members]
         assert bucket.time_s + bucket.saved_s == pytest.approx(sum(c.by_itself_s for c in members))
-        assert sum(c.time_s for c in members) <= bucket.time_s, "what the objective counts is a bound of every bucket"
+        assert sum(c.time_s for c in members) <= bucket.time_s, (
+            "what the objective counts is a bound of every bucket"
+        )
     assert p.in_buckets_s == pytest.approx(sum(b.saved_s for b in plan.buckets))
     hides_s = (1 - plan.overlap.slowdown) * p.hidden_s
-    assert p.simulated_s == pytest.approx(p.serial_s + p.beyond_shares_s - p.in_kernels_s - p.in_buckets_s - hides_s)
-    assert p.step_s <= p.simulated_s and p.beyond_shares_s == pytest.approx(sum(c.by_itself_s - c.time_s for c in steps.values())) != 0.0
+    assert p.simulated_s == pytest.approx(
+        p.serial_s + p.beyond_shares_s - p.in_kernels_s - p.in_buckets_s - hides_s
+    )
+    assert (
+        p.step_s <= p.simulated_s
+        and p.beyond_shares_s
+        == pytest.approx(sum(c.by_itself_s - c.time_s for c in steps.values()))
+        != 0.0
+    )
     assert plan.proof.bound_s <= plan.proof.objective_s == p.step_s
     assert any("as parts of full buckets of 32 MiB" in line for line in plan.proof.covers)
-    assert f"{sum(len(b.members) for b in plan.buckets)} small communications share" in str(autopar.explain(plan))
+    assert f"{sum(len(b.members) for b in plan.buckets)} small communications share" in str(
+        autopar.explain(plan)
+    )
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: " ".join(map(str, case)))
 def test_the_predicted_peak_is_measured_to_the_byte(case: tuple[str, str, str, int]) -> None:
     """On real tensors, with groups that move nothing; their steps hold what real ones do."""
     _, batch, _, made = planned(*case)
-    assert measured_peak(made.stage_program(), batch)[0] == trace_peak(made.stage_program()).peak_bytes
+    assert (
+        measured_peak(made.stage_program(), batch)[0] == trace_peak(made.stage_program()).peak_bytes
+    )
 
 
 def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> None:
@@ -277,7 +362,9 @@ def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> N
     serial = emit(trace, replace(made.plan, buckets=(), overlap=Overlap()))
     groups = Groups.of(made.plan, H100, 1)
     offered = groups.of_program(serial)
-    buckets = tuple(bucket for steps_of_one in offered for bucket in groups.in_buckets(steps_of_one, 3))
+    buckets = tuple(
+        bucket for steps_of_one in offered for bucket in groups.in_buckets(steps_of_one, 3)
+    )
     assert {b.phase for b in buckets} == {"forward", "backward"} and len(buckets) >= 5
     begun = 0
     for num_bytes in (2**40, 20_000):
@@ -291,18 +378,30 @@ def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> N
                 start = next(iter(packed.users))
                 begun += start.target is steps.start
                 finish = next(iter(start.users)) if start.target is steps.start else start
-                assert max(place[x] for x in packed.all_input_nodes) < place[packed] < place[start] <= place[finish]
+                assert (
+                    max(place[x] for x in packed.all_input_nodes)
+                    < place[packed]
+                    < place[start]
+                    <= place[finish]
+                )
                 unpacked = next(iter(finish.users))
                 assert unpacked.target is from_bucket
-                assert all(place[part] - place[unpacked] <= len(unpacked.users) for part in unpacked.users), "taken out at once"
+                assert all(
+                    place[part] - place[unpacked] <= len(unpacked.users) for part in unpacked.users
+                ), "taken out at once"
         model, batch, _, _ = planned("llama", "fsdp", "h100-sxm")
         assert verify_program(trace, program, model, (), batch).ok
     assert begun > 2
 
 
 def with_latency(latency_s: float, launch_s: float = 3e-6) -> HardwareProfile:
-    links = {name: Link(latency_s, link.bandwidth_bytes_per_s, link.all_to_all_efficiency, {}) for name, link in H100.links.items()}
-    return replace(H100, links=links, launch_overhead_s=launch_s, hash=f"latency {latency_s} {launch_s}")
+    links = {
+        name: Link(latency_s, link.bandwidth_bytes_per_s, link.all_to_all_efficiency, {})
+        for name, link in H100.links.items()
+    }
+    return replace(
+        H100, links=links, launch_overhead_s=launch_s, hash=f"latency {latency_s} {launch_s}"
+    )
 
 
 def test_buckets_are_there_where_latency_is_and_only_there() -> None:
@@ -311,17 +410,22 @@ def test_buckets_are_there_where_latency_is_and_only_there() -> None:
     fast = make_plan(trace, Mesh(2), with_latency(0.0, 0.0), ddp).plan
     slow = make_plan(trace, Mesh(2), with_latency(1e-3), ddp).plan
     assert not fast.buckets and fast.prediction.in_buckets_s == 0.0
-    assert slow.buckets and slow.prediction.simulated_s < slow.prediction.in_buckets_s, "less than half of what it was"
+    assert slow.buckets and slow.prediction.simulated_s < slow.prediction.in_buckets_s, (
+        "less than half of what it was"
+    )
 
 
 def test_buckets_stay_within_the_budget() -> None:
-    """At the smallest budget the plan without them just fits; a little above, smaller buckets do."""
+    """At the smallest budget the plan without them just fits; a little above, smaller buckets
+    do."""
     _, _, trace, made = planned("gpt2", "ddp")
     alone = emit(trace, replace(made.plan, buckets=()))
     least = trace_peak(alone, outputs="dtensor").peak_bytes + made.plan.prediction.beside_bytes
     assert made.plan.prediction.peak_bytes > least
     for budget in (least, (least + made.plan.prediction.peak_bytes) // 2):
-        tight = make_plan(trace, Mesh(2), GLOO, PlanOptions(constraints=(constraints.ddp(),), memory_bytes=budget)).plan
+        tight = make_plan(
+            trace, Mesh(2), GLOO, PlanOptions(constraints=(constraints.ddp(),), memory_bytes=budget)
+        ).plan
         assert tight.prediction.peak_bytes <= budget
         assert certify(trace, tight, GLOO).ok
     assert len(tight.buckets) > len(made.plan.buckets), "smaller ones"
@@ -331,21 +435,31 @@ def test_buckets_stay_within_the_budget() -> None:
 def test_gathers_at_the_begin_and_reductions_at_the_end_of_a_step_share_buckets(zero: int) -> None:
     model, batch = zoo_small.gpt2()
     force = (constraints.megatron(dp=2, zero=zero, microbatches=2),)
-    _, made = plan_model(model, Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=force)
+    _, made = plan_model(
+        model, Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=force
+    )
     assert made.plan.pipeline is not None
     stage = made.plan.pipeline.stages[0]
     kinds = {(b.phase, b.members[0].result, b.collective.kind) for b in stage.buckets}
-    assert kinds == ({("step", 0, "all_gather"), ("step", 1, "reduce_scatter")} if zero else {("step", 1, "all_reduce")})
+    assert kinds == (
+        {("step", 0, "all_gather"), ("step", 1, "reduce_scatter")}
+        if zero
+        else {("step", 1, "all_reduce")}
+    )
     whole = made.plan.prediction
     assert whole.in_buckets_s == pytest.approx(2 * stage.prediction.in_buckets_s)
     assert autopar.verify(made.plan, model, batch).ok
     assert autopar.check(made.plan, model, batch).ok
-    swapped = tuple(replace(b, members=tuple(replace(m, result=1 - m.result) for m in b.members)) for b in stage.buckets)
+    swapped = tuple(
+        replace(b, members=tuple(replace(m, result=1 - m.result) for m in b.members))
+        for b in stage.buckets
+    )
     pipeline = replace(made.plan.pipeline, stages=(replace(stage, buckets=swapped),))
     assert not autopar.check(replace(made.plan, pipeline=pipeline), model, batch).ok
 
 
-# What is refused -------------------------------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
 
 Change = Callable[[Bucket], Bucket]
 
@@ -355,25 +469,46 @@ def stepped(bucket: Bucket, **changes: Any) -> Bucket:
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "a member twice": (lambda b: replace(b, members=(*b.members, b.members[0])), "buckets: what makes .* is in buckets twice"),
+    "a member twice": (
+        lambda b: replace(b, members=(*b.members, b.members[0])),
+        "buckets: what makes .* is in buckets twice",
+    ),
     "a member less": (lambda b: replace(b, members=b.members[1:]), "buckets: .*a device puts in"),
-    "one member": (lambda b: replace(b, members=b.members[:1]), "buckets: .*of its 1 members the plan moves 1"),
-    "no members": (lambda b: replace(b, members=()), "buckets: .*of its 0 members the plan moves 0"),
+    "one member": (
+        lambda b: replace(b, members=b.members[:1]),
+        "buckets: .*of its 1 members the plan moves 1",
+    ),
+    "no members": (
+        lambda b: replace(b, members=()),
+        "buckets: .*of its 0 members the plan moves 0",
+    ),
     "a member that the plan does not move": (
-        lambda b: replace(b, members=(replace(b.members[0], node="x/y/backward/0"), *b.members[1:])), "buckets: .*the plan moves",
+        lambda b: replace(
+            b, members=(replace(b.members[0], node="x/y/backward/0"), *b.members[1:])
+        ),
+        "buckets: .*the plan moves",
     ),
     "a member's target": (
-        lambda b: replace(b, members=(replace(b.members[0], target=Layout.parse("S(0)")), *b.members[1:])), "buckets: .*the plan moves",
+        lambda b: replace(
+            b, members=(replace(b.members[0], target=Layout.parse("S(0)")), *b.members[1:])
+        ),
+        "buckets: .*the plan moves",
     ),
     "its phase": (lambda b: replace(b, phase="forward"), "buckets: .*the plan moves 0"),
     "its kind": (lambda b: stepped(b, kind="all_gather"), "buckets: .*its bucket by all_gather"),
     "its reduction": (lambda b: stepped(b, reduce_op="max"), "buckets: .*moves by"),
-    "its dtype": (lambda b: stepped(b, dtype="bfloat16"), "buckets: .*its bucket by all_reduce of bfloat16"),
+    "its dtype": (
+        lambda b: stepped(b, dtype="bfloat16"),
+        "buckets: .*its bucket by all_reduce of bfloat16",
+    ),
     "its dim": (lambda b: stepped(b, dim=1), "buckets: .*a device puts in"),
-    "its bytes": (lambda b: stepped(b, bytes=b.collective.bytes - 4), "buckets: .*a device puts in"),
+    "its bytes": (
+        lambda b: stepped(b, bytes=b.collective.bytes - 4),
+        "buckets: .*a device puts in",
+    ),
     "its time": (lambda b: replace(b, time_s=b.time_s / 2), "buckets: .*it takes"),
     "what it saves": (lambda b: replace(b, saved_s=b.saved_s * 1.01), "buckets: .*it saves"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "finding"), CHANGES.values(), ids=CHANGES.keys())
@@ -395,7 +530,10 @@ def test_a_member_of_two_buckets_is_refused(place: int) -> None:
     half = len(steps_of_group) // 2
     assert half > 1
     shared = steps_of_group[place]
-    parts = [list(dict.fromkeys((*nodes, shared))) for nodes in (steps_of_group[:half], steps_of_group[half:])]
+    parts = [
+        list(dict.fromkeys((*nodes, shared)))
+        for nodes in (steps_of_group[:half], steps_of_group[half:])
+    ]
     plan = replace(alone, buckets=tuple(map(groups.bucket, parts)))
     assert "in buckets twice" in str(certify(trace, plan, GLOO))
     with pytest.raises(PlanError, match="in buckets twice"):
@@ -409,12 +547,19 @@ def test_a_bucket_over_axes_or_of_what_ops_wait_for_is_refused() -> None:
     plan = make_plan(trace, Mesh({"data": 2, "tensor": 2}), GLOO, options).plan
     bucket = next(b for b in plan.buckets if b.collective.kind == "all_reduce")
     waited = next(
-        (node, c) for node, c in plan.steps() if c.phase == "backward" and c.slack == "critical" and c.collective.kind == "all_reduce"
+        (node, c)
+        for node, c in plan.steps()
+        if c.phase == "backward" and c.slack == "critical" and c.collective.kind == "all_reduce"
     )
     other = Member(waited[0], waited[1].result, waited[1].target)
-    found = certify(trace, replace(plan, buckets=(replace(bucket, members=(*bucket.members, other)),)), GLOO)
+    found = certify(
+        trace, replace(plan, buckets=(replace(bucket, members=(*bucket.members, other)),)), GLOO
+    )
     said = str(found)
-    assert "is critical: an op waits for it" in said and "along axis 1, its bucket by all_reduce of float32 along axis 0" in said
+    assert (
+        "is critical: an op waits for it" in said
+        and "along axis 1, its bucket by all_reduce of float32 along axis 0" in said
+    )
 
 
 def test_a_bucket_of_what_is_prefetched_and_what_is_deferred_is_refused() -> None:
@@ -422,7 +567,9 @@ def test_a_bucket_of_what_is_prefetched_and_what_is_deferred_is_refused() -> Non
     gathers = next(b for b in made.plan.buckets if b.phase == "forward")
     assert gathers.collective.kind == "all_gather"
     reduces = next(b for b in made.plan.buckets if b.phase == "backward" and b.collective.reduce_op)
-    mixed = replace(reduces, members=(*reduces.members, *(replace(m, target=m.target) for m in gathers.members)))
+    mixed = replace(
+        reduces, members=(*reduces.members, *(replace(m, target=m.target) for m in gathers.members))
+    )
     assert "the plan moves" in str(certify(trace, replace(made.plan, buckets=(mixed,)), H100))
     with pytest.raises(PlanError, match="holds what no graph"):
         emit(trace, replace(made.plan, buckets=(mixed,)))
@@ -431,7 +578,11 @@ def test_a_bucket_of_what_is_prefetched_and_what_is_deferred_is_refused() -> Non
 def test_emission_refuses_an_illegal_bucket_by_itself() -> None:
     _, _, trace, made = planned("gpt2", "ddp")
     bucket = made.plan.buckets[0]
-    for wrong in (replace(bucket, members=(*bucket.members, bucket.members[0])), stepped(bucket, bytes=8), replace(bucket, members=())):
+    for wrong in (
+        replace(bucket, members=(*bucket.members, bucket.members[0])),
+        stepped(bucket, bytes=8),
+        replace(bucket, members=()),
+    ):
         with pytest.raises(PlanError, match=r"bucket|cannot be one"):
             emit(trace, replace(made.plan, buckets=(wrong,)))
 
@@ -449,7 +600,9 @@ def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(collective, "BUCKET_BYTES", most)
     monkeypatch.setattr(rates, "_MOST_IN_BUCKET", most)
     assert "it is larger than a bucket may be" in str(certify(trace, made.plan, GLOO))
-    again = make_plan(trace, made.plan.mesh, GLOO, PlanOptions(constraints=(constraints.ddp(),))).plan
+    again = make_plan(
+        trace, made.plan.mesh, GLOO, PlanOptions(constraints=(constraints.ddp(),))
+    ).plan
     assert again.buckets and certify(trace, again, GLOO).ok
     sizes = {(c.phase, node, c.result, c.target): c.collective.bytes for node, c in again.steps()}
     for b in again.buckets:
@@ -459,11 +612,21 @@ def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_gathers_over_two_axes_share_buckets_of_either() -> None:
     model, batch, trace, _ = planned("vit", "fsdp")
-    made = make_plan(trace, Mesh({"a": 2, "b": 2}), H100, PlanOptions(constraints=(constraints.fsdp(),)))
-    gathers = [b for b in made.plan.buckets if b.phase == "forward" and b.collective.kind == "all_gather"]
+    made = make_plan(
+        trace, Mesh({"a": 2, "b": 2}), H100, PlanOptions(constraints=(constraints.fsdp(),))
+    )
+    gathers = [
+        b for b in made.plan.buckets if b.phase == "forward" and b.collective.kind == "all_gather"
+    ]
     first, second = ({m.node for m in b.members} for b in gathers)
-    assert {b.collective.axis for b in gathers} == {0, 1} and first & second, "what one has gathered the other gathers on"
-    assert certify(trace, made.plan, H100).ok and verify_program(trace, made.stage_program(), model, (), batch).ok
+    assert {b.collective.axis for b in gathers} == {
+        0,
+        1,
+    } and first & second, "what one has gathered the other gathers on"
+    assert (
+        certify(trace, made.plan, H100).ok
+        and verify_program(trace, made.stage_program(), model, (), batch).ok
+    )
 
 
 def test_an_older_plan_has_no_buckets() -> None:
@@ -492,15 +655,23 @@ def test_a_broken_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "an axis is none of the mesh": (lambda b: b["collective"].update(axis=1), "a bucket moves along axis 1, mesh gpu=2 has 1 axes"),
-    "a layout is of another mesh": (lambda b: b["members"][0].update(target="R R"), "'R R' has 2 placements, mesh gpu=2 has 1 axes"),
+    "an axis is none of the mesh": (
+        lambda b: b["collective"].update(axis=1),
+        "a bucket moves along axis 1, mesh gpu=2 has 1 axes",
+    ),
+    "a layout is of another mesh": (
+        lambda b: b["members"][0].update(target="R R"),
+        "'R R' has 2 placements, mesh gpu=2 has 1 axes",
+    ),
     "a time is a word": (lambda b: b.update(time_s="soon"), r"buckets\[0\].time_s is 'soon'"),
     "its members are no list of members": (lambda b: b.update(members=[1]), "plan is malformed"),
 }
 
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_file_with_a_damaged_bucket_is_refused(damage: Callable[[dict[str, Any]], object], complaint: str) -> None:
+def test_a_file_with_a_damaged_bucket_is_refused(
+    damage: Callable[[dict[str, Any]], object], complaint: str
+) -> None:
     data = json.loads(planned("gpt2", "ddp")[3].plan.dumps())
     damage(data["buckets"][0])
     with pytest.raises(PlanError, match=complaint):
@@ -512,8 +683,16 @@ def test_compiled_passes_are_the_same() -> None:
 
     def through(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> list[torch.Tensor]:
         bucket = into_bucket([x, y, z], [0, 1, 0], 1, 1, torch.float32)
-        return from_bucket(2 * bucket, [[4], [3, 8], []], [0, 1, 0], 1, [torch.bfloat16, torch.float32, torch.float32])
+        return from_bucket(
+            2 * bucket,
+            [[4], [3, 8], []],
+            [0, 1, 0],
+            1,
+            [torch.bfloat16, torch.float32, torch.float32],
+        )
 
     operands = torch.randn(4).bfloat16(), torch.randn(3, 8), torch.randn(())
     compiled = torch.compile(through, fullgraph=True, backend="aot_eager", dynamic=False)
-    assert all(torch.equal(x, y) for x, y in zip(compiled(*operands), through(*operands), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(compiled(*operands), through(*operands), strict=True)
+    )

@@ -1,8 +1,9 @@
 """A capture computes the plain model, in whatever memory format operands and gradients are.
 
-A kernel may compute something else, or refuse, in another format than the one that autograd or torch's functions give
-it, by copies that a graph does not show. So each of many modules is captured several times in one model, behind
-operands and before gradients of different formats, and run on one device.
+A kernel may compute something else, or refuse, in another format than the one that autograd or
+torch's functions give it, by copies that a graph does not show. So each of many modules is captured
+several times in one model, behind operands and before gradients of different formats, and run on
+one device.
 """
 
 from __future__ import annotations
@@ -21,19 +22,39 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import Trace, capture, execute
 from autopar.capture.trees import flatten_call, flatten_with_paths
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.verification import verify_program
 from autopar.verification.comparison import Results, compare
 from benchmarks.random_plans import prepared_trace, random_plan
 
 FAST = ("group 2d", "attention", "weight norm")
 IN_FLOAT32 = (  # too, one of each kind
-    "conv2d", "transposed2d", "max2d", "bilinear 2d", "batch 2d", "group 2d", "attention", "attention grouped causal",
-    "bag mean", "cross entropy 2d", "lstm", "scatter add", "weight norm", "cholesky", "rfft2",
-)  # fmt: skip
-SPATIAL = ("convolutions", "pooling", "space", "norms", "attention")  # groups whose kernels know formats
-PAIRS = (  # formats of operands and of gradients, those that kernels tell apart beside contiguous ones
+    "conv2d",
+    "transposed2d",
+    "max2d",
+    "bilinear 2d",
+    "batch 2d",
+    "group 2d",
+    "attention",
+    "attention grouped causal",
+    "bag mean",
+    "cross entropy 2d",
+    "lstm",
+    "scatter add",
+    "weight norm",
+    "cholesky",
+    "rfft2",
+)
+SPATIAL = (
+    "convolutions",
+    "pooling",
+    "space",
+    "norms",
+    "attention",
+)  # groups whose kernels know formats
+# formats of operands and of gradients, those that kernels tell apart beside contiguous ones
+PAIRS = (
     ("contiguous", "channels last"),
     ("channels last", "contiguous"),
     ("channels last", "averaged"),
@@ -44,7 +65,10 @@ PAIRS = (  # formats of operands and of gradients, those that kernels tell apart
     ("part of channels", "one number"),
 )
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-4}
-SHARES = {torch.float64: 1e-4, torch.float32: 1e-2}  # of the largest gradient, below which is rounding
+SHARES = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-2,
+}  # of the largest gradient, below which is rounding
 
 
 def made(case: Case, dtype: torch.dtype) -> tuple[Branches, list[Tensor], list[Tensor]]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import random_ops
 from autopar.capture import capture
 from autopar.capture.execute import execute
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.ops import random
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -23,7 +23,8 @@ WEIGHTS = torch.tensor([0.0, 1.0, 2.0, 5.0])
 
 
 class Policy(nn.Module):
-    """One that learns from what it draws: an action, some of several experts without replacement, and some tokens with it."""
+    """One that learns from what it draws: an action, some of several experts without
+    replacement, and some tokens with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +41,18 @@ class Policy(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", ["2", "a=2,b=2"])
-def test_a_policys_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(mesh: str) -> None:
+def test_a_policys_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(
+    mesh: str,
+) -> None:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    model, batch = Policy(), {"x": torch.randn(8, 4, 8, generator=generator), "reward": torch.randn(8, 4, generator=generator)}
+    model, batch = (
+        Policy(),
+        {
+            "x": torch.randn(8, 4, 8, generator=generator),
+            "reward": torch.randn(8, 4, generator=generator),
+        },
+    )
     ready = prepare(model, batch, Mesh.parse(mesh), HardwareProfile.load("cpu-gloo"))
     for seed in range(3):
         _, program = random_plan(ready, seed, recompute_share=0.5)
@@ -57,20 +66,26 @@ class Drawing(nn.Module):
         self.weights = nn.Parameter(WEIGHTS.clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.multinomial(self.weights.detach().expand(len(x), -1), self.num, self.replacement) + 0 * x[:, None].long()
+        return (
+            torch.multinomial(self.weights.detach().expand(len(x), -1), self.num, self.replacement)
+            + 0 * x[:, None].long()
+        )
 
 
 @pytest.mark.parametrize(("num", "replacement"), [(1, False), (2, False), (3, True)])
 def test_categories_come_as_often_as_torch_draws_them(num: int, replacement: bool) -> None:
-    """To within five standard deviations of 20,000 draws; one without weight never comes, nor one twice without replacement."""
+    """To within five standard deviations of 20,000 draws; one without weight never comes, nor
+    one twice without replacement."""
     model, x = Drawing(num, replacement), torch.zeros(20000)
     trace = capture(model, (x,), inference=True)
-    tensors = {"weights": model.weights.detach(), random_ops.STATE: random_ops.initial_state(1)}
+    tensors = {"weights": model.weights.detach(), random.STATE: random.initial_state(1)}
     drawn = execute(trace, tensors, tensors, (x,))[0][0]
     assert drawn.shape == (20000, num) and int(drawn.min()) > 0
     torch.manual_seed(0)
     plain = model(x)
     for place in range(num):
-        ours, theirs = (torch.bincount(picks[:, place], minlength=4) / 20000 for picks in (drawn, plain))
+        ours, theirs = (
+            torch.bincount(picks[:, place], minlength=4) / 20000 for picks in (drawn, plain)
+        )
         assert float((ours - theirs).abs().max()) < 5 * (2 * 0.25 / 20000) ** 0.5
     assert replacement or bool((drawn.sort(1).values.diff(dim=1) > 0).all())

@@ -1,4 +1,5 @@
-"""The certified bound against brute force and against the relaxation, on generated small problems."""
+"""The certified bound against brute force and against the relaxation, on generated small
+problems."""
 
 from __future__ import annotations
 
@@ -16,23 +17,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
-from autopar.choices import Multipliers
-from autopar.layout import Layout, Strategy
-from autopar.layout_graph import layout_graph
-from autopar.problem import Op, OpStrategy, Problem, Use, Value, Variant
+from autopar.core.layout import Layout, Strategy
+from autopar.core.layout_graph import layout_graph
+from autopar.core.problem import Op, OpStrategy, Problem, Use, Value, Variant
+from autopar.core.solution import Multipliers
 from autopar.solve import evaluate, solve
-from autopar.solve.engine import Engine
+from autopar.solve.branch_and_cut import BranchAndCut
 from autopar.solve.formulation import SCALE, Formulation
-from autopar.solve.incoming import budget_matrix
-from autopar.solve.live import Live, Point
-from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
+from autopar.solve.highs import Engine, Live, Point
+from autopar.solve.lazy_rows import budget_matrix
+from autopar.solve.lp import Rows
+from autopar.solve.memory_rows import KEPT_ROW, BudgetRow, budget_rows
 from autopar.solve.multipliers import multipliers, tighter
-from autopar.solve.rows import Rows
-from autopar.solve.search import BranchAndCut
 from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, X, front, problem
 
-CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE), Case(0, LINE, True, hosts=1.0), Case(1, LINE, True, unasked=True))
-BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0), Case(1, LINE, True, 0.4, hosts=1.0))
+CASES = (
+    Case(0, LINE, True),
+    Case(1, LINE),
+    Case(0, SQUARE),
+    Case(0, LINE, True, hosts=1.0),
+    Case(1, LINE, True, unasked=True),
+)
+BESIDE = (
+    Case(1, LINE, True, 0.4),
+    Case(0, LINE, slowdown=0.4),
+    Case(2, LINE, slowdown=0.0),
+    Case(1, LINE, True, 0.4, hosts=1.0),
+)
 
 
 def row(row: BudgetRow, worth_s: float) -> MemoryRow:
@@ -48,12 +59,16 @@ def proven(p: Problem, multipliers: Multipliers) -> float:
     return lower_bound(p, prices, rows, multipliers.balance, versions_of(p, multipliers))
 
 
-def versions_of(p: Problem, multipliers: Multipliers, rng: random.Random | None = None, size: float = 0.0) -> dict[int, Versions]:
+def versions_of(
+    p: Problem, multipliers: Multipliers, rng: random.Random | None = None, size: float = 0.0
+) -> dict[int, Versions]:
     """Those of versions; each changed by about `size`."""
 
     def changed(kind: Mapping[tuple[int, int], float], v: int) -> dict[int, float]:
         layouts = range(len(p.values[p.variants[v].value].graph.layouts))
-        noise = {i: size * rng.gauss(0.0, 1.0) if rng and rng.random() < 0.5 else 0.0 for i in layouts}
+        noise = {
+            i: size * rng.gauss(0.0, 1.0) if rng and rng.random() < 0.5 else 0.0 for i in layouts
+        }
         return {i: kind.get((v, i), 0.0) + noise[i] for i in layouts}
 
     kinds = multipliers.versions_s, multipliers.copies_s, multipliers.once_s
@@ -62,20 +77,28 @@ def versions_of(p: Problem, multipliers: Multipliers, rng: random.Random | None 
 
 @cache
 def relaxed(case: Case, budget: int) -> Multipliers:
-    found = solve(case.problem(budget), gap=0.5).multipliers or solve(replace(case.problem(budget), moments=()), gap=0.5).multipliers
+    found = (
+        solve(case.problem(budget), gap=0.5).multipliers
+        or solve(replace(case.problem(budget), moments=()), gap=0.5).multipliers
+    )
     assert found is not None
     return found
 
 
-def changed(p: Problem, known: Multipliers, rng: random.Random, size: float, share: float, shift: float) -> Prices:
-    """The potentials: a share of them changed by about `size`, or only one, and all of some readers shifted by up to `shift`."""
+def changed(
+    p: Problem, known: Multipliers, rng: random.Random, size: float, share: float, shift: float
+) -> Prices:
+    """The potentials: a share of them changed by about `size`, or only one, and all of some
+    readers shifted by up to `shift`."""
     prices = {}
     for v, x in enumerate(p.variants):
         num = len(p.values[x.value].graph.layouts)
         for use, late in itertools.product(range(len(x.uses)), (0, 1)):
             by = shift * rng.random() * (rng.random() < 0.3)
             noise = [by + size * rng.gauss(0.2, 1.0) * (rng.random() < share) for _ in range(num)]
-            prices[v, use, bool(late)] = {i: noise[i] + known.potentials_s.get((v, late, use, i), 0.0) for i in range(num)}
+            prices[v, use, bool(late)] = {
+                i: noise[i] + known.potentials_s.get((v, late, use, i), 0.0) for i in range(num)
+            }
     if not share:
         where = rng.choice([*prices])
         prices[where][rng.choice([*prices[where]])] += size
@@ -94,13 +117,18 @@ SIZES = {
 def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
     case: Case, number: int, seed: int, size: float, share: float, shift: float
 ) -> None:
-    """From the relaxation's, where the bound is near the optimum: some changed a little or a lot."""
+    """From the relaxation's, where the bound is near the optimum: some changed a little or a
+    lot."""
     points = [*front(case), (AMPLE, front(case)[-1][1])]
     budget, best = points[number % len(points)]
     p, rng, known = case.problem(budget), random.Random(seed), relaxed(case, budget)
-    rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
+    rows = [
+        row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)
+    ]
     versions = versions_of(p, known, rng, size)
-    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, versions=versions) <= best * (1 + 1e-9)
+    assert lower_bound(
+        p, changed(p, known, rng, size, share, shift), rows, versions=versions
+    ) <= best * (1 + 1e-9)
 
 
 def test_what_an_op_does_not_read_where_it_runs_again_has_no_multiplier_there() -> None:
@@ -111,7 +139,11 @@ def test_what_an_op_does_not_read_where_it_runs_again_has_no_multiplier_there() 
     rows = [row(r, known.memory_s.get(r.name, 0.0)) for r in budget_rows(case.problem(budget))]
     for unasked in (False, True):
         p = replace(case, unasked=unasked).problem(budget)
-        bounds = {lower_bound(p, {**prices, (X, 0, True): {layout: worth}}, rows) for layout in range(3) for worth in (0.0, 1.0)}
+        bounds = {
+            lower_bound(p, {**prices, (X, 0, True): {layout: worth}}, rows)
+            for layout in range(3)
+            for worth in (0.0, 1.0)
+        }
         assert (len(bounds) == 1) == unasked
 
 
@@ -119,17 +151,34 @@ SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))
 
 
 @examples(60)
-@given(case=st.sampled_from(BESIDE), number=st.integers(0, 100), seed=st.integers(0, 2**32), balance=SHARES, **SIZES)
+@given(
+    case=st.sampled_from(BESIDE),
+    number=st.integers(0, 100),
+    seed=st.integers(0, 2**32),
+    balance=SHARES,
+    **SIZES,
+)
 def test_whatever_the_balance_is_no_plan_is_below_the_bound(
-    case: Case, number: int, seed: int, balance: tuple[float, float], size: float, share: float, shift: float
+    case: Case,
+    number: int,
+    seed: int,
+    balance: tuple[float, float],
+    size: float,
+    share: float,
+    shift: float,
 ) -> None:
-    """Against brute force with its own formula of the step, from the relaxation's multipliers at that balance."""
+    """Against brute force with its own formula of the step, from the relaxation's multipliers at
+    that balance."""
     points = [*front(case), (AMPLE, front(case)[-1][1])]
     budget, best = points[number % len(points)]
     p, rng, known = case.problem(budget), random.Random(seed), at_balance(case, budget, balance)
-    rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
+    rows = [
+        row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)
+    ]
     versions = versions_of(p, known, rng, size)
-    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, balance, versions) <= best * (1 + 1e-9)
+    assert lower_bound(
+        p, changed(p, known, rng, size, share, shift), rows, balance, versions
+    ) <= best * (1 + 1e-9)
     if not p.moments:
         assert known.bound_s <= proven(p, known) * (1 + 1e-12) <= best * (1 + 2e-9)
 
@@ -152,26 +201,41 @@ def at_prices(p: Problem, balance: tuple[float, float]) -> tuple[Formulation, En
 
 
 @pytest.mark.parametrize("balance", [(1.0, 1.0), (0.5, 0.0), (0.3, 0.8)])
-def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(balance: tuple[float, float]) -> None:
+def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(
+    balance: tuple[float, float],
+) -> None:
     for case in BESIDE:
         p = replace(case.problem(), moments=())
-        assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(at_prices(p, balance)[2].bound / SCALE, rel=1e-3)
+        assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(
+            at_prices(p, balance)[2].bound / SCALE, rel=1e-3
+        )
 
 
-def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_relaxation_does() -> None:
+def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_relaxation_does() -> (
+    None
+):
     later, kinds = [], [0, 0]
     budgets = [(case, front(case)[0][0]) for case in (*BESIDE, *CASES)]
-    for case, budget in (*budgets, (Case(1, LINE, True, 0.0), 168), (Case(0, SQUARE, True, 0.4), 80)):
+    for case, budget in (
+        *budgets,
+        (Case(1, LINE, True, 0.0), 168),
+        (Case(0, SQUARE, True, 0.4), 80),
+    ):
         looked = BranchAndCut(replace(case.problem(budget), moments=()), 0.0, 200, 60.0)
         looked.run()
         found = looked.proven.multipliers()
         assert found is not None and looked.proven.vertex is not None
-        first = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {})
+        first = multipliers(
+            looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {}
+        )
         assert found.bound_s >= first.bound_s
         assert found.bound_s == pytest.approx(looked.proven.relaxed / SCALE, rel=1e-3)
         assert proven(looked.problem, found) >= found.bound_s * (1 - 1e-12)
         later.append(found.bound_s > first.bound_s)
-        kinds = [num + len(kind) for num, kind in zip(kinds, (found.versions_s, found.once_s), strict=True)]
+        kinds = [
+            num + len(kind)
+            for num, kind in zip(kinds, (found.versions_s, found.once_s), strict=True)
+        ]
     assert any(later) and all(kinds), "rows (9) prove something, and that a version is kept once"
 
 
@@ -185,44 +249,76 @@ def test_a_balance_beyond_its_range_proves_nothing() -> None:
 def test_where_little_is_to_be_chosen_no_multipliers_prove_more_than_what_that_costs(
     seed: int, size: float, share: float, shift: float
 ) -> None:
-    """The relaxation has no gap here, so that whatever the bound forgets to subtract is seen; running again may be cheap."""
+    """The relaxation has no gap here, so that whatever the bound forgets to subtract is seen;
+    running again may be cheap."""
     rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
     cheap = rng.choice((0.02, 1.0))
     ops = tuple(
-        replace(op, strategies=tuple(replace(s, time_s=s.time_s * cheap) for s in rng.sample(op.strategies, 1 + (i == 2))))
+        replace(
+            op,
+            strategies=tuple(
+                replace(s, time_s=s.time_s * cheap) for s in rng.sample(op.strategies, 1 + (i == 2))
+            ),
+        )
         for i, op in enumerate(whole.ops)
     )
     alone = replace(whole, ops=ops)
     found = solve(alone, gap=0.0)
     assert found.multipliers is not None
     for _ in range(10):
-        prices, versions = changed(alone, found.multipliers, rng, size, share, shift), versions_of(alone, found.multipliers, rng, size)
+        prices, versions = (
+            changed(alone, found.multipliers, rng, size, share, shift),
+            versions_of(alone, found.multipliers, rng, size),
+        )
         assert lower_bound(alone, prices, [], versions=versions) <= found.objective_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_what_versions_are_worth_to_backward_is_paid_for_in_forward(seed: int) -> None:
-    """From multipliers that prove all that the best plan costs: some layouts of a tensor are worth more to one of backward's readers, and
-    that is paid for by κ, μ, ν or ω. Nothing proves more."""
+    """From multipliers that prove all that the best plan costs: some layouts of a tensor are worth
+    more to one of backward's readers, and that is paid for by κ, μ, ν or ω. Nothing proves more."""
     rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
     few = (rng.sample(op.strategies, 1 if op.kind == "compute" else 2) for op in whole.ops)
-    alone = replace(whole, ops=tuple(replace(op, strategies=tuple(some)) for op, some in zip(whole.ops, few, strict=True)), moments=())
+    alone = replace(
+        whole,
+        ops=tuple(
+            replace(op, strategies=tuple(some)) for op, some in zip(whole.ops, few, strict=True)
+        ),
+        moments=(),
+    )
     looked = BranchAndCut(alone, 0.0, 200, 60.0)
     best = looked.run()
     assert best is not None and looked.proven.vertex is not None
-    plain = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {})
+    plain = multipliers(
+        looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {}
+    )
     program, engine, point = at_prices(alone, (1.0, 1.0))
     for known in (plain, multipliers(program, engine, (1.0, 1.0), point.duals, Rows.of([]), {})):
         prices, versions = changed(alone, known, rng, 0.0, 1.0, 0.0), versions_of(alone, known)
-        late = [where for where in prices if where[2] and alone.values[alone.variants[where[0]].value].phase == "forward"]
+        late = [
+            where
+            for where in prices
+            if where[2] and alone.values[alone.variants[where[0]].value].phase == "forward"
+        ]
         for _ in range(150):
             where, by = rng.choice(late), rng.choice((0.05, 0.2, 0.8))
             raised = [layout for layout in prices[where] if rng.random() < 0.5]
-            paid = {name: dict(getattr(versions[where[0]], name)) for name in ("made", "read", "once")}
-            for layout, name in itertools.product(raised, rng.choice((["made"], ["read"], ["once"], [], ["made", "read"]))):
+            paid = {
+                name: dict(getattr(versions[where[0]], name)) for name in ("made", "read", "once")
+            }
+            for layout, name in itertools.product(
+                raised, rng.choice((["made"], ["read"], ["once"], [], ["made", "read"]))
+            ):
                 paid[name][layout] += by
-            worths = {layout: worth + by * (layout in raised) for layout, worth in prices[where].items()}
-            proven = lower_bound(alone, {**prices, where: worths}, [], versions={**versions, where[0]: Versions(**paid)})
+            worths = {
+                layout: worth + by * (layout in raised) for layout, worth in prices[where].items()
+            }
+            proven = lower_bound(
+                alone,
+                {**prices, where: worths},
+                [],
+                versions={**versions, where[0]: Versions(**paid)},
+            )
             assert proven <= best.objective_s * (1 + 1e-9)
 
 
@@ -231,28 +327,51 @@ def rng_mesh(seed: int) -> tuple[int, ...]:
 
 
 def by_hand(num_readers: int = 1) -> Problem:
-    """w rests in halves; a reads it whole and makes y in halves; b (forward) reads y whole, c (backward) y and w whole. There may be more
-    of b, which read y in halves; w may then also rest whole, for three seconds."""
+    """w rests in halves; a reads it whole and makes y in halves; b (forward) reads y whole, c
+    (backward) y and w whole. There may be more of b, which read y in halves; w may then also rest
+    whole, for three seconds."""
     whole, half = Layout.parse("R"), Layout.parse("S(0)")
-    graph = layout_graph(SHAPE, torch.float32, LINE, [half], [whole], lambda c: 1.0 if c.kind == "all_gather" else 0.25)
+    graph = layout_graph(
+        SHAPE,
+        torch.float32,
+        LINE,
+        [half],
+        [whole],
+        lambda c: 1.0 if c.kind == "all_gather" else 0.25,
+    )
     ops = (
         Op("w", "parameter", "forward", 1, (0,), (OpStrategy(Strategy((), (half,)), 0.0, 32),)),
         Op("a", "compute", "forward", 1, (1,), (OpStrategy(Strategy((whole,), (half,)), 1.0),)),
         Op("b", "compute", "forward", 1, (), (OpStrategy(Strategy((whole,), ()), 1.0),)),
         Op("c", "compute", "backward", 1, (), (OpStrategy(Strategy((whole, whole), ()), 1.0),)),
     )
-    further = tuple(replace(ops[2], key=f"b{i}", strategies=(OpStrategy(Strategy((half,), ()), 1.0),)) for i in range(1, num_readers))
+    further = tuple(
+        replace(ops[2], key=f"b{i}", strategies=(OpStrategy(Strategy((half,), ()), 1.0),))
+        for i in range(1, num_readers)
+    )
     if further:
-        ops = (replace(ops[0], strategies=(*ops[0].strategies, OpStrategy(Strategy((), (whole,)), 3.0, 64))), *ops[1:])
+        ops = (
+            replace(
+                ops[0], strategies=(*ops[0].strategies, OpStrategy(Strategy((), (whole,)), 3.0, 64))
+            ),
+            *ops[1:],
+        )
     values = (Value("w", 0, 0, "forward", graph, True), Value("y", 1, 0, "forward", graph))
     readers = (Use(2, 0, "forward"), *(Use(4 + i, 0, "forward") for i in range(len(further))))
     uses = ((Use(1, 0, "forward"), Use(3, 0, "backward")), (*readers, Use(3, 1, "backward")))
-    return Problem((*ops, *further), values, (Variant(0, 1, uses[0]), Variant(1, 1, uses[1])), AMPLE)
+    return Problem(
+        (*ops, *further), values, (Variant(0, 1, uses[0]), Variant(1, 1, uses[1])), AMPLE
+    )
 
 
-@pytest.mark.parametrize(("budget", "best"), [(AMPLE, 5.0), (32 + 128, 5.0), (32 + 64, 6.0), (32 + 32, 7.0)])
-def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(budget: int, best: float) -> None:
-    """Three ops of a second, two gathers in forward, and one in backward for whatever is not kept whole."""
+@pytest.mark.parametrize(
+    ("budget", "best"), [(AMPLE, 5.0), (32 + 128, 5.0), (32 + 64, 6.0), (32 + 32, 7.0)]
+)
+def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(
+    budget: int, best: float
+) -> None:
+    """Three ops of a second, two gathers in forward, and one in backward for whatever is not
+    kept whole."""
     p = replace(by_hand(), budget_bytes=budget)
     half, whole = 0, 1
     readers = [(v, use, late) for v in (0, 1) for use, late in ((0, False), (1, True))]
@@ -260,7 +379,10 @@ def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(budge
     for worths in itertools.product((0.0, 1.0, 2.0), (0.0, 1.0), repeat=len(readers)):
         pairs = zip(worths[::2], worths[1::2], strict=True)
         prices = {where: {whole: w, half: h} for where, (w, h) in zip(readers, pairs, strict=True)}
-        proven += [lower_bound(p, prices, [MemoryRow({0: 1, 1: 1}, {}, price)]) for price in (0.0, budget / 32, budget / 64)]
+        proven += [
+            lower_bound(p, prices, [MemoryRow({0: 1, 1: 1}, {}, price)])
+            for price in (0.0, budget / 32, budget / 64)
+        ]
     assert max(proven) <= best + 1e-9
     assert max(proven) == pytest.approx(best), "and the relaxation has no gap"
 
@@ -269,26 +391,43 @@ def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(budge
 def test_by_hand_whatever_versions_are_worth_no_more_is_proven(num_readers: int) -> None:
     """As above, with a second for each b, and two gathers."""
     p, rng, best = by_hand(num_readers), random.Random(0), 4.0 + num_readers
-    readers = [(v, use, False) for v in (0, 1) for use in range(num_readers if v else 1)] + [(0, 1, True), (1, num_readers, True)]
+    readers = [(v, use, False) for v in (0, 1) for use in range(num_readers if v else 1)] + [
+        (0, 1, True),
+        (1, num_readers, True),
+    ]
     proven = []
     for _ in range(3000):
-        prices = {where: {0: rng.choice((0.0, 1.0)), 1: rng.choice((0.0, 1.0, 2.0))} for where in readers}
-        versions = {v: Versions(*({i: rng.choice((0.0, 0.0, 1.0, 2.0)) for i in (0, 1)} for _ in range(3))) for v in (0, 1)}
+        prices = {
+            where: {0: rng.choice((0.0, 1.0)), 1: rng.choice((0.0, 1.0, 2.0))} for where in readers
+        }
+        versions = {
+            v: Versions(*({i: rng.choice((0.0, 0.0, 1.0, 2.0)) for i in (0, 1)} for _ in range(3)))
+            for v in (0, 1)
+        }
         proven.append(lower_bound(p, prices, [], versions=versions))
     assert max(proven) <= best + 1e-9
     assert max(proven) >= best - 1.0, "and near to that something is"
 
 
 def test_by_hand_what_one_reader_has_anyway_pays_for_no_gather_of_anothers() -> None:
-    """y is read in halves, and whole: its gather is paid though to the one it is worth less than nothing, and arrives for backward."""
-    prices = {(0, 0, False): {1: 1.0}, (1, 0, False): {1: 1.0}, (1, 1, False): {0: 1.0}, (1, 2, True): {1: 1.0}}
+    """y is read in halves, and whole: its gather is paid though to the one it is worth less than
+    nothing, and arrives for backward."""
+    prices = {
+        (0, 0, False): {1: 1.0},
+        (1, 0, False): {1: 1.0},
+        (1, 1, False): {0: 1.0},
+        (1, 2, True): {1: 1.0},
+    }
     assert lower_bound(by_hand(2), prices, [], versions={1: Versions({1: 1.0}, {}, {})}) <= 6.0
 
 
 def test_multipliers_of_the_wrong_sign_prove_nothing() -> None:
     plain = CASES[1].problem()
     wrong = changed(plain, Multipliers(0.0, {}, {}), random.Random(0), -1.0, 1.0, 0.0)
-    positive = {where: {i: max(value, 0.0) for i, value in values.items()} for where, values in wrong.items()}
+    positive = {
+        where: {i: max(value, 0.0) for i, value in values.items()}
+        for where, values in wrong.items()
+    }
     assert wrong != positive
     assert lower_bound(plain, wrong, []) == lower_bound(plain, positive, [])
 
@@ -321,14 +460,20 @@ def test_without_multipliers_the_bound_is_the_least_time_of_every_op() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_bound_counts_what_no_plan_can_avoid(case: Case) -> None:
-    """Where every op has one strategy left and nothing runs again, the multipliers of the relaxation prove the plan's own cost."""
+    """Where every op has one strategy left and nothing runs again, the multipliers of the
+    relaxation prove the plan's own cost."""
     p = case.problem()
     chosen = solve(p, gap=0.0).strategies
-    ops = tuple(replace(op, strategies=(op.strategies[s],), recomputable=False) for op, s in zip(p.ops, chosen, strict=True))
+    ops = tuple(
+        replace(op, strategies=(op.strategies[s],), recomputable=False)
+        for op, s in zip(p.ops, chosen, strict=True)
+    )
     alone = replace(p, ops=ops, moments=())
     found = solve(alone, gap=0.0).multipliers
     assert found is not None
-    assert proven(alone, found) == pytest.approx(evaluate(alone, (0,) * len(ops)).objective_s, rel=1e-3)
+    assert proven(alone, found) == pytest.approx(
+        evaluate(alone, (0,) * len(ops)).objective_s, rel=1e-3
+    )
 
 
 def test_a_price_of_memory_takes_the_budget_and_gives_the_least_bytes() -> None:
@@ -336,20 +481,27 @@ def test_a_price_of_memory_takes_the_budget_and_gives_the_least_bytes() -> None:
     free = lower_bound(p, {}, [])
     static = [op.count * np.array([s.static_bytes for s in op.strategies]) for op in p.ops]
     times = [op.count * np.array([s.time_s for s in op.strategies]) for op in p.ops]
-    expected = sum(float((t + 2.0 / 100 * b).min()) for t, b in zip(times, static, strict=True)) - 2.0
+    expected = (
+        sum(float((t + 2.0 / 100 * b).min()) for t, b in zip(times, static, strict=True)) - 2.0
+    )
     assert lower_bound(p, {}, [MemoryRow({}, {}, 2.0)]) == pytest.approx(expected)
     assert lower_bound(p, {}, [MemoryRow({}, {}, -2.0)]) == pytest.approx(free)
     assert KEPT_ROW == "start of backward", "the certificate knows rows by their names"
 
 
 @pytest.mark.parametrize("case", [Case(0, LINE, hosts=1.0), Case(1, SQUARE, hosts=1.0)], ids=str)
-def test_with_hosts_arithmetic_proves_what_the_search_says_and_no_more_than_the_best(case: Case) -> None:
-    """At the prices of tight budgets, where waiting on a host costs less than the memory it leaves."""
+def test_with_hosts_arithmetic_proves_what_the_search_says_and_no_more_than_the_best(
+    case: Case,
+) -> None:
+    """At the prices of tight budgets, where waiting on a host costs less than the memory it
+    leaves."""
     priced = 0
     for budget, best in front(case):
         p = replace(case.problem(budget), moments=())
         known = solve(p, gap=0.0).multipliers
         if known is not None and known.memory_s:
             priced += 1
-            assert proven(p, known) == pytest.approx(known.bound_s, rel=1e-4) and proven(p, known) <= best * (1 + 1e-6)
+            assert proven(p, known) == pytest.approx(known.bound_s, rel=1e-4) and proven(
+                p, known
+            ) <= best * (1 + 1e-6)
     assert priced

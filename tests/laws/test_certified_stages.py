@@ -1,4 +1,5 @@
-"""Plans with stages are certified as they are made, and not when any one claim of the whole or of a stage is changed."""
+"""Plans with stages are certified as they are made, and not when any one claim of the whole or
+of a stage is changed."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from autopar.api.tracing import staged_trace
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify_staged
 from autopar.constraints import fsdp, pipeline
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.planning.over_cuts import Pair
-from autopar.planning.parted import Parting
+from autopar.planner.pipeline.cuts import Pair
+from autopar.planner.pipeline.lagrangian import Parting
 from autopar.plans import Pipeline, Plan
+from autopar.sharding import Ref
 from autopar.stages import Cut
-from autopar.strategies import Ref
 from benchmarks import zoo
 
 PROFILE = HardwareProfile.load("cpu-gloo")
@@ -48,8 +49,13 @@ class Made:
 @pytest.fixture(scope="module")
 def made() -> Made:
     model, batch = zoo.build("gpt2")
-    mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
-    whole, planned = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=0.15)
+    mesh, force = (
+        autopar.Mesh({"stage": 2, "data": 2}),
+        (pipeline("stage", microbatches=4), fsdp("data")),
+    )
+    whole, planned = plan_model(
+        model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=0.15
+    )
     assert planned.plan.pipeline is not None
     part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
     return Made(planned.plan, whole, part, how, stages)
@@ -58,7 +64,10 @@ def made() -> Made:
 def test_a_plan_with_stages_is_certified(made: Made) -> None:
     found = made.certificate(made.plan)
     assert found.ok, str(found)
-    assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12) and found.peak_bytes == made.plan.prediction.peak_bytes
+    assert (
+        found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12)
+        and found.peak_bytes == made.plan.prediction.peak_bytes
+    )
     assert any("proven by arithmetic" in note for note in found.notes)
     proof = made.plan.proof
     assert found.certified_bound_s == pytest.approx(proof.certified_bound_s, rel=1e-12)
@@ -66,10 +75,17 @@ def test_a_plan_with_stages_is_certified(made: Made) -> None:
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
-def test_where_multipliers_prove_less_than_is_asked_for_units_are_searched_which_no_arithmetic_proves(made: Made) -> None:
+def test_where_multipliers_prove_less_than_is_asked_for_units_are_searched_which_no_arithmetic_proves(  # noqa: E501
+    made: Made,
+) -> None:
     model, batch = zoo.build("gpt2")
-    mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
-    plan = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=1e-5)[1].plan
+    mesh, force = (
+        autopar.Mesh({"stage": 2, "data": 2}),
+        (pipeline("stage", microbatches=4), fsdp("data")),
+    )
+    plan = plan_model(
+        model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=1e-5
+    )[1].plan
     proof = plan.proof
     assert proof.certified_bound_s < proof.searched_bound_s == proof.bound_s <= proof.objective_s
     assert proof.gap == pytest.approx(1 - proof.bound_s / proof.objective_s)
@@ -78,25 +94,44 @@ def test_where_multipliers_prove_less_than_is_asked_for_units_are_searched_which
     assert found.certified_bound_s == pytest.approx(proof.certified_bound_s, rel=1e-12)
     assert found.claimed_bound_s == proof.bound_s
     assert made.plan.proof.searched_bound_s == 0.0, "what was asked for is proven"
-    claimed = replace(plan, proof=replace(proof, searched_bound_s=proof.objective_s * 1.01, bound_s=proof.objective_s * 1.01))
+    claimed = replace(
+        plan,
+        proof=replace(
+            proof, searched_bound_s=proof.objective_s * 1.01, bound_s=proof.objective_s * 1.01
+        ),
+    )
     assert "bound" in {f.claim for f in made.certificate(claimed).findings}
 
 
 def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
     model, batch = zoo.build("gpt2")
-    whole, planned = plan_model(model, autopar.Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo", num_microbatches=4)
+    whole, planned = plan_model(
+        model,
+        autopar.Mesh({"data": 2}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        num_microbatches=4,
+    )
     pipe, proof = planned.plan.pipeline, planned.plan.proof
     assert pipe is not None and len(pipe.stages) == 1
     own = pipe.stages[0].proof
-    assert (proof.bound_s, proof.certified_bound_s) == pytest.approx((4 * own.bound_s, 4 * own.certified_bound_s), rel=1e-12)
+    assert (proof.bound_s, proof.certified_bound_s) == pytest.approx(
+        (4 * own.bound_s, 4 * own.certified_bound_s), rel=1e-12
+    )
     part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
     found = certify_staged(whole, part, stages, how, planned.plan, PROFILE)
     assert found.ok, str(found)
-    proven_more = replace(planned.plan, proof=replace(proof, certified_bound_s=proof.bound_s * 1.01))
-    assert "bound" in {f.claim for f in certify_staged(whole, part, stages, how, proven_more, PROFILE).findings}
+    proven_more = replace(
+        planned.plan, proof=replace(proof, certified_bound_s=proof.bound_s * 1.01)
+    )
+    assert "bound" in {
+        f.claim for f in certify_staged(whole, part, stages, how, proven_more, PROFILE).findings
+    }
 
 
-def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crosses = Parting._crosses
 
     def dearer(self: Parting, ref: Ref, *where: Any) -> Iterator[tuple[int, tuple[Pair, ...]]]:
@@ -105,8 +140,13 @@ def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(mad
 
     monkeypatch.setattr(Parting, "_crosses", dearer)
     model, batch = zoo.build("gpt2")
-    mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
-    plan = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force)[1].plan
+    mesh, force = (
+        autopar.Mesh({"stage": 2, "data": 2}),
+        (pipeline("stage", microbatches=4), fsdp("data")),
+    )
+    plan = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force)[
+        1
+    ].plan
     assert plan.proof.certified_bound_s > made.plan.proof.certified_bound_s
     assert "bound" in {f.claim for f in made.certificate(plan).findings}
 
@@ -123,19 +163,34 @@ def stage(number: int, change: Callable[[Plan], Plan]) -> Callable[[Plan], Plan]
     def changed(plan: Plan) -> Plan:
         pipe = plan.pipeline
         assert isinstance(pipe, Pipeline)
-        return replace(plan, pipeline=replace(pipe, stages=tuple(change(s) if n == number else s for n, s in enumerate(pipe.stages))))
+        return replace(
+            plan,
+            pipeline=replace(
+                pipe,
+                stages=tuple(change(s) if n == number else s for n, s in enumerate(pipe.stages)),
+            ),
+        )
 
     return changed
 
 
 def predicted(**changes: float) -> Callable[[Plan], Plan]:
     return lambda plan: replace(
-        plan, prediction=replace(plan.prediction, **{name: getattr(plan.prediction, name) * by for name, by in changes.items()})
+        plan,
+        prediction=replace(
+            plan.prediction,
+            **{name: getattr(plan.prediction, name) * by for name, by in changes.items()},
+        ),
     )
 
 
 def proven(**changes: float) -> Callable[[Plan], Plan]:
-    return lambda plan: replace(plan, proof=replace(plan.proof, **{name: getattr(plan.proof, name) * by for name, by in changes.items()}))
+    return lambda plan: replace(
+        plan,
+        proof=replace(
+            plan.proof, **{name: getattr(plan.proof, name) * by for name, by in changes.items()}
+        ),
+    )
 
 
 def multiplied(which: str, by: float) -> Callable[[Plan], Plan]:
@@ -143,8 +198,14 @@ def multiplied(which: str, by: float) -> Callable[[Plan], Plan]:
 
     def change(plan: Plan) -> Plan:
         found = list(getattr(plan.proof, which))
-        most, layout = max(((n, at) for n, p in enumerate(found) for at in p.values_s), key=lambda w: found[w[0]].values_s[w[1]])
-        found[most] = replace(found[most], values_s={**found[most].values_s, layout: found[most].values_s[layout] * by})
+        most, layout = max(
+            ((n, at) for n, p in enumerate(found) for at in p.values_s),
+            key=lambda w: found[w[0]].values_s[w[1]],
+        )
+        found[most] = replace(
+            found[most],
+            values_s={**found[most].values_s, layout: found[most].values_s[layout] * by},
+        )
         return replace(plan, proof=replace(plan.proof, **{which: tuple(found)}))
 
     return change
@@ -154,14 +215,20 @@ def all_multiplied(by: float) -> Callable[[Plan], Plan]:
     """All potentials of the whole, changed."""
 
     def change(plan: Plan) -> Plan:
-        found = (replace(p, values_s={layout: worth * by for layout, worth in p.values_s.items()}) for p in plan.proof.potentials)
+        found = (
+            replace(p, values_s={layout: worth * by for layout, worth in p.values_s.items()})
+            for p in plan.proof.potentials
+        )
         return replace(plan, proof=replace(plan.proof, potentials=tuple(found)))
 
     return change
 
 
 def slower_crossing(plan: Plan) -> Plan:
-    entries = tuple(replace(e, time_s=e.time_s * 0.5) if e.kind == "output" and e.time_s else e for e in plan.entries)
+    entries = tuple(
+        replace(e, time_s=e.time_s * 0.5) if e.kind == "output" and e.time_s else e
+        for e in plan.entries
+    )
     assert entries != plan.entries
     return replace(plan, entries=entries)
 
@@ -191,7 +258,10 @@ def twice_crossing(plan: Plan) -> Plan:
 
 
 def other_runner_ups(plan: Plan) -> Plan:
-    entries = tuple(replace(e, runner_up=replace(e.runner_up, strategy="S(7) -> S(7)")) if e.runner_up else e for e in plan.entries)
+    entries = tuple(
+        replace(e, runner_up=replace(e.runner_up, strategy="S(7) -> S(7)")) if e.runner_up else e
+        for e in plan.entries
+    )
     assert entries != plan.entries
     return replace(plan, entries=entries)
 
@@ -200,12 +270,20 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.9), "time"),
     "the compute of the slowest stage": (predicted(compute_s=0.9), "time"),
     "the bound": (proven(bound_s=1e3), "bound"),
-    "the bound and the gap": (lambda p: replace(p, proof=replace(p.proof, bound_s=p.proof.objective_s, gap=0.0)), "bound"),
+    "the bound and the gap": (
+        lambda p: replace(p, proof=replace(p.proof, bound_s=p.proof.objective_s, gap=0.0)),
+        "bound",
+    ),
     "the bound over all cuts": (proven(certified_bound_s=1.001), "bound"),
     "all multipliers": (all_multiplied(1.5), "bound"),
     "a multiplier that is gone": (multiplied("potentials", 0.0), "bound"),
     "a multiplier of no layout": (
-        lambda p: replace(p, proof=replace(p.proof, potentials=(replace(p.proof.potentials[0], values_s={"X": 1.0}),))),
+        lambda p: replace(
+            p,
+            proof=replace(
+                p.proof, potentials=(replace(p.proof.potentials[0], values_s={"X": 1.0}),)
+            ),
+        ),
         "bound",
     ),
     "the gap": (proven(gap=0.5), "bound"),
@@ -213,13 +291,27 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the microbatches in flight": (piped(num_in_flight=(1, 1)), "memory"),
     "the schedule": (piped(schedule="gpipe"), "memory"),
     "a stage's step": (stage(1, predicted(step_s=0.9)), "time"),
-    "a stage's peak": (stage(0, lambda p: replace(p, prediction=replace(p.prediction, peak_bytes=p.prediction.peak_bytes - 1))), "memory"),
+    "a stage's peak": (
+        stage(
+            0,
+            lambda p: replace(
+                p, prediction=replace(p.prediction, peak_bytes=p.prediction.peak_bytes - 1)
+            ),
+        ),
+        "memory",
+    ),
     "a stage's time of crossing": (stage(0, slower_crossing), "time"),
-    "a stage's kept values": (stage(1, forgetful), "emission"),  # backward finds what it reads in no layout
+    "a stage's kept values": (
+        stage(1, forgetful),
+        "emission",
+    ),  # backward finds what it reads in no layout
     "a stage's objective": (stage(0, proven(objective_s=0.9)), "time"),
     "a stage's certified bound": (stage(0, proven(certified_bound_s=1.5)), "bound"),
     "a stage's entries": (stage(0, lambda p: replace(p, entries=p.entries[1:])), "emission"),
-    "a stage's collectives": (stage(1, lambda p: replace(p, communications=p.communications[1:])), "emission"),
+    "a stage's collectives": (
+        stage(1, lambda p: replace(p, communications=p.communications[1:])),
+        "emission",
+    ),
     "the bytes of what crosses": (crossing(bytes=1), "moves"),
     "the layout of what crosses": (crossing(layout=Layout.parse("P")), "moves"),
     "another name of what crosses": (crossing(node="nowhere"), "moves"),
@@ -232,18 +324,40 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the seconds in which outputs go to all stages": (piped(handed_s=1e-3), "time"),
     "the bytes of outputs that do": (piped(handed_bytes=4), "time"),
     "a promise that was not made": (piped(independent=True), "model"),
-    "microbatches that were not asked for": (lambda p: with_options(p, num_microbatches=8), "model"),
-    "a pipeline that was not asked for": (
-        lambda p: with_options(p, constraints=[{**p.options["constraints"][0], "microbatches": 8}]), "model",
+    "microbatches that were not asked for": (
+        lambda p: with_options(p, num_microbatches=8),
+        "model",
     ),
-    "the name of a stage's model": (stage(1, lambda p: replace(p, fingerprint=replace(p.fingerprint, model_name="other"))), "model"),
-    "the version that made a stage": (stage(0, lambda p: replace(p, fingerprint=replace(p.fingerprint, torch="1.0"))), "model"),
-    "what a stage reads": (stage(1, lambda p: replace(p, fingerprint=replace(p.fingerprint, inputs=(("x", "int64 [1]"),)))), "model"),
+    "a pipeline that was not asked for": (
+        lambda p: with_options(p, constraints=[{**p.options["constraints"][0], "microbatches": 8}]),
+        "model",
+    ),
+    "the name of a stage's model": (
+        stage(1, lambda p: replace(p, fingerprint=replace(p.fingerprint, model_name="other"))),
+        "model",
+    ),
+    "the version that made a stage": (
+        stage(0, lambda p: replace(p, fingerprint=replace(p.fingerprint, torch="1.0"))),
+        "model",
+    ),
+    "what a stage reads": (
+        stage(
+            1,
+            lambda p: replace(p, fingerprint=replace(p.fingerprint, inputs=(("x", "int64 [1]"),))),
+        ),
+        "model",
+    ),
     "how a stage was captured": (stage(1, lambda p: replace(p, capture="at a glance")), "words"),
     "how it was captured": (lambda p: replace(p, capture="at a glance"), "words"),
-    "a stage's slowdown": (stage(1, lambda p: replace(p, overlap=replace(p.overlap, slowdown=p.overlap.slowdown / 2))), "overlap"),
+    "a stage's slowdown": (
+        stage(1, lambda p: replace(p, overlap=replace(p.overlap, slowdown=p.overlap.slowdown / 2))),
+        "overlap",
+    ),
     "a stage's runner-ups": (stage(0, other_runner_ups), "layouts"),
-    "the batch": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="another")), "model"),
+    "the batch": (
+        lambda p: replace(p, fingerprint=replace(p.fingerprint, model="another")),
+        "model",
+    ),
 }
 
 
@@ -261,9 +375,21 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
     ("change", "complaint"),
     [
         (piped(schedule="2f2b"), "its schedule is '2f2b'"),
-        (lambda p: replace(p, overlap=replace(p.overlap, forward_bytes=64)), "decisions beside those of its stages"),
-        (lambda p: replace(p, prediction=replace(p.prediction, timeline=(("", "forward", "compute", 0.0, 1.0),))), "decisions beside"),
-        (lambda p: replace(p, proof=replace(p.proof, balance=(1.0, 1.5))), "its proof's balance is"),
+        (
+            lambda p: replace(p, overlap=replace(p.overlap, forward_bytes=64)),
+            "decisions beside those of its stages",
+        ),
+        (
+            lambda p: replace(
+                p,
+                prediction=replace(p.prediction, timeline=(("", "forward", "compute", 0.0, 1.0),)),
+            ),
+            "decisions beside",
+        ),
+        (
+            lambda p: replace(p, proof=replace(p.proof, balance=(1.0, 1.5))),
+            "its proof's balance is",
+        ),
         (stage(0, lambda p: replace(p, loss_rows=4)), "a stage has 4 rows of the loss at a time"),
     ],
 )
@@ -275,7 +401,9 @@ def test_what_a_plan_with_stages_cannot_say_is_refused_when_it_is_read(
 
 
 def test_what_crosses_nowhere_is_named_when_a_plan_is_explained(made: Made) -> None:
-    with pytest.raises(PlanError, match="nowhere is said to cross a cut, and stage 0 decides nothing about it"):
+    with pytest.raises(
+        PlanError, match="nowhere is said to cross a cut, and stage 0 decides nothing about it"
+    ):
         autopar.explain(crossing(node="nowhere")(made.plan), profile=PROFILE)
 
 

@@ -1,4 +1,5 @@
-"""Complex numbers, in parameters and on the way, read conjugated or by their parts: computed, counted and clipped as torch does."""
+"""Complex numbers, in parameters and on the way, read conjugated or by their parts: computed,
+counted and clipped as torch does."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ import autopar
 from autopar.analysis.work import Work
 from autopar.api.planning import plan_model
 from autopar.constraints import Constraint, fsdp
-from autopar.cost.compute import compute_time
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.cost.op_times import compute_time
 from autopar.errors import VerificationError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.run.clipping import clip_grad_norm_
-from autopar.run.effects import lie_of, lying
-from autopar.run.memory import node_peaks, trace_peak
-from autopar.run.splitting import join
+from autopar.program.abstract_executor import lie_of, lying
+from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.splitting import join
+from autopar.runtime.gradients import clip_grad_norm_
 
 
 class Waves(nn.Module):
@@ -42,7 +43,9 @@ TURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda x, weight: x * weight,
     "conjugated": lambda x, weight: (x * weight).conj() * (x + weight),
     "spectrum": lambda x, weight: torch.fft.fft(x * weight) * weight,
-    "negated parts": lambda x, weight: torch.complex((x * weight).conj().imag, (x * weight).real) * x.sin(),
+    "negated parts": lambda x, weight: (
+        torch.complex((x * weight).conj().imag, (x * weight).real) * x.sin()
+    ),
 }
 DTYPES = {"complex": torch.complex64, "real": torch.float32}
 
@@ -54,11 +57,18 @@ def waves(how: str, dtype: str) -> tuple[Waves, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", TURNED)
-def test_plans_compute_the_model_and_take_the_memory_that_is_predicted(how: str, dtype: str) -> None:
+def test_plans_compute_the_model_and_take_the_memory_that_is_predicted(
+    how: str, dtype: str
+) -> None:
     model, batch = waves(how, dtype)
-    ways: tuple[tuple[Mesh, tuple[Constraint, ...]], ...] = ((Mesh(1), ()), (Mesh({"a": 2, "b": 2}), (fsdp(),)))
+    ways: tuple[tuple[Mesh, tuple[Constraint, ...]], ...] = (
+        (Mesh(1), ()),
+        (Mesh({"a": 2, "b": 2}), (fsdp(),)),
+    )
     for mesh, constraints in ways:
-        made = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=constraints)[1]
+        made = plan_model(
+            model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=constraints
+        )[1]
         assert autopar.check(made.plan, model, batch).ok
         found = autopar.verify(made.plan, model, batch)
         assert found.dtype == "float64" and found.traced is not None and found.traced < 1e-9
@@ -66,7 +76,11 @@ def test_plans_compute_the_model_and_take_the_memory_that_is_predicted(how: str,
         assert autopar.verify(made.plan, model, batch, dtype=None).dtype == "float32"
         program = made.stage_program()
         peak_bytes, gradients = measured_peak(program, batch)
-        assert trace_peak(program).peak_bytes == max(n.peak_bytes for n in node_peaks(program)) == peak_bytes
+        assert (
+            trace_peak(program).peak_bytes
+            == max(n.peak_bytes for n in node_peaks(program))
+            == peak_bytes
+        )
         assert {g.dtype for g in gradients} == {torch.float32, DTYPES[dtype]}
 
 
@@ -90,7 +104,9 @@ def test_complex_replicas_may_differ_by_rounding_alone() -> None:
 def test_a_precision_leaves_complex_parameters_as_they_are() -> None:
     model, batch = waves("product", "complex")
     plan = autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo", precision="bf16")
-    assert autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+    assert (
+        autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+    )
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
@@ -100,7 +116,10 @@ def test_the_norm_of_complex_gradients_among_real_ones_is_torchs(norm_type: floa
     pm = autopar.compile(model, 1, example_inputs=batch, hardware="cpu-gloo")
     pm(**batch).backward()
     plain(**batch).backward()
-    ours, theirs = pm.clip_grad_norm_(0.1, norm_type), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    ours, theirs = (
+        pm.clip_grad_norm_(0.1, norm_type),
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type),
+    )
     torch.testing.assert_close(ours, theirs)
     for name, p in plain.named_parameters():
         torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), p.grad)
@@ -110,13 +129,17 @@ def test_the_norm_is_in_double_precision_where_parts_of_a_complex_gradient_are()
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex128))
     parameter.grad = torch.tensor([3.0 + 4.0j, 0.0, 1e-9j], dtype=torch.complex128)
     norm = clip_grad_norm_([parameter], 10.0)
-    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(math.hypot(5.0, 1e-9), rel=1e-15)
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(
+        math.hypot(5.0, 1e-9), rel=1e-15
+    )
 
 
 def test_a_complex_product_takes_as_long_as_four_of_its_parts() -> None:
     profile = HardwareProfile.load("h100-sxm")
     work = Work(10**12, 0, "matmul")
-    assert compute_time(work, torch.complex64, profile) == compute_time(Work(4 * 10**12, 0, "matmul"), torch.float32, profile)
+    assert compute_time(work, torch.complex64, profile) == compute_time(
+        Work(4 * 10**12, 0, "matmul"), torch.float32, profile
+    )
 
     class Mixing(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Context parallelism by name: the sequence is split over an axis, keys and values are gathered, and numbers are right.
+"""Context parallelism by name: the sequence is split over an axis, keys and values are gathered,
+and numbers are right.
 
 Volumes as `autopar.constraints.context_parallel` states them, counted in the emitted program.
 """
@@ -18,11 +19,11 @@ from torch import nn
 import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import context_parallel, ddp, megatron, parallelisms, read_constraint
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
-from autopar.planning import Planned
-from autopar.run.memory import trace_peak
-from autopar.run.program import Program
+from autopar.planner import Planned
+from autopar.program.memory import trace_peak
+from autopar.program.program import Program
 from benchmarks import zoo
 
 
@@ -67,14 +68,23 @@ LINE = Mesh({"context": 2})
 @cache
 def planned(kind: str, mesh: Mesh, *constraints: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)(num_layers=LAYERS)
-    return plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1], model, batch
+    return (
+        plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[
+            1
+        ],
+        model,
+        batch,
+    )
 
 
 def moved(made: Planned, phase: str, kind: str, axis: int = 0) -> Counter[int]:
-    """Elements of what is gathered, scattered or reduced along the axis, by how many collectives."""
+    """Elements of what is gathered, scattered or reduced along the axis, by how many
+    collectives."""
     assert isinstance(made.program, Program)
     size = made.plan.mesh.shape[axis]
-    steps = [(step.phase, step.collective) for _, step in made.plan.steps()]  # before some share buckets
+    steps = [
+        (step.phase, step.collective) for _, step in made.plan.steps()
+    ]  # before some share buckets
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(max(c.bytes, c.output_bytes(size)) // 4 for c in found)
 
@@ -91,7 +101,9 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered(kind: str) -
     assert not moved(made, "forward", "all_to_all") and not moved(made, "backward", "all_to_all")
     once = Counter(p.numel() for p in model.parameters())
     reduced = moved(made, "backward", "all_reduce")
-    assert reduced.total() >= once.total() - 2, "each gradient once; one read through a lookup may be summed before it"
+    assert reduced.total() >= once.total() - 2, (
+        "each gradient once; one read through a lookup may be summed before it"
+    )
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
@@ -102,7 +114,13 @@ def test_every_activation_is_split_along_the_sequence(kind: str) -> None:
     assert heads
     for strategy in heads:
         assert str(strategy.outputs[0]) == "S(2)", "queries and what they make, by tokens"
-    dots = [c.strategy for e in made.plan.entries if e.phase == "forward" for c in e.nodes if "/dot/" in c.node]
+    dots = [
+        c.strategy
+        for e in made.plan.entries
+        if e.phase == "forward"
+        for c in e.nodes
+        if "/dot/" in c.node
+    ]
     assert dots and all(str(s.outputs[0]) == "S(1)" and str(s.inputs[0]) == "S(1)" for s in dots)
 
 
@@ -119,15 +137,25 @@ def test_beside_data_and_tensor_parallelism_with_sharded_parameters() -> None:
 
 def test_memory_is_predicted_of_the_rank_whose_queries_see_the_most_keys() -> None:
     batch, force = {"x": torch.randn(2, 36, 8)}, (context_parallel("context"),)
-    _, made = plan_model(Attending(), Mesh({"context": 4}), example_inputs=batch, hardware="h100-sxm", constraints=force)
+    _, made = plan_model(
+        Attending(),
+        Mesh({"context": 4}),
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=force,
+    )
     assert isinstance(made.program, Program)
     measured = [measured_peak(made.program, batch, coordinate=(rank,))[0] for rank in range(4)]
-    assert measured == [trace_peak(made.program, coordinate=(rank,)).peak_bytes for rank in range(4)]
+    assert measured == [
+        trace_peak(made.program, coordinate=(rank,)).peak_bytes for rank in range(4)
+    ]
     assert measured[0] < measured[3] == max(measured) == trace_peak(made.program).peak_bytes
 
 
 @pytest.mark.parametrize("beside", [(), (ddp("data"),)], ids=["alone", "data beside"])
-def test_of_what_is_made_of_a_whole_mask_each_device_reads_its_part(beside: tuple[Any, ...]) -> None:
+def test_of_what_is_made_of_a_whole_mask_each_device_reads_its_part(
+    beside: tuple[Any, ...],
+) -> None:
     model, batch = Backwards(), {"x": torch.randn(4, S, 8), "mask": torch.randn(4, S, 6)}
     mesh, forced = Mesh({"data": 2, "context": 2}), (context_parallel("context"), *beside)
     plan = autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=forced)
@@ -139,26 +167,40 @@ def test_a_sequence_that_does_not_divide() -> None:
     assert autopar.verify(made.plan, model, batch).ok
 
 
-@pytest.mark.parametrize(("name", "op"), [("opt", "view"), ("mamba", "convolution"), ("mixtral", "view")])
+@pytest.mark.parametrize(
+    ("name", "op"), [("opt", "view"), ("mamba", "convolution"), ("mixtral", "view")]
+)
 def test_what_cannot_compute_on_a_part_of_the_sequence_is_named(name: str, op: str) -> None:
     model, batch = zoo.build(name, batch=4)
     with pytest.raises(ConstraintError, match=rf"/{op}/forward(.|\n)*part of the sequence"):
-        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(context_parallel("context"),))
+        autopar.plan(
+            model,
+            LINE,
+            example_inputs=batch,
+            hardware="h100-sxm",
+            constraints=(context_parallel("context"),),
+        )
 
 
 def test_a_model_without_a_sequence_refuses() -> None:
     with pytest.raises(ConstraintError, match="no input has a sequence"):
         autopar.plan(
-            Samples(), LINE, example_inputs=torch.ones(4, 1), hardware="h100-sxm", constraints=(context_parallel("context"),)
-        )  # fmt: skip
+            Samples(),
+            LINE,
+            example_inputs=torch.ones(4, 1),
+            hardware="h100-sxm",
+            constraints=(context_parallel("context"),),
+        )
 
 
 def test_degrees_take_axes_from_the_last() -> None:
     mesh = Mesh({"a": 2, "b": 2, "c": 2})
     wish = megatron(tp=2, cp=2, dp=2)
     assert [(p.name, p.axes) for p in parallelisms([wish], mesh)] == [
-        ("tensor_parallel_1d", ("c",)), ("context_parallel", ("b",)), ("ddp", ("a",)),
-    ]  # fmt: skip
+        ("tensor_parallel_1d", ("c",)),
+        ("context_parallel", ("b",)),
+        ("ddp", ("a",)),
+    ]
     assert "cp=2" in str(wish) and read_constraint(wish.to_json()) == wish
     named = megatron(tp="a", cp=("b",), dp="c")
     assert read_constraint(named.to_json()) == named
@@ -168,14 +210,34 @@ def test_degrees_take_axes_from_the_last() -> None:
 
 def test_what_was_taken_to_be_the_sequence_is_said_where_an_op_refuses_it() -> None:
     model, batch = zoo_small.vit()  # of images: their channels are where others have tokens
-    said = r"native_layer_norm/.*the sequence \(dim 1 of input pixel_values, \[4, 3, \d+, \d+\]\).* it reads \(4, 17, 32\) as S\(2\)"
+    said = (
+        r"native_layer_norm/.*the sequence \(dim 1 of input pixel_values, \[4, 3, \d+, \d+\]\).* it"
+        r" reads \(4, 17, 32\) as S\(2\)"
+    )
     with pytest.raises(ConstraintError, match=said):
-        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(context_parallel("context"),))
+        autopar.plan(
+            model,
+            LINE,
+            example_inputs=batch,
+            hardware="h100-sxm",
+            constraints=(context_parallel("context"),),
+        )
 
 
-def test_of_a_batch_of_features_it_is_said_that_there_is_no_sequence_and_what_splits_such_a_model() -> None:
+def test_of_a_batch_of_features_it_is_said_that_there_is_no_sequence_and_what_splits_such_a_model() -> (  # noqa: E501
+    None
+):
     model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 8))
-    said = r"dim 1 of input 0, \[8, 16\], which of \(batch, features\) is the features, .*: it has \(8, 16\) as S\(1\)"
+    said = (
+        r"dim 1 of input 0, \[8, 16\], which of \(batch, features\) is the features, .*: it has"
+        r" \(8, 16\) as S\(1\)"
+    )
     said += r"[\s\S]*what to do: .*fsdp\(\)"
     with pytest.raises(ConstraintError, match=said):
-        autopar.plan(model, LINE, example_inputs=(torch.randn(8, 16),), hardware="h100-sxm", constraints=(context_parallel("context"),))
+        autopar.plan(
+            model,
+            LINE,
+            example_inputs=(torch.randn(8, 16),),
+            hardware="h100-sxm",
+            constraints=(context_parallel("context"),),
+        )

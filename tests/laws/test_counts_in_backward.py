@@ -1,4 +1,5 @@
-"""Losses whose backward counts samples again: each microbatch takes the count of the whole batch."""
+"""Losses whose backward counts samples again: each microbatch takes the count of the whole
+batch."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.analysis import microbatches
-from autopar.analysis.counting import Given
-from autopar.analysis.time_sites import Edge
-from autopar.analysis.weighed_parts import raise_operands, take_given
+from autopar.analysis.microbatch_sites import Edge
+from autopar.analysis.microbatches import Given, raise_operands, take_given
 from autopar.api import tracing
 from autopar.capture import Trace
 from autopar.constraints import pipeline
@@ -61,7 +61,9 @@ def of_images(z: Tensor, y: Tensor) -> Tensor:
 
 def of_tokens(z: Tensor, y: Tensor) -> Tensor:
     scores, labels = z.view(-1, 2, 5), y.view(-1, 2)  # as a language model has them
-    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), label_smoothing=0.1, ignore_index=2)
+    return F.cross_entropy(
+        scores.flatten(0, 1), labels.flatten(), label_smoothing=0.1, ignore_index=2
+    )
 
 
 def of_opposites(z: Tensor, y: Tensor) -> Tensor:
@@ -88,7 +90,10 @@ def make_plan(loss: Loss, **options: Any) -> tuple[autopar.Plan, nn.Module, tupl
     torch.manual_seed(0)
     x, y = torch.randn(12, 8, dtype=torch.float64), torch.randint(0, 5, (12,))
     y[:6] = torch.tensor([2, 2, 1, 1, 2, 2])  # the microbatches count different numbers of labels
-    model, mesh = Classifier(loss).double(), autopar.Mesh({"gpu": 2 if "constraints" in options else 1})
+    model, mesh = (
+        Classifier(loss).double(),
+        autopar.Mesh({"gpu": 2 if "constraints" in options else 1}),
+    )
     plan = autopar.plan(
         model, mesh, example_inputs=(x, y), hardware="cpu-gloo", outputs="loss", **options
     )
@@ -189,7 +194,8 @@ def test_samples_that_meet_in_backward_alone_are_refused() -> None:
 
 
 class WithParts(Classifier):
-    """Return the loss and both of its terms, one of which is an average and one divided by a count."""
+    """Return the loss and both of its terms, one of which is an average and one divided by a
+    count."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         scores = self.head(self.layers[1](self.layers[0](x)))

@@ -1,4 +1,5 @@
-"""Law: where samples depend on each other stages work on one microbatch, the plan says why, and what they compute is the model's."""
+"""Law: where samples depend on each other stages work on one microbatch, the plan says why, and
+what they compute is the model's."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
+            for _ in range(4)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
@@ -47,13 +51,17 @@ class Plain(nn.Module):
 
 
 class Contrasted(Plain):
-    """Each sample is to be nearest its own label of all in the batch (van den Oord et al., 2018)."""
+    """Each sample is to be nearest its own label of all in the batch (van den Oord et al.,
+    2018)."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x @ y.t(), torch.arange(x.shape[0]))
 
 
-KINDS: dict[str, tuple[type[nn.Module], str]] = {"BatchNorm": (Normed, "at layers.0.1/"), "contrastive": (Contrasted, "at /dot/forward")}
+KINDS: dict[str, tuple[type[nn.Module], str]] = {
+    "BatchNorm": (Normed, "at layers.0.1/"),
+    "contrastive": (Contrasted, "at /dot/forward"),
+}
 
 
 def planned(
@@ -63,42 +71,72 @@ def planned(
         torch.manual_seed(0)
         model = kind()
         batch = {"x": torch.randn(NUM_SAMPLES, WIDTH), "y": torch.randn(NUM_SAMPLES, WIDTH)}
-    plan = autopar.plan(model, autopar.Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=constraints, **options)
+    plan = autopar.plan(
+        model,
+        autopar.Mesh(axes),
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=constraints,
+        **options,
+    )
     return plan, model, batch
 
 
 def check_one(plan: autopar.Plan, model: nn.Module, batch: dict[str, Tensor], op: str) -> None:
     pipe = plan.pipeline
-    assert pipe is not None and pipe.num_microbatches == 1 and pipe.schedule == "gpipe" and set(pipe.num_in_flight) == {1}
-    assert plan.prediction.step_s == pytest.approx(sum(stage.prediction.step_s for stage in pipe.stages))
+    assert (
+        pipe is not None
+        and pipe.num_microbatches == 1
+        and pipe.schedule == "gpipe"
+        and set(pipe.num_in_flight) == {1}
+    )
+    assert plan.prediction.step_s == pytest.approx(
+        sum(stage.prediction.step_s for stage in pipe.stages)
+    )
     said = plan.proof.covers[-1]
-    assert said.startswith("one microbatch alone, since samples depend on each other") and op in said
+    assert (
+        said.startswith("one microbatch alone, since samples depend on each other") and op in said
+    )
     assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("axes", [{"stage": 2, "data": 2}, pytest.param({"stage": 4}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"stage": 2, "data": 2}, pytest.param({"stage": 4}, marks=pytest.mark.slow)], ids=str
+)
 def test_stages_take_one_microbatch_and_compute_what_the_model_does(
     name: str, axes: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     kind, op = KINDS[name]
     plan, model, batch = planned(kind, axes, pipeline("stage"))
     check_one(plan, model, batch, op)
-    assert any(op in record.message and record.levelno == logging.WARNING for record in caplog.records)
+    assert any(
+        op in record.message and record.levelno == logging.WARNING for record in caplog.records
+    )
 
 
 def test_so_they_do_where_a_microbatch_would_be_one_sample_which_has_no_statistics() -> None:
     plan, model, batch = planned(Normed, {"stage": 4}, pipeline("stage", schedule="auto"))
     check_one(plan, model, batch, "at layers.0.1/")
-    few = {name: tensor[:4] for name, tensor in batch.items()}  # four stages: four microbatches at least, each of one sample
-    made = autopar.plan(model, autopar.Mesh({"stage": 4}), example_inputs=few, hardware="h100-sxm", constraints=(pipeline("stage"),))
+    few = {
+        name: tensor[:4] for name, tensor in batch.items()
+    }  # four stages: four microbatches at least, each of one sample
+    made = autopar.plan(
+        model,
+        autopar.Mesh({"stage": 4}),
+        example_inputs=few,
+        hardware="h100-sxm",
+        constraints=(pipeline("stage"),),
+    )
     check_one(made, model, few, "at layers.0.1/")
 
 
 def test_so_they_do_in_a_plan_by_name_beside_data_parallelism() -> None:
     plan, model, batch = planned(Normed, {"stage": 2, "data": 2}, megatron(pp="stage", dp="data"))
     check_one(plan, model, batch, "at layers.0.1/")
-    assert plan.pipeline is not None and all(stage.prediction.communication_s > 0 for stage in plan.pipeline.stages)
+    assert plan.pipeline is not None and all(
+        stage.prediction.communication_s > 0 for stage in plan.pipeline.stages
+    )
 
 
 def test_more_microbatches_where_they_are_asked_for_are_refused_and_the_op_named() -> None:
@@ -115,7 +153,10 @@ def test_more_microbatches_where_they_are_asked_for_are_refused_and_the_op_named
 
 def test_one_microbatch_that_is_asked_for_needs_no_other_schedule() -> None:
     plan, model, batch = planned(Contrasted, {"stage": 2}, pipeline("stage", microbatches=1))
-    assert plan.pipeline is not None and (plan.pipeline.num_microbatches, plan.pipeline.schedule) == (1, "gpipe")
+    assert plan.pipeline is not None and (
+        plan.pipeline.num_microbatches,
+        plan.pipeline.schedule,
+    ) == (1, "gpipe")
     assert not any("depend on each other" in line for line in plan.proof.covers)
     assert autopar.verify(plan, model, batch).ok
     with pytest.raises(ConstraintError, match="2 microbatches are fewer than the stages"):
@@ -126,5 +167,7 @@ def test_a_free_axis_takes_stages_where_only_they_fit() -> None:
     whole = layout("layers.*.0", weight="R")
     alone = planned(Normed, {"gpu": 2}, whole, pipeline())[0]
     assert alone.pipeline is None, "nothing is gained by waiting"
-    plan, model, batch = planned(Normed, {"gpu": 2}, whole, pipeline(), memory_bytes=alone.prediction.peak_bytes * 3 // 4)
+    plan, model, batch = planned(
+        Normed, {"gpu": 2}, whole, pipeline(), memory_bytes=alone.prediction.peak_bytes * 3 // 4
+    )
     check_one(plan, model, batch, "at layers.0.1/")

@@ -1,4 +1,5 @@
-"""A model with fewer layers than stages is cut within its layers; one that cannot be cut is refused with a remedy that helps."""
+"""A model with fewer layers than stages is cut within its layers; one that cannot be cut is
+refused with a remedy that helps."""
 
 from __future__ import annotations
 

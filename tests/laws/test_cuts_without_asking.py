@@ -1,4 +1,5 @@
-"""A pipeline without named cuts skips illegal ones, and its stages compute what the plain model computes."""
+"""A pipeline without named cuts skips illegal ones, and its stages compute what the plain model
+computes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 import autopar
 from autopar.capture import capture
 from autopar.errors import ConstraintError
-from autopar.planning import choosing_cuts
+from autopar.planner.pipeline import stage_memory_bound
 from autopar.stages import cut_points, find_refusal, usable_points
 from autopar.stages.placing import CutError
 
@@ -22,7 +23,10 @@ class Autocast(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 32)
+        self.layers, self.out = (
+            nn.ModuleList(nn.Linear(32, 32) for _ in range(4)),
+            nn.Linear(32, 32),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.float16):
@@ -50,7 +54,10 @@ class Streams(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+        self.wide, self.narrow = (
+            nn.ModuleList(nn.Linear(32, 32) for _ in range(3)),
+            nn.ModuleList(nn.Linear(32, 16) for _ in range(3)),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         z = x[:, :16]
@@ -112,13 +119,19 @@ def test_a_place_whose_gradient_has_no_carrier_is_left_out() -> None:
     assert illegal and {point.module for point in usable_points(trace)[0]} == names.keys() - illegal
 
 
-def test_the_nearest_legal_cuts_are_taken_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_legal_cuts_are_taken_and_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trace = capture(Streams(), floats(), {})
     points = usable_points(trace)[0]
     position = points[1].position
     no = CutError("no")
-    monkeypatch.setattr(choosing_cuts, "find_refusal", lambda _, positions: no if position in positions else None)
-    assert choosing_cuts.nearest_legal(trace, points, (2, 4)) in {(1, 4), (3, 4)}
-    monkeypatch.setattr(choosing_cuts, "find_refusal", lambda _, __: no)
+    monkeypatch.setattr(
+        stage_memory_bound,
+        "find_refusal",
+        lambda _, positions: no if position in positions else None,
+    )
+    assert stage_memory_bound.nearest_legal(trace, points, (2, 4)) in {(1, 4), (3, 4)}
+    monkeypatch.setattr(stage_memory_bound, "find_refusal", lambda _, __: no)
     with pytest.raises(ConstraintError, match="into 3 stages: no"):
-        choosing_cuts.nearest_legal(trace, points, (2, 4))
+        stage_memory_bound.nearest_legal(trace, points, (2, 4))

@@ -1,8 +1,10 @@
-"""What compute-sanitizer looks for on a device, looked for in the device's code as the CPU emulates it; planted faults are found.
+"""What compute-sanitizer looks for on a device, looked for in the device's code as the CPU emulates
+it; planted faults are found.
 
-Accesses out of bounds by AddressSanitizer, races in shared memory by ThreadSanitizer, barriers that not all threads reach by the emulation
-itself; that results do not depend on memory that nothing wrote, since the tests of the emulated code fill theirs with NaN. A fault is
-planted in a copy of the kernels' source.
+Accesses out of bounds by AddressSanitizer, races in shared memory by ThreadSanitizer, barriers that
+not all threads reach by the emulation itself; that results do not depend on memory that nothing
+wrote, since the tests of the emulated code fill theirs with NaN. A fault is planted in a copy of
+the kernels' source.
 """
 
 from __future__ import annotations
@@ -23,25 +25,44 @@ pytestmark = pytest.mark.slow
 TESTS = "tests/unit/kernels"
 PARTED, BEYOND = "not all threads of a block come to the barrier", "AddressSanitizer"
 SUMS, NORMS, COMMON, PACK, NORM, SOFTMAX, MOE = (
-    "include/sums.h", "include/norms.h", "include/common.h", "pack.cu", "row_norm.cu", "row_softmax.cu", "moe_route.cu"
-)  # fmt: skip
-RSTD = "  if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x], n, eps);\n"
+    "include/sums.h",
+    "include/norms.h",
+    "include/common.h",
+    "pack.cu",
+    "row_norm.cu",
+    "row_softmax.cu",
+    "moe_route.cu",
+)
+RSTD = (
+    "  if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x],"
+    " n, eps);\n"
+)
 LEFT, BARRIER = "  if (column >= hidden) return;\n", "  __syncthreads();\n"
 HALVES = "    if (place < half) lanes[lane] = lanes[lane] + lanes[lane + half];\n"
 HALVED = f"{HALVES}    __syncthreads();\n"
-LANES, PACKED = "  lanes[threadIdx.x] = sum;\n", "  store_group(segment + at, kGroup, values);\n  return sum;"
+LANES, PACKED = (
+    "  lanes[threadIdx.x] = sum;\n",
+    "  store_group(segment + at, kGroup, values);\n  return sum;",
+)
 FETCHED = """  if (count >= kGroup && is_aligned(p)) {
 #ifdef AP_ON_DEVICE
     for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(raw.items)"""
-WITHIN = "  if (number >= r.rows * ap::groups_per_row(r)) return;\n  const ap::Group g = ap::group_of(r, number);\n  const W most"
+WITHIN = (
+    "  if (number >= r.rows * ap::groups_per_row(r)) return;\n  const ap::Group g = ap::group_of(r,"
+    " number);\n  const W most"
+)
 SCANNED = """      sums[1 - now][thread] = sums[now][thread] + (thread >= step ? sums[now][thread - step] : 0);
       __syncthreads();
-"""
+"""  # noqa: E501
 TILE = "    before += sums[now][255];\n    __syncthreads();\n"
 
 # name: file, what is there, what is planted
 RACES = {
-    "lanes are read before all are written": (SUMS, f"  lanes[lane] = own;\n{BARRIER}  for", "  lanes[lane] = own;\n  for"),
+    "lanes are read before all are written": (
+        SUMS,
+        f"  lanes[lane] = own;\n{BARRIER}  for",
+        "  lanes[lane] = own;\n  for",
+    ),
     "lanes are added while they are read": (SUMS, HALVED, HALVES),
     "a band's norms are read before they are written": (NORMS, RSTD + BARRIER, RSTD),
     "lanes of bands are read before they are written": (NORM, LANES + BARRIER, LANES),
@@ -50,21 +71,66 @@ RACES = {
 }
 # and of the tests of the emulated code those that meet it
 OUTSIDE = {
-    "a group beyond the end is fetched whole": (COMMON, FETCHED, FETCHED.replace("count >= kGroup", "count > 0"), "norm or softmax"),
-    "a group beyond the end is stored whole": (COMMON, "i < kGroup && i < count; ++i) p[i]", "i < kGroup; ++i) p[i]", "norm or softmax"),
-    "rows beyond a band's are read": (NORMS, "row + turn < end ? row + turn : end - 1", "row + turn", "norm"),
+    "a group beyond the end is fetched whole": (
+        COMMON,
+        FETCHED,
+        FETCHED.replace("count >= kGroup", "count > 0"),
+        "norm or softmax",
+    ),
+    "a group beyond the end is stored whole": (
+        COMMON,
+        "i < kGroup && i < count; ++i) p[i]",
+        "i < kGroup; ++i) p[i]",
+        "norm or softmax",
+    ),
+    "rows beyond a band's are read": (
+        NORMS,
+        "row + turn < end ? row + turn : end - 1",
+        "row + turn",
+        "norm",
+    ),
     "padding is unpacked": (PACK, "  if (at >= part.size) return;\n", "", "pack"),
-    "threads without a row read one": (SOFTMAX, "row < r.rows ? m[row] : W(0)", "m[row]", "softmax"),
-    "threads without a group take one": (SOFTMAX, WITHIN, "\n".join(WITHIN.splitlines()[1:]), "softmax"),
-    "pairs beyond the last are read": (MOE, "p < pairs ? experts[p] : 0", "experts[p]", "pairs or go"),
+    "threads without a row read one": (
+        SOFTMAX,
+        "row < r.rows ? m[row] : W(0)",
+        "m[row]",
+        "softmax",
+    ),
+    "threads without a group take one": (
+        SOFTMAX,
+        WITHIN,
+        "\n".join(WITHIN.splitlines()[1:]),
+        "softmax",
+    ),
+    "pairs beyond the last are read": (
+        MOE,
+        "p < pairs ? experts[p] : 0",
+        "experts[p]",
+        "pairs or go",
+    ),
 }
 DIVERGENT = {
-    "threads leave before a barrier": (NORMS, RSTD + BARRIER + LEFT, RSTD + LEFT + BARRIER, "norm and shape2"),
-    "a barrier under a condition": (SUMS, HALVED, HALVES.replace(") lanes", ") __syncthreads(), lanes"), "norm and shape5"),
+    "threads leave before a barrier": (
+        NORMS,
+        RSTD + BARRIER + LEFT,
+        RSTD + LEFT + BARRIER,
+        "norm and shape2",
+    ),
+    "a barrier under a condition": (
+        SUMS,
+        HALVED,
+        HALVES.replace(") lanes", ") __syncthreads(), lanes"),
+        "norm and shape5",
+    ),
 }
 UNWRITTEN = {
     "padding is not written": (PACK, PACKED, PACKED.replace("kGroup", "left"), "pack"),
-    "no sum is written": (SOFTMAX, "if (row < r.rows && (threadIdx.x & (threads - 1)) == 0) s[row] = sum;", "(void)s;", "softmax"),
+    "no sum is written": (
+        SOFTMAX,
+        "if (row < r.rows && (threadIdx.x & (threads - 1)) == 0) s[row] = sum;",
+        "(void)s;",
+        "softmax",
+    ),
 }
 
 
@@ -83,22 +149,57 @@ def put(folder: Path, name: str = "", there: str = "", fault: str = "") -> None:
 
 
 def emulated(folder: Path, which: str, *, with_addresses: bool) -> subprocess.CompletedProcess[str]:
-    """The tests of the emulated code, of kernels in `folder`; with AddressSanitizer and UndefinedBehaviorSanitizer where asked."""
-    environment = {**os.environ, "PLANTED_KERNELS": str(folder), "PYTHONPATH": os.pathsep.join(["tests/support", *sys.path])}
+    """The tests of the emulated code, of kernels in `folder`; with AddressSanitizer and
+    UndefinedBehaviorSanitizer where asked."""
+    environment = {
+        **os.environ,
+        "PLANTED_KERNELS": str(folder),
+        "PYTHONPATH": os.pathsep.join(["tests/support", *sys.path]),
+    }
     if with_addresses:
         compiler, *flags = build.compiler("host")
-        found = [subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout.strip()
-                 for name in ("asan", "ubsan")]  # fmt: skip
+        found = [
+            subprocess.run(
+                [compiler, f"-print-file-name=lib{name}.so"],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.strip()
+            for name in ("asan", "ubsan")
+        ]
         if not all(os.path.isabs(name) for name in found):
             pytest.skip("this compiler has no AddressSanitizer")
-        environment["CXX"] = " ".join([compiler, *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover=all"])
-        with pytest.MonkeyPatch.context() as patch:  # here: the compiler itself is not to be watched
+        environment["CXX"] = " ".join(
+            [compiler, *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        )
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # here: the compiler itself is not to be watched
             patch.setenv("CXX", environment["CXX"])
             build.build_library("host", "emulated", folder=folder)
-        environment |= {"LD_PRELOAD": ":".join(found), "ASAN_OPTIONS": "detect_leaks=0"}  # of the interpreter's
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "planted_kernels", "-k", which,
-               f"{TESTS}/test_device_code.py", f"{TESTS}/test_device_exchange.py"]  # fmt: skip
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        environment |= {
+            "LD_PRELOAD": ":".join(found),
+            "ASAN_OPTIONS": "detect_leaks=0",
+        }  # of the interpreter's
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "planted_kernels",
+        "-k",
+        which,
+        f"{TESTS}/test_device_code.py",
+        f"{TESTS}/test_device_exchange.py",
+    ]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 def test_no_access_is_out_of_bounds(planted: Path) -> None:
@@ -109,7 +210,9 @@ def test_no_access_is_out_of_bounds(planted: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(OUTSIDE))
-def test_an_access_out_of_bounds_is_found(planted: Path, name: str, there: str, fault: str, which: str) -> None:
+def test_an_access_out_of_bounds_is_found(
+    planted: Path, name: str, there: str, fault: str, which: str
+) -> None:
     put(planted, name, there, fault)
     done = emulated(planted, which, with_addresses=True)
     assert done.returncode != 0 and BEYOND in done.stderr, done.stdout + done.stderr
@@ -129,7 +232,9 @@ def test_a_race_in_shared_memory_is_found(planted: Path, name: str, there: str, 
 
 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(DIVERGENT))
-def test_a_barrier_that_not_all_threads_reach_is_found(planted: Path, name: str, there: str, fault: str, which: str) -> None:
+def test_a_barrier_that_not_all_threads_reach_is_found(
+    planted: Path, name: str, there: str, fault: str, which: str
+) -> None:
     put(planted, name, there, fault)
     done = emulated(planted, which, with_addresses=False)
     assert done.returncode == 1 and PARTED in done.stderr, done.stdout + done.stderr
@@ -137,7 +242,9 @@ def test_a_barrier_that_not_all_threads_reach_is_found(planted: Path, name: str,
 
 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(UNWRITTEN))
-def test_what_nothing_writes_is_found(planted: Path, name: str, there: str, fault: str, which: str) -> None:
+def test_what_nothing_writes_is_found(
+    planted: Path, name: str, there: str, fault: str, which: str
+) -> None:
     put(planted, name, there, fault)
     done = emulated(planted, which, with_addresses=False)
     assert done.returncode == 1 and "failed" in done.stdout, done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""What discovery finds in the small holds in the large: options found with every row of the table hidden obey the law on the call
-itself, and most of the table's options are found again."""
+"""What discovery finds in the small holds in the large: options found with every row of the table
+hidden obey the law on the call itself, and most of the table's options are found again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,24 @@ from autopar.rules.discovery import discover
 from autopar.rules.expansion import expand
 from autopar.rules.trial import check_strategy
 
-CASES = {op: cases for op, cases in {**COMMON_CASES, **FURTHER_CASES}.items() if cases and isinstance(op, torch._ops.OpOverload)}
+CASES = {
+    op: cases
+    for op, cases in {**COMMON_CASES, **FURTHER_CASES}.items()
+    if cases and isinstance(op, torch._ops.OpOverload)
+}
 SIZES = SimpleNamespace(a=16, b=12, c=20, d=24, before=[4, 6], after=[24])
-SOME = (aten.mm.default, aten.amin.default, aten.native_layer_norm_backward.default, aten.index_add.default, aten.cat.default)
+SOME = (
+    aten.mm.default,
+    aten.amin.default,
+    aten.native_layer_norm_backward.default,
+    aten.index_add.default,
+    aten.cat.default,
+)
 
 
 def counted(op: Any) -> Counter[str]:
-    """How many options the table has, discovery finds, and both have; checks all strategies of those found."""
+    """How many options the table has, discovery finds, and both have; checks all strategies of
+    those found."""
     count: Counter[str] = Counter()
     cases = CASES[op] if isinstance(CASES[op], list) else [CASES[op]]
     for case in cases:

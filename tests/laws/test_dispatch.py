@@ -1,4 +1,5 @@
-"""Experts whose tokens are dispatched compute what they do unsplit, whatever is picked; plans with them are in `test_dispatch_plans`."""
+"""Experts whose tokens are dispatched compute what they do unsplit, whatever is picked; plans
+with them are in `test_dispatch_plans`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,28 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autopar import ops
 from autopar.analysis.work import works
+from autopar.core.layout import Layout, Strategy
 from autopar.errors import RuleError
 from autopar.kernels import dispatched
-from autopar.kernels.peers import HostThreads
-from autopar.kernels.providers import provided
-from autopar.layout import Layout, Strategy
-from autopar.ops.dispatched import DISPATCHED, Together, dispatched_experts, dispatched_experts_backward
-from autopar.rules import Call, Local, Starts, call_on, dispatch, localization, num_senders, own_moves, strategies, trial
+from autopar.kernels.peers import HostThreads, provided
+from autopar.ops.experts import (
+    DISPATCHED,
+    Together,
+    dispatched_experts,
+    dispatched_experts_backward,
+)
+from autopar.rules import (
+    Call,
+    Local,
+    Starts,
+    call_on,
+    dispatch,
+    localization,
+    num_senders,
+    own_moves,
+    strategies,
+    trial,
+)
 from autopar.rules.call import TensorInfo
 from autopar.rules.dispatch import dispatch_axes
 from autopar.rules.law import check_strategy
@@ -33,24 +49,32 @@ PICKS = ("any", "one", "none", "again")
 
 
 def drawn(t: int, k: int, e: int, how: str, seed: int = 0, act: str = "relu") -> tuple[Any, ...]:
-    """Operands of experts in small integers, so that all sums are exact: picks of any expert or of none, all of one, all of none, or each
-    token's all of the same."""
+    """Operands of experts in small integers, so that all sums are exact: picks of any expert or of
+    none, all of one, all of none, or each token's all of the same."""
     generator = torch.Generator().manual_seed(seed)
 
     def whole(*shape: int) -> Tensor:
         return torch.randint(-3, 4, shape, generator=generator).to(WHOLE)
 
     ids = torch.randint(-1, e + 1, (t, k), generator=generator)
-    ids = {"any": ids, "one": torch.full_like(ids, e - 1), "none": torch.full_like(ids, e), "again": ids[:, :1].expand(t, k).contiguous()}[
-        how
-    ]
+    ids = {
+        "any": ids,
+        "one": torch.full_like(ids, e - 1),
+        "none": torch.full_like(ids, e),
+        "again": ids[:, :1].expand(t, k).contiguous(),
+    }[how]
     return whole(t, 3), ids, whole(t, k), whole(e, 2, 5, 3), whole(e, 4, 5), act, e
 
 
 def both(args: tuple[Any, ...]) -> list[tuple[Call, list[Tensor]]]:
-    grad = torch.randint(-3, 4, (args[0].shape[0], 4), generator=torch.Generator().manual_seed(1)).to(WHOLE)
+    grad = torch.randint(
+        -3, 4, (args[0].shape[0], 4), generator=torch.Generator().manual_seed(1)
+    ).to(WHOLE)
     forward = call_on(ops.experts, args, {}, ops.experts(*args))
-    return [forward, call_on(ops.experts_backward, (grad, *args), {}, ops.experts_backward(grad, *args))]
+    return [
+        forward,
+        call_on(ops.experts_backward, (grad, *args), {}, ops.experts_backward(grad, *args)),
+    ]
 
 
 def dispatching(call: Call, mesh_shape: tuple[int, ...]) -> list[Strategy]:
@@ -62,9 +86,13 @@ def dispatching(call: Call, mesh_shape: tuple[int, ...]) -> list[Strategy]:
 
 @examples(30)
 @given(
-    t=st.integers(2, 9), k=st.integers(1, 3), e=st.sampled_from([2, 3, 4, 6, 8]), how=st.sampled_from(PICKS), seed=st.integers(0, 99),
+    t=st.integers(2, 9),
+    k=st.integers(1, 3),
+    e=st.sampled_from([2, 3, 4, 6, 8]),
+    how=st.sampled_from(PICKS),
+    seed=st.integers(0, 99),
     mesh_shape=st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3)]),
-)  # fmt: skip
+)
 def test_every_strategy_that_dispatches_reproduces_the_whole_op(
     t: int, k: int, e: int, how: str, seed: int, mesh_shape: tuple[int, ...]
 ) -> None:
@@ -86,7 +114,9 @@ def test_experts_may_be_split_over_a_second_axis_that_gathers() -> None:
     found = dispatching(call, (2, 2))
     assert all(len(dispatch_axes(call, s.inputs)) == 1 for s in found)
     beside = [s for s in found if all(p == Shard(0) for p in s.inputs[3].placements)]
-    assert {str(s.inputs[0]) for s in beside} == {"S(0) R", "R S(0)"} and {s.inputs[3].order for s in beside} == {(0, 1), (1, 0)}
+    assert {str(s.inputs[0]) for s in beside} == {"S(0) R", "R S(0)"} and {
+        s.inputs[3].order for s in beside
+    } == {(0, 1), (1, 0)}
 
 
 def parts(args: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
@@ -100,10 +130,16 @@ def parts(args: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("how", PICKS)
 def test_small_integers_are_exact(how: str, n: int) -> None:
     args = drawn(8, 3, 4, how)
-    assert torch.equal(torch.cat(dispatched_experts(parts(args, n), Together())), ops.experts(*args))
+    assert torch.equal(
+        torch.cat(dispatched_experts(parts(args, n), Together())), ops.experts(*args)
+    )
     grad = torch.randint(-3, 4, (8, 4)).to(WHOLE)
-    found = dispatched_experts_backward([(g, *p) for g, p in zip(grad.chunk(n), parts(args, n), strict=True)], Together())
-    for mine, theirs in zip(zip(*found, strict=True), ops.experts_backward(grad, *args), strict=True):
+    found = dispatched_experts_backward(
+        [(g, *p) for g, p in zip(grad.chunk(n), parts(args, n), strict=True)], Together()
+    )
+    for mine, theirs in zip(
+        zip(*found, strict=True), ops.experts_backward(grad, *args), strict=True
+    ):
         assert torch.equal(torch.cat(mine), theirs)
 
 
@@ -120,8 +156,12 @@ def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str) -
         group = 9, n, "dispatch between peers", rank, True
         share = shares[rank]
         assert isinstance(dispatched.exchange_of(share[1], *group), dispatched.BetweenPeers)
-        assert isinstance(dispatched.exchange_of(share[1], *group[:-1], False), dispatched.InGroup), "where nobody asks"
-        return dispatched.experts_bound(*share[1:], *group), *dispatched.experts_backward_bound(*share, *group)
+        assert isinstance(
+            dispatched.exchange_of(share[1], *group[:-1], False), dispatched.InGroup
+        ), "where nobody asks"
+        return dispatched.experts_bound(*share[1:], *group), *dispatched.experts_backward_bound(
+            *share, *group
+        )
 
     with HostThreads(n) as peers, provided("dispatch between peers", peers):
         found = peers.each(run)
@@ -131,7 +171,8 @@ def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tokens_terms_are_added_up_in_the_order_of_experts(dtype: torch.dtype) -> None:
-    """Linears that only scale by powers of two round nothing: then every bit is the unsplit op's, whatever order would do to the sums."""
+    """Linears that only scale by powers of two round nothing: then every bit is the unsplit
+    op's, whatever order would do to the sums."""
     generator = torch.Generator().manual_seed(0)
     e, width = 8, 16
     x = torch.rand(32, width, generator=generator).to(dtype)
@@ -139,9 +180,19 @@ def test_a_tokens_terms_are_added_up_in_the_order_of_experts(dtype: torch.dtype)
     gates = torch.rand(32, 5, generator=generator) * 100
     scales = 2.0 ** torch.arange(e).view(e, 1, 1)
     up, down = (torch.eye(width).expand(e, width, width) * s for s in (scales, 1 / scales))
-    args = x, ids, gates, up.unsqueeze(1).to(dtype).contiguous(), down.to(dtype).contiguous(), "relu", e
+    args = (
+        x,
+        ids,
+        gates,
+        up.unsqueeze(1).to(dtype).contiguous(),
+        down.to(dtype).contiguous(),
+        "relu",
+        e,
+    )
     for n in (2, 4):
-        assert torch.equal(torch.cat(dispatched_experts(parts(args, n), Together())), ops.experts(*args))
+        assert torch.equal(
+            torch.cat(dispatched_experts(parts(args, n), Together())), ops.experts(*args)
+        )
 
 
 def test_a_row_that_is_no_number_stays_with_its_token() -> None:
@@ -160,16 +211,34 @@ def test_products_are_those_of_all_rows_shared_among_ranks(mesh_shape: tuple[int
         def flops(strategy: Strategy, call: Call = call) -> int:
             local = [
                 [
-                    TensorInfo(tuple(n // at.num_shards(d, mesh_shape) for d, n in enumerate(i.shape)), i.dtype)
+                    TensorInfo(
+                        tuple(n // at.num_shards(d, mesh_shape) for d, n in enumerate(i.shape)),
+                        i.dtype,
+                    )
                     for i, at in zip(infos, layouts, strict=True)
                 ]
-                for infos, layouts in ((call.inputs, strategy.inputs), (call.outputs, strategy.outputs))
+                for infos, layouts in (
+                    (call.inputs, strategy.inputs),
+                    (call.outputs, strategy.outputs),
+                )
             ]
-            return sum(w.flops * n for w, n in works(call.target, call.args, call.kwargs, *local, num_senders(call, strategy, mesh_shape)))
+            return sum(
+                w.flops * n
+                for w, n in works(
+                    call.target,
+                    call.args,
+                    call.kwargs,
+                    *local,
+                    num_senders(call, strategy, mesh_shape),
+                )
+            )
 
         whole, *_ = strategies(call, mesh_shape)
         for strategy in dispatching(call, mesh_shape):
-            split = [any(isinstance(s, Shard) for s in axis) for axis in zip(*(x.placements for x in strategy.inputs), strict=True)]
+            split = [
+                any(isinstance(s, Shard) for s in axis)
+                for axis in zip(*(x.placements for x in strategy.inputs), strict=True)
+            ]
             shares = [n if is_split else 1 for n, is_split in zip(mesh_shape, split, strict=True)]
             if own_moves(call, strategy, mesh_shape) and len(shares) == 1:
                 assert flops(strategy) * shares[0] == flops(whole)
@@ -185,8 +254,15 @@ def local_with(**change: Callable[[Any], Any]) -> Callable[[Any], Local]:
         found = dispatch.local(site)
         if found.target not in DISPATCHED:
             return found
-        args = tuple(change["starts"](a) if isinstance(a, Starts) and "starts" in change else a for a in found.args)
-        return Local(change["target"](found.target) if "target" in change else found.target, args, found.kwargs)
+        args = tuple(
+            change["starts"](a) if isinstance(a, Starts) and "starts" in change else a
+            for a in found.args
+        )
+        return Local(
+            change["target"](found.target) if "target" in change else found.target,
+            args,
+            found.kwargs,
+        )
 
     return local
 
@@ -196,7 +272,9 @@ class Backwards(Starts):
     """The ranks' first experts, the last rank's first."""
 
     def at(self, mesh_shape: Any, coordinate: Any) -> tuple[int, ...]:
-        return Starts(self.dim_size, self.layout, self.dim, self.axis).at(mesh_shape, coordinate)[::-1]
+        return Starts(self.dim_size, self.layout, self.dim, self.axis).at(mesh_shape, coordinate)[
+            ::-1
+        ]
 
 
 def backwards(token: Starts) -> Starts:
@@ -205,33 +283,55 @@ def backwards(token: Starts) -> Starts:
 
 def apart(target: Any) -> Any:
     """Every rank for itself: no row goes anywhere."""
-    found = lambda ranks, exchange: [target([(*r[:-1], r[-1][i : i + 1])], exchange)[0] for i, r in enumerate(ranks)]  # noqa: E731
-    return found
+
+    def run(ranks: Any, exchange: Any) -> Any:
+        return [target([(*r[:-1], r[-1][i : i + 1])], exchange)[0] for i, r in enumerate(ranks)]
+
+    return run
 
 
 def ungated(target: Any) -> Any:
     """All gates are one."""
     at = -6
-    return lambda ranks, exchange: target([(*r[:at], torch.ones_like(r[at]), *r[at + 1 :]) for r in ranks], exchange)
+    return lambda ranks, exchange: target(
+        [(*r[:at], torch.ones_like(r[at]), *r[at + 1 :]) for r in ranks], exchange
+    )
 
 
 @pytest.mark.parametrize(
     ("op", "change"),
     [
-        (0, {"starts": backwards}), (1, {"starts": backwards}), (0, {"target": apart}), (1, {"target": apart}), (0, {"target": ungated}),
+        (0, {"starts": backwards}),
+        (1, {"starts": backwards}),
+        (0, {"target": apart}),
+        (1, {"target": apart}),
+        (0, {"target": ungated}),
         (1, {"target": ungated}),
     ],
-    ids=["homes", "homes backward", "no exchange", "no exchange backward", "gates", "gates backward"],
-)  # fmt: skip
-def test_the_law_catches_a_dispatch_that_is_wrong(op: int, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids=[
+        "homes",
+        "homes backward",
+        "no exchange",
+        "no exchange backward",
+        "gates",
+        "gates backward",
+    ],
+)
+def test_the_law_catches_a_dispatch_that_is_wrong(
+    op: int, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call, tensors = both(drawn(8, 2, 4, "any"))[op]
     (strategy,) = dispatching(call, (2,))
     check_strategy(call, tensors, strategy, (2,))
     broken = local_with(**change)
     if "target" in change:
-        monkeypatch.setattr(trial, "DISPATCHED", (*DISPATCHED, wrong := change["target"](DISPATCHED[op])))
+        monkeypatch.setattr(
+            trial, "DISPATCHED", (*DISPATCHED, wrong := change["target"](DISPATCHED[op]))
+        )
         broken = local_with(target=lambda _: wrong)
-    monkeypatch.setattr(localization, "LOCALIZERS", {**localization.LOCALIZERS, call.target: broken})
+    monkeypatch.setattr(
+        localization, "LOCALIZERS", {**localization.LOCALIZERS, call.target: broken}
+    )
     with pytest.raises(RuleError, match="is wrong on shapes"):
         check_strategy(call, tensors, strategy, (2,))
 

@@ -1,4 +1,5 @@
-"""Plans whose experts dispatch are chosen where that is quicker, priced, emitted, run and certified as all others.
+"""Plans whose experts dispatch are chosen where that is quicker, priced, emitted, run and certified
+as all others.
 
 Volumes of the named plan are in `test_expert_parallel`, the op itself is in `test_dispatch`.
 """
@@ -25,21 +26,20 @@ from autopar import ops
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.certificate import certify
-from autopar.choices import Choices
-from autopar.collective import faster
 from autopar.constraints import expert_parallel
+from autopar.core.collective import faster
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Strategy
+from autopar.core.mesh import Mesh
+from autopar.core.problem import OpStrategy
+from autopar.core.solution import Choices
 from autopar.emit import emit
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Strategy
-from autopar.mesh import Mesh
-from autopar.planning.flips import _Local
-from autopar.planning.repricing import decisions, problems_of, repriced
-from autopar.planning.runner_up import local_load, variants_by_op
+from autopar.planner.reprice import decisions, problems_of, repriced
+from autopar.planner.sensitivity import _Local, local_load, variants_by_op
 from autopar.plans import COMPUTE, Communication, Plan
-from autopar.problem import OpStrategy
+from autopar.program.interpreter import run_lockstep
 from autopar.request import PlanOptions
-from autopar.run.lockstep import run_lockstep
 
 H100 = HardwareProfile.load("h100-sxm")
 LINE, SQUARE = Mesh({"expert": 2}), Mesh({"data": 2, "expert": 2})
@@ -48,9 +48,16 @@ LINE, SQUARE = Mesh({"expert": 2}), Mesh({"data": 2, "expert": 2})
 @cache
 def mixtral(hidden: int, seq: int, num_experts: int, picks: int) -> tuple[Any, dict[str, Any]]:
     config = AutoConfig.for_model(
-        "mixtral", num_hidden_layers=1, hidden_size=hidden, intermediate_size=2 * hidden, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=512, num_local_experts=num_experts, num_experts_per_tok=picks,
-    )  # fmt: skip
+        "mixtral",
+        num_hidden_layers=1,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=512,
+        num_local_experts=num_experts,
+        num_experts_per_tok=picks,
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(8, seq, dtype=torch.long)
@@ -60,15 +67,20 @@ def mixtral(hidden: int, seq: int, num_experts: int, picks: int) -> tuple[Any, d
 def slow(profile: HardwareProfile, times: float) -> HardwareProfile:
     """Links with so much less bandwidth, by the formulas alone."""
     links = {
-        name: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, curves={}) for name, link in profile.links.items()
+        name: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, curves={})
+        for name, link in profile.links.items()
     }
     return replace(profile, links=links, hash="slow")
 
 
 def dispatches(plan: Plan) -> set[bool]:
-    """Whether experts are split by experts with tokens split, by each of the decisions about experts."""
+    """Whether experts are split by experts with tokens split, by each of the decisions about
+    experts."""
     chosen = [c for e in plan.entries for c in e.nodes if "experts/experts" in c.node]
-    found = [(c.strategy.inputs["backward" in c.node], c.strategy.inputs[3 + ("backward" in c.node)]) for c in chosen]
+    found = [
+        (c.strategy.inputs["backward" in c.node], c.strategy.inputs[3 + ("backward" in c.node)])
+        for c in chosen
+    ]
     assert found and all(up.placements[0] == Shard(0) for _, up in found)
     return {x.placements[0] == Shard(0) for x, _ in found}
 
@@ -78,15 +90,31 @@ def dispatches(plan: Plan) -> set[bool]:
     [(8, 2, 8, True), (8, 1, 4, True), (8, 4, 2, False), (8, 6, 2, False)],
     ids=["2 of 8 on 8", "1 of 8 on 4", "4 of 8 on 2", "6 of 8 on 2"],
 )
-def test_on_slow_links_tokens_are_dispatched_where_that_moves_less(num_experts: int, picks: int, devices: int, expected: bool) -> None:
+def test_on_slow_links_tokens_are_dispatched_where_that_moves_less(
+    num_experts: int, picks: int, devices: int, expected: bool
+) -> None:
     """Dispatch sends k/P of what gathering does."""
     model, batch = mixtral(512, 512, num_experts, picks)
     mesh = Mesh({"expert": devices})
     asked = (expert_parallel("expert"),)
-    made = plan_model(model, mesh, example_inputs=batch, hardware=slow(H100, 50), constraints=asked, outputs="loss")[1]
+    made = plan_model(
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware=slow(H100, 50),
+        constraints=asked,
+        outputs="loss",
+    )[1]
     assert dispatches(made.plan) == {expected}
     other = expert_parallel("expert", tokens="gathered" if expected else "dispatched")
-    forced = plan_model(model, mesh, example_inputs=batch, hardware=slow(H100, 50), constraints=(other,), outputs="loss")[1]
+    forced = plan_model(
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware=slow(H100, 50),
+        constraints=(other,),
+        outputs="loss",
+    )[1]
     assert dispatches(forced.plan) == {not expected}
     assert made.plan.prediction.step_s < forced.plan.prediction.step_s
 
@@ -94,18 +122,33 @@ def test_on_slow_links_tokens_are_dispatched_where_that_moves_less(num_experts: 
 @cache
 def planned(mesh: Mesh, *asked: Any, **options: Any) -> tuple[Any, Any, Any]:
     model, batch = zoo_small.mixtral()
-    return plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=asked, **options)[1], model, batch
+    return (
+        plan_model(
+            model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=asked, **options
+        )[1],
+        model,
+        batch,
+    )
 
 
 def quick(times: float) -> HardwareProfile:
-    """As H100, where nothing takes time but bytes and flops, with ten times slower memory and so many times slower links: there the small
-    model's ops had better be split."""
+    """As H100, where nothing takes time but bytes and flops, with ten times slower memory and so
+    many times slower links: there the small model's ops had better be split."""
     links = {
-        name: replace(link, latency_s=1e-12, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, curves={})
+        name: replace(
+            link,
+            latency_s=1e-12,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times,
+            curves={},
+        )
         for name, link in H100.links.items()
     }
     memory = H100.memory_bandwidth_bytes_per_s / 10
-    settings = {"launch_overhead_s": 1e-12, "matmul_half_flops": 0, "memory_bandwidth_bytes_per_s": memory}
+    settings = {
+        "launch_overhead_s": 1e-12,
+        "matmul_half_flops": 0,
+        "memory_bandwidth_bytes_per_s": memory,
+    }
     return replace(H100, links=links, curves={}, hash=f"quick {times}", **settings)
 
 
@@ -127,7 +170,10 @@ def test_unasked_the_planner_takes_the_way_that_is_quicker(name: str) -> None:
     mesh, times, expected = FREE[name]
     made, model, batch = free(mesh, times)
     assert dispatches(made.plan) == expected
-    assert autopar.verify(made.plan, model, batch).ok and certify(capture(model, (), batch), made.plan, quick(times)).ok
+    assert (
+        autopar.verify(made.plan, model, batch).ok
+        and certify(capture(model, (), batch), made.plan, quick(times)).ok
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +181,10 @@ def test_on_two_axes_unasked_plans_are_right() -> None:
     mesh = Mesh({"data": 2, "expert": 4})
     made, model, batch = free(mesh, 30.0)
     assert {c.collective.axis for c in own(made.plan)} == {1}
-    assert autopar.verify(made.plan, model, batch).ok and certify(capture(model, (), batch), made.plan, quick(30.0)).ok
+    assert (
+        autopar.verify(made.plan, model, batch).ok
+        and certify(capture(model, (), batch), made.plan, quick(30.0)).ok
+    )
 
 
 def own(plan: Plan) -> list[Communication]:
@@ -143,12 +192,16 @@ def own(plan: Plan) -> list[Communication]:
 
 
 class Layer(nn.Module):
-    """Experts with something behind them that backward reads, so that they may have to run again."""
+    """Experts with something behind them that backward reads, so that they may have to run
+    again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, 16)
-        self.up, self.down = nn.Parameter(torch.randn(4, 2, 32, 16) / 8), nn.Parameter(torch.randn(4, 16, 32) / 8)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, 2, 32, 16) / 8),
+            nn.Parameter(torch.randn(4, 16, 32) / 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
@@ -169,22 +222,45 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9], ids=["ample", "tight"])
-def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_runs_again(share: float) -> None:
+def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_runs_again(
+    share: float,
+) -> None:
     torch.manual_seed(0)
     model, batch = Net(), {"x": torch.randn(8, 64, 16)}
-    asked = {"example_inputs": batch, "hardware": "h100-sxm", "constraints": (expert_parallel("expert", tokens="dispatched"),)}
+    asked = {
+        "example_inputs": batch,
+        "hardware": "h100-sxm",
+        "constraints": (expert_parallel("expert", tokens="dispatched"),),
+    }
     ample = plan_model(model, LINE, **asked)[1].plan.prediction.peak_bytes
     made = plan_model(model, LINE, **asked, memory_bytes=int(ample * share))[1]
-    assert Counter(made.plan.issued()) == Counter((phase, c) for phase, _, c in made.program.collectives)
+    assert Counter(made.plan.issued()) == Counter(
+        (phase, c) for phase, _, c in made.program.collectives
+    )
     again = {("backward", False)} if share < 1 else set()
-    assert {(c.phase, "experts_backward" in c.node) for c in own(made.plan)} == {("forward", False), ("backward", True), *again}
-    found, num = made.plan.prediction, {(e.phase, e.again_s > 0) for e in made.plan.entries if "experts/forward" in e.key}
-    assert ("forward", True) in num if share < 1 else num == {("forward", False)}, "of two layers one may be enough"
-    assert sum(len(c.instances) * c.time_s for c in made.plan.communications) == pytest.approx(found.communication_s)
-    assert any(phase == "forward" and kind == "communication" for _, phase, kind, *_ in found.timeline)
+    assert {(c.phase, "experts_backward" in c.node) for c in own(made.plan)} == {
+        ("forward", False),
+        ("backward", True),
+        *again,
+    }
+    found, num = (
+        made.plan.prediction,
+        {(e.phase, e.again_s > 0) for e in made.plan.entries if "experts/forward" in e.key},
+    )
+    assert ("forward", True) in num if share < 1 else num == {("forward", False)}, (
+        "of two layers one may be enough"
+    )
+    assert sum(len(c.instances) * c.time_s for c in made.plan.communications) == pytest.approx(
+        found.communication_s
+    )
+    assert any(
+        phase == "forward" and kind == "communication" for _, phase, kind, *_ in found.timeline
+    )
     values = dict(model.named_parameters())
     ran = run_lockstep(made.program, values, {}, batch)
-    assert Counter((p, str(c)) for p, _, c in ran.records) == Counter((p, str(c)) for p, _, c in made.program.collectives)
+    assert Counter((p, str(c)) for p, _, c in ran.records) == Counter(
+        (p, str(c)) for p, _, c in made.program.collectives
+    )
     assert Plan.loads(made.plan.dumps()) == made.plan
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
@@ -193,9 +269,13 @@ def test_repriced_it_takes_what_was_predicted_and_other_links_change_it() -> Non
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     options = PlanOptions(constraints=(expert_parallel("expert", tokens="dispatched"),))
     trace = capture(model, (), batch)
-    assert repriced(made.plan, trace, LINE, H100, options) == pytest.approx(made.plan.prediction.step_s)
+    assert repriced(made.plan, trace, LINE, H100, options) == pytest.approx(
+        made.plan.prediction.step_s
+    )
     slower = repriced(made.plan, trace, LINE, slow(H100, 1e3), options)
-    assert slower > made.plan.prediction.step_s + 0.5 * sum(len(c.instances) * c.time_s for c in own(made.plan))
+    assert slower > made.plan.prediction.step_s + 0.5 * sum(
+        len(c.instances) * c.time_s for c in own(made.plan)
+    )
 
 
 def quicker(strategy: OpStrategy, factor: float) -> OpStrategy:
@@ -204,38 +284,59 @@ def quicker(strategy: OpStrategy, factor: float) -> OpStrategy:
 
 
 def test_on_changed_hardware_a_choice_is_priced_as_the_whole_problem_is() -> None:
-    """Its own collectives with the links, its products with the speed of compute, whichever way is the runner-up."""
+    """Its own collectives with the links, its products with the speed of compute, whichever way
+    is the runner-up."""
     made, model, batch = free(Mesh({"gpu": 4}), 30.0)
     profile, trace, mesh = quick(30.0), capture(model, (), batch), made.plan.mesh
     part = next(problems_of(made.plan, trace, mesh, profile, PlanOptions()))
     strategies_now, again = decisions(part.priced, made.plan)
     choices = Choices(strategies_now, again, {}, 0.0, 0.0)
-    at = next(i for i, e in enumerate(made.plan.entries) if e.key.endswith("experts/experts/forward/0"))
+    at = next(
+        i for i, e in enumerate(made.plan.entries) if e.key.endswith("experts/experts/forward/0")
+    )
     ways = part.priced.problem.ops[at].strategies
     other = next(i for i, s in enumerate(ways) if str(s.layouts) == "R, R, R, S(0), S(0) -> P")
     for what, factor in itertools.product((COMPUTE, "intra"), (0.5, 1.0, 3.0)):
         touched = variants_by_op(part.priced.problem)[at]
-        local = _Local(part.priced, {}, choices, at, (other,), touched, mesh, profile, what, (1.0, 1.0))
+        local = _Local(
+            part.priced, {}, choices, at, (other,), touched, mesh, profile, what, (1.0, 1.0)
+        )
         if what == COMPUTE:
-            ops_then = [replace(op, strategies=tuple(quicker(s, factor) for s in op.strategies)) for op in part.priced.problem.ops]
+            ops_then = [
+                replace(op, strategies=tuple(quicker(s, factor) for s in op.strategies))
+                for op in part.priced.problem.ops
+            ]
             whole = replace(part.priced.problem, ops=tuple(ops_then))
         else:
-            new = replace(profile, links={**profile.links, "intra": faster(profile.links["intra"], factor - 1)})
+            new = replace(
+                profile,
+                links={**profile.links, "intra": faster(profile.links["intra"], factor - 1)},
+            )
             whole = next(problems_of(made.plan, trace, mesh, new, PlanOptions())).priced.problem
-        now, then = (local_load(whole, choices, at, s, touched) for s in (strategies_now[at], other))
+        now, then = (
+            local_load(whole, choices, at, s, touched) for s in (strategies_now[at], other)
+        )
         assert now is not None and then is not None
-        expected = then.priced_s(profile.overlap_slowdown, (1.0, 1.0)) - now.priced_s(profile.overlap_slowdown, (1.0, 1.0))
+        expected = then.priced_s(profile.overlap_slowdown, (1.0, 1.0)) - now.priced_s(
+            profile.overlap_slowdown, (1.0, 1.0)
+        )
         assert local.delta_s(factor) == pytest.approx(expected, rel=1e-3), (what, factor)
 
 
 def test_what_is_expected_is_said() -> None:
     made, _, _ = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     text = " ".join(str(autopar.explain(made.plan)).split())
-    assert "tokens are dispatched to their experts over expert in 2 layers" in text and "where all experts are picked alike" in text
+    assert (
+        "tokens are dispatched to their experts over expert in 2 layers" in text
+        and "where all experts are picked alike" in text
+    )
     assert "experts over expert" in text and "forward all_to_all over expert" in text
     gathered, _, _ = planned(LINE, expert_parallel("expert", tokens="gathered"))
     text = " ".join(str(autopar.explain(gathered.plan)).split())
-    assert "are dispatched" not in text.replace("rows that are dispatched to them", "") and "experts over expert" in text
+    assert (
+        "are dispatched" not in text.replace("rows that are dispatched to them", "")
+        and "experts over expert" in text
+    )
 
 
 # ── the certificate ──
@@ -246,7 +347,14 @@ def changed(pick: Callable[[Communication], bool], **change: Any) -> Callable[[P
         at = next(i for i, c in enumerate(plan.communications) if pick(c))
         c = plan.communications[at]
         new = {name: value(c) if callable(value) else value for name, value in change.items()}
-        return replace(plan, communications=(*plan.communications[:at], replace(c, **new), *plan.communications[at + 1 :]))
+        return replace(
+            plan,
+            communications=(
+                *plan.communications[:at],
+                replace(c, **new),
+                *plan.communications[at + 1 :],
+            ),
+        )
 
     return damage
 
@@ -254,7 +362,9 @@ def changed(pick: Callable[[Communication], bool], **change: Any) -> Callable[[P
 def without(pick: Callable[[Communication], bool]) -> Callable[[Plan], Plan]:
     def damage(plan: Plan) -> Plan:
         at = next(i for i, c in enumerate(plan.communications) if pick(c))
-        return replace(plan, communications=(*plan.communications[:at], *plan.communications[at + 1 :]))
+        return replace(
+            plan, communications=(*plan.communications[:at], *plan.communications[at + 1 :])
+        )
 
     return damage
 
@@ -267,7 +377,15 @@ def gathering(plan: Plan) -> Plan:
             (choice,) = entry.nodes
             s = choice.strategy
             weights = replace(
-                entry, nodes=(replace(choice, strategy=Strategy((*s.inputs[:3], *(x.parse("R") for x in s.inputs[3:])), s.outputs)),)
+                entry,
+                nodes=(
+                    replace(
+                        choice,
+                        strategy=Strategy(
+                            (*s.inputs[:3], *(x.parse("R") for x in s.inputs[3:])), s.outputs
+                        ),
+                    ),
+                ),
             )
             entry = weights
         entries.append(entry)
@@ -280,18 +398,33 @@ def is_own(c: Communication) -> bool:
 
 MUTANTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "one is missing": (without(is_own), "moves: with .* and the plan says otherwise"),
-    "one is listed twice": (lambda p: replace(p, communications=(*p.communications, own(p)[0])), "moves: with .* says otherwise"),
-    "its bytes": (changed(is_own, collective=lambda c: replace(c.collective, bytes=c.collective.bytes // 2)), "moves: with .* otherwise"),
-    "its dtype": (changed(is_own, collective=lambda c: replace(c.collective, dtype="int32")), "moves: with .* otherwise"),
-    "its time": (changed(is_own, time_s=lambda c: c.time_s / 2), "moves: an all_to_all of its own in forward takes"),
+    "one is listed twice": (
+        lambda p: replace(p, communications=(*p.communications, own(p)[0])),
+        "moves: with .* says otherwise",
+    ),
+    "its bytes": (
+        changed(is_own, collective=lambda c: replace(c.collective, bytes=c.collective.bytes // 2)),
+        "moves: with .* otherwise",
+    ),
+    "its dtype": (
+        changed(is_own, collective=lambda c: replace(c.collective, dtype="int32")),
+        "moves: with .* otherwise",
+    ),
+    "its time": (
+        changed(is_own, time_s=lambda c: c.time_s / 2),
+        "moves: an all_to_all of its own in forward takes",
+    ),
     "its slack": (changed(is_own, slack="deferrable"), "moves: nothing runs beside"),
     "it runs beside compute": (changed(is_own, beside=True), "moves: nothing runs beside"),
-    "its layouts": (changed(is_own, source=lambda c: c.source.parse("R")), "moves: what it moves by itself in forward is from R"),
+    "its layouts": (
+        changed(is_own, source=lambda c: c.source.parse("R")),
+        "moves: what it moves by itself in forward is from R",
+    ),
     "its phase": (changed(is_own, phase="backward"), "moves: "),
     "it is the tensor's": (changed(is_own, own=False), "moves: "),
     "a tensor's is the node's": (changed(lambda c: not c.own, own=True), "moves: "),
     "its node's strategy": (gathering, "moves: .*|layouts: .*"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -306,7 +439,10 @@ def test_a_claim_about_a_nodes_own_collectives_that_does_not_hold_is_found(name:
     assert any(re.match(words, line) for line in said), said
 
 
-@pytest.mark.parametrize("name", ["one is missing", "its bytes", "its phase", "one is listed twice", "its node's strategy"])
+@pytest.mark.parametrize(
+    "name",
+    ["one is missing", "its bytes", "its phase", "one is listed twice", "its node's strategy"],
+)
 def test_no_program_is_made_of_it(name: str) -> None:
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     with pytest.raises(PlanError):
@@ -314,8 +450,13 @@ def test_no_program_is_made_of_it(name: str) -> None:
 
 
 def test_the_bound_holds_for_whatever_way_is_taken() -> None:
-    proofs = {tokens: planned(SQUARE, expert_parallel("expert", tokens=tokens))[0].plan.proof for tokens in ("", "dispatched", "gathered")}
+    proofs = {
+        tokens: planned(SQUARE, expert_parallel("expert", tokens=tokens))[0].plan.proof
+        for tokens in ("", "dispatched", "gathered")
+    }
     for proof in proofs.values():
         assert proof.certified_bound_s <= proof.bound_s <= proof.objective_s
     for one, other in itertools.product(("",), ("dispatched", "gathered")):
-        assert proofs[one].bound_s <= proofs[other].objective_s * (1 + 1e-9), "the choice of both costs no more than either"
+        assert proofs[one].bound_s <= proofs[other].objective_s * (1 + 1e-9), (
+            "the choice of both costs no more than either"
+        )

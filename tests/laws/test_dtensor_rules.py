@@ -1,7 +1,8 @@
-"""autopar's rules beside those of torch's DTensor: every disagreement is listed, with who is right, by numbers, and why.
+"""autopar's rules beside those of torch's DTensor: every disagreement is listed, with who is right,
+by numbers, and why.
 
-The list is `dtensor_disagreements.json`; ``pytest --update-golden`` writes it again and leaves the reason of what is new to be
-filled in.
+The list is `dtensor_disagreements.json`; ``pytest --update-golden`` writes it again and leaves the
+reason of what is new to be filled in.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from autopar.rules import call_on
 LIST = Path(__file__).parent / "dtensor_disagreements.json"
 Row = dict[str, Any]
 
-pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the list is of torch 2.13")
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the list is of torch 2.13"
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +53,17 @@ def without_reason(row: Row) -> str:
     return json.dumps({name: value for name, value in row.items() if name != "why"}, sort_keys=True)
 
 
-def test_the_disagreements_are_exactly_those_listed(found: list[Row], request: pytest.FixtureRequest) -> None:
+def test_the_disagreements_are_exactly_those_listed(
+    found: list[Row], request: pytest.FixtureRequest
+) -> None:
     if request.config.getoption("--update-golden"):
         reasons = {without_reason(row): row["why"] for row in listed()}
         rows = [json.dumps({**row, "why": reasons.get(without_reason(row), "")}) for row in found]
         LIST.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
     now, before = Counter(map(without_reason, found)), Counter(map(without_reason, listed()))
-    assert (list(now - before), list(before - now)) == ([], []), "neither new nor gone; pytest --update-golden writes the list"
+    assert (list(now - before), list(before - now)) == ([], []), (
+        "neither new nor gone; pytest --update-golden writes the list"
+    )
 
 
 def test_each_has_a_reason() -> None:
@@ -87,10 +94,14 @@ def test_numbers_decide() -> None:
 @pytest.mark.parametrize(
     ("autopar", "torch_", "says"),
     [
-        (True, None, "torch lacks it"), (None, True, "autopar lacks it"), (True, True, "both are right"),
-        (None, False, "torch is wrong"), (True, False, "torch is wrong"),
-        (False, True, "autopar is wrong"), (False, None, "autopar is wrong"),
+        (True, None, "torch lacks it"),
+        (None, True, "autopar lacks it"),
+        (True, True, "both are right"),
+        (None, False, "torch is wrong"),
+        (True, False, "torch is wrong"),
+        (False, True, "autopar is wrong"),
+        (False, None, "autopar is wrong"),
     ],
-)  # fmt: skip
+)
 def test_a_verdict_names_who_is_wrong(autopar: bool | None, torch_: bool | None, says: str) -> None:
     assert verdict(autopar, torch_) == says

@@ -1,4 +1,5 @@
-"""Dual ascent against the relaxation, brute force and the certificate's arithmetic, on generated small problems."""
+"""Dual ascent against the relaxation, brute force and the certificate's arithmetic, on generated
+small problems."""
 
 from __future__ import annotations
 
@@ -12,27 +13,30 @@ import zoo_small
 
 from autopar.capture import capture
 from autopar.certificate import certify
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.core.streams import ON_COMPUTE, Balance
 from autopar.cost.price import price
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
-from autopar.problem import Problem
-from autopar.solve import evaluate, quick, solve
-from autopar.solve.ascent import Ascent
-from autopar.solve.decided import decided
-from autopar.solve.engine import Engine
+from autopar.planner import PlanOptions, make_plan
+from autopar.sharding import classes_of
+from autopar.solve import evaluate, greedy, solve
+from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import SCALE, Formulation
-from autopar.strategies import classes_of
-from autopar.streams import ON_COMPUTE, Balance
+from autopar.solve.greedy import decided
+from autopar.solve.highs import Engine
 from benchmarks.zoo import blocks
 from tests.laws.test_certified_bound import proven
 from tests.laws.test_kernel_oracles import best_s, with_kernels
 from tests.laws.test_solver_oracles import LINE, SQUARE, Case, X, front
 
 CASES = [
-    *(Case(seed, LINE) for seed in range(6)), *(Case(seed, SQUARE) for seed in range(3)),
-    Case(1, LINE, slowdown=0.4), Case(1, LINE, slowdown=0.4, hosts=1.0), Case(4, LINE, unasked=True),
-]  # fmt: skip
+    *(Case(seed, LINE) for seed in range(6)),
+    *(Case(seed, SQUARE) for seed in range(3)),
+    Case(1, LINE, slowdown=0.4),
+    Case(1, LINE, slowdown=0.4, hosts=1.0),
+    Case(4, LINE, unasked=True),
+]
 BALANCES: tuple[Balance, ...] = (ON_COMPUTE, (0.5, 0.2))
 NAMES = ("gpt2", "llama")
 
@@ -60,13 +64,19 @@ def quickest_s(p: Problem) -> float:
 @cache
 def modelled(name: str) -> Problem:
     model, batch = getattr(zoo_small, name)(dtype=torch.bfloat16)
-    trace, mesh, profile = capture(model, (), batch), Mesh.parse("a=2,b=2"), HardwareProfile.load("h100-sxm")
+    trace, mesh, profile = (
+        capture(model, (), batch),
+        Mesh.parse("a=2,b=2"),
+        HardwareProfile.load("h100-sxm"),
+    )
     return price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=2**40).problem
 
 
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_bound_rises_from_sweep_to_sweep_to_near_the_relaxation_and_never_past_it(case: Case, balance: Balance) -> None:
+def test_the_bound_rises_from_sweep_to_sweep_to_near_the_relaxation_and_never_past_it(
+    case: Case, balance: Balance
+) -> None:
     p, seen = case.problem(), []
     ascent, most = Ascent(p, balance), relaxation_s(p, balance)
     for _ in range(40):
@@ -92,17 +102,25 @@ def test_of_models_it_comes_within_some_per_cent(name: str) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("case", CASES)
-def test_arithmetic_proves_what_its_multipliers_say_and_hardly_less_than_the_potentials_did(case: Case, balance: Balance) -> None:
+def test_arithmetic_proves_what_its_multipliers_say_and_hardly_less_than_the_potentials_did(
+    case: Case, balance: Balance
+) -> None:
     p = case.problem()
     ascent = ascended(p, balance)
     before = ascent.bound_s
     kept = ascent.multipliers()
     assert kept.bound_s == pytest.approx(proven(p, kept), rel=1e-12)
-    assert before - 2e-3 * (before - Ascent(p, balance).bound_s) - 1e-12 <= kept.bound_s <= before * (1 + 1e-12)
+    assert (
+        before - 2e-3 * (before - Ascent(p, balance).bound_s) - 1e-12
+        <= kept.bound_s
+        <= before * (1 + 1e-12)
+    )
     assert all(round(value, 9) == value for value in kept.potentials_s.values())
 
 
-@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 4, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 4, 5))]
+)
 def test_with_kernels_it_proves_no_more_than_brute_force_finds(seed: int) -> None:
     p = with_kernels(seed)
     kept = ascended(p).multipliers()
@@ -128,52 +146,89 @@ def test_plans_from_potentials_are_legal_and_the_same_every_time(name: str) -> N
     assert evaluate(p, plans[0]).objective_s >= relaxation_s(p) * (1 - 1e-9)
 
 
-def test_a_huge_problem_whose_launches_decide_is_answered_without_a_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "_HUGE", 0)
+def test_a_huge_problem_whose_launches_decide_is_answered_without_a_relaxation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(greedy, "_HUGE", 0)
     monkeypatch.setattr(Engine, "relax", lambda *_, **__: pytest.fail("it is not needed"))
     p = modelled("gpt2")
     rows = [tuple(replace(s, time_s=0.9 * s.time_s + 1e-5) for s in op.strategies) for op in p.ops]
-    launches = replace(p, ops=tuple(replace(op, strategies=row) for op, row in zip(p.ops, rows, strict=True)))
+    launches = replace(
+        p, ops=tuple(replace(op, strategies=row) for op, row in zip(p.ops, rows, strict=True))
+    )
     half_way_s = (quickest_s(launches) + ascended(launches).bound_s) / 2
-    found = solve(launches, gap=1 - half_way_s / evaluate(launches, quick._whole(launches)).objective_s)
+    found = solve(
+        launches, gap=1 - half_way_s / evaluate(launches, greedy._whole(launches)).objective_s
+    )
     assert found.solver == "dual ascent" and found.multipliers is not None
-    assert half_way_s <= found.bound_s == found.multipliers.bound_s == pytest.approx(proven(launches, found.multipliers), rel=1e-12)
+    assert (
+        half_way_s
+        <= found.bound_s
+        == found.multipliers.bound_s
+        == pytest.approx(proven(launches, found.multipliers), rel=1e-12)
+    )
 
 
-def test_so_is_one_whose_communication_decides_where_the_ascent_comes_upon_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer of Mixtral 8×7B, of its true size, on 8×8: the plan without communication takes forty times as long."""
-    monkeypatch.setattr(quick, "_HUGE", 0)
+def test_so_is_one_whose_communication_decides_where_the_ascent_comes_upon_a_good_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One layer of Mixtral 8×7B, of its true size, on 8×8: the plan without communication takes
+    forty times as long."""
+    monkeypatch.setattr(greedy, "_HUGE", 0)
     monkeypatch.setattr(Engine, "relax", lambda *_, **__: pytest.fail("it is not needed"))
     layer, batch = blocks.mixtral_8x7b()
-    trace, mesh = capture(layer.bfloat16(), (), {name: x.bfloat16() for name, x in batch.items()}), Mesh.parse("node=8,gpu=8")
+    trace, mesh = (
+        capture(layer.bfloat16(), (), {name: x.bfloat16() for name, x in batch.items()}),
+        Mesh.parse("node=8,gpu=8"),
+    )
     profile = HardwareProfile.load("h100-sxm")
-    p = price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=PlanOptions().budget(profile)).problem
+    p = price(
+        trace,
+        classes_of(trace, mesh.shape),
+        mesh,
+        profile,
+        budget_bytes=PlanOptions().budget(profile),
+    ).problem
     found = solve(p, gap=0.01)
-    assert evaluate(p, quick._whole(p)).objective_s > 10 * found.objective_s
+    assert evaluate(p, greedy._whole(p)).objective_s > 10 * found.objective_s
     assert found.solver == "dual ascent" and found.multipliers is not None
-    assert 0.99 * found.objective_s <= found.bound_s == pytest.approx(proven(p, found.multipliers), rel=1e-9)
+    assert (
+        0.99 * found.objective_s
+        <= found.bound_s
+        == pytest.approx(proven(p, found.multipliers), rel=1e-9)
+    )
 
 
-def test_a_plan_that_dual_ascent_proves_is_certified_and_a_potential_that_is_scaled_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "_HUGE", 0)
-    monkeypatch.setattr(quick, "_NEAR", 1.0)
+def test_a_plan_that_dual_ascent_proves_is_certified_and_a_potential_that_is_scaled_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(greedy, "_HUGE", 0)
+    monkeypatch.setattr(greedy, "_NEAR", 1.0)
     model, batch = zoo_small.gpt2(dtype=torch.bfloat16)
     trace, profile = capture(model, (), batch), HardwareProfile.load("h100-sxm")
     plan = make_plan(trace, Mesh.parse("a=2,b=2"), profile, PlanOptions(gap=1e-4)).plan
     assert plan.proof.solver == "dual ascent" and plan.proof.potentials
     assert certify(trace, plan, profile).ok
-    double = tuple(replace(x, values_s={k: 2 * v for k, v in x.values_s.items()}) for x in plan.proof.potentials)
+    double = tuple(
+        replace(x, values_s={k: 2 * v for k, v in x.values_s.items()})
+        for x in plan.proof.potentials
+    )
     found = certify(trace, replace(plan, proof=replace(plan.proof, potentials=double)), profile)
     assert [finding.claim for finding in found.findings] == ["bound"]
 
 
-def test_what_is_known_before_a_search_is_no_worse_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search begins where the ascent has ended, and its answer is that of a search that knows nothing."""
+def test_what_is_known_before_a_search_is_no_worse_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search begins where the ascent has ended, and its answer is that of a search that
+    knows nothing."""
     p = modelled("llama")
     alone = solve(p, gap=0.0)
-    monkeypatch.setattr(quick, "_HUGE", 0)
-    monkeypatch.setattr(quick, "_NEAR", 1.0)
+    monkeypatch.setattr(greedy, "_HUGE", 0)
+    monkeypatch.setattr(greedy, "_NEAR", 1.0)
     after = solve(p, gap=0.0)
-    assert after.objective_s == pytest.approx(alone.objective_s, rel=1e-9) and after.bound_s == pytest.approx(alone.bound_s, rel=1e-9)
+    assert after.objective_s == pytest.approx(
+        alone.objective_s, rel=1e-9
+    ) and after.bound_s == pytest.approx(alone.bound_s, rel=1e-9)
     assert after.multipliers is not None and alone.multipliers is not None
     assert after.multipliers.bound_s >= alone.multipliers.bound_s * (1 - 1e-9)

@@ -1,6 +1,8 @@
-"""Expert parallelism by name: what it moves and holds is what the formulas say, a rank computes with its own experts, numbers are right.
+"""Expert parallelism by name: what it moves and holds is what the formulas say, a rank computes
+with its own experts, numbers are right.
 
-Volumes as `autopar.constraints.expert_parallel` states them, per layer and axis, counted in the emitted program.
+Volumes as `autopar.constraints.expert_parallel` states them, per layer and axis, counted in the
+emitted program.
 """
 
 from __future__ import annotations
@@ -21,11 +23,21 @@ import autopar
 from autopar import ops
 from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.constraints import Megatron, ddp, expert_parallel, fsdp, megatron, parallelisms, pipeline, read_constraint, tensor_parallel
+from autopar.constraints import (
+    Megatron,
+    ddp,
+    expert_parallel,
+    fsdp,
+    megatron,
+    parallelisms,
+    pipeline,
+    read_constraint,
+    tensor_parallel,
+)
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
-from autopar.planning import Planned
-from autopar.run.program import Program
+from autopar.planner import Planned
+from autopar.program.program import Program
 
 LAYERS, B, S, H, F, E, K = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32, 48, 4, 2
 EXPERTS = (E * 2 * F * H, E * H * F)  # elements of a layer's two weights
@@ -33,19 +45,34 @@ LINE, SQUARE = Mesh({"expert": 2}), Mesh({"data": 2, "expert": 2})
 
 
 @cache
-def planned(mesh: Mesh, *constraints: Any, times: int = 1) -> tuple[Planned, nn.Module, dict[str, Any]]:
+def planned(
+    mesh: Mesh, *constraints: Any, times: int = 1
+) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = zoo_small.mixtral(num_layers=LAYERS)
-    batch = {name: torch.cat([value.roll(n, 1) for n in range(times)]) for name, value in batch.items()}
-    return plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1], model, batch
+    batch = {
+        name: torch.cat([value.roll(n, 1) for n in range(times)]) for name, value in batch.items()
+    }
+    return (
+        plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[
+            1
+        ],
+        model,
+        batch,
+    )
 
 
 def moved(made: Planned, phase: str, kind: str, axis: int) -> Counter[int]:
-    """Elements of the whole that is gathered, scattered or reduced within an axis, by how many collectives."""
+    """Elements of the whole that is gathered, scattered or reduced within an axis, by how many
+    collectives."""
     assert isinstance(made.program, Program)
     size = made.plan.mesh.shape[axis]
-    steps = [(step.phase, step.collective) for _, step in made.plan.steps()]  # before some share buckets
+    steps = [
+        (step.phase, step.collective) for _, step in made.plan.steps()
+    ]  # before some share buckets
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
-    return Counter(max(c.bytes, c.output_bytes(size)) // getattr(torch, c.dtype).itemsize for c in found)
+    return Counter(
+        max(c.bytes, c.output_bytes(size)) // getattr(torch, c.dtype).itemsize for c in found
+    )
 
 
 def per_layer(*sizes: int) -> Counter[int]:
@@ -57,10 +84,13 @@ def is_right(made: Planned, model: nn.Module, batch: dict[str, Any]) -> bool:
 
 
 def gradients_are_of_their_own(made: Planned, model: nn.Module, axis: int) -> None:
-    """No gradient of an expert is reduced along the experts' axis; along one of data, beside it, those of a device's own experts are."""
+    """No gradient of an expert is reduced along the experts' axis; along one of data, beside it,
+    those of a device's own experts are."""
     dense = Counter(p.numel() for name, p in model.named_parameters() if "experts" not in name)
     assert moved(made, "backward", "all_reduce", axis) == dense
-    assert not axis or moved(made, "backward", "all_reduce", 0) == dense + per_layer(*(n // 2 for n in EXPERTS))
+    assert not axis or moved(made, "backward", "all_reduce", 0) == dense + per_layer(
+        *(n // 2 for n in EXPERTS)
+    )
 
 
 PLACES = [(LINE, (), 0), (Mesh({"expert": 4}), (), 0), (SQUARE, (ddp("data"),), 1)]
@@ -68,10 +98,16 @@ NAMES = ["2", "4", "data beside"]
 
 
 @pytest.mark.parametrize(("mesh", "beside", "axis"), PLACES, ids=NAMES)
-def test_tokens_are_gathered_and_results_scattered_once_a_layer(mesh: Mesh, beside: tuple[Any, ...], axis: int) -> None:
+def test_tokens_are_gathered_and_results_scattered_once_a_layer(
+    mesh: Mesh, beside: tuple[Any, ...], axis: int
+) -> None:
     made, model, batch = planned(mesh, expert_parallel("expert", tokens="gathered"), *beside)
-    tokens = B * S // (1 if len(mesh.shape) == 1 else mesh.shape[0])  # of the devices of the axis together
-    assert moved(made, "forward", "all_gather", axis) == per_layer(tokens * H, tokens * K, tokens * K)
+    tokens = (
+        B * S // (1 if len(mesh.shape) == 1 else mesh.shape[0])
+    )  # of the devices of the axis together
+    assert moved(made, "forward", "all_gather", axis) == per_layer(
+        tokens * H, tokens * K, tokens * K
+    )
     assert moved(made, "forward", "reduce_scatter", axis) == per_layer(tokens * H)
     assert moved(made, "backward", "all_gather", axis) == per_layer(tokens * H)
     assert moved(made, "backward", "reduce_scatter", axis) == per_layer(tokens * H, tokens * K)
@@ -81,13 +117,18 @@ def test_tokens_are_gathered_and_results_scattered_once_a_layer(mesh: Mesh, besi
 
 
 @pytest.mark.parametrize(("mesh", "beside", "axis"), PLACES, ids=NAMES)
-def test_rows_are_dispatched_and_combined_once_a_layer(mesh: Mesh, beside: tuple[Any, ...], axis: int) -> None:
-    """In elements that a device puts in, of which it sends (P−1)/P: h for each of its tokens' picks, there and back; in backward again,
-    with the results' gradients and gates. And a count for each expert."""
+def test_rows_are_dispatched_and_combined_once_a_layer(
+    mesh: Mesh, beside: tuple[Any, ...], axis: int
+) -> None:
+    """In elements that a device puts in, of which it sends (P−1)/P: h for each of its tokens'
+    picks, there and back; in backward again, with the results' gradients and gates. And a count for
+    each expert."""
     made, model, batch = planned(mesh, expert_parallel("expert", tokens="dispatched"), *beside)
     pairs = B * S // mesh.num_devices * K
     assert moved(made, "forward", "all_to_all", axis) == per_layer(E, pairs * H, pairs * H)
-    assert moved(made, "backward", "all_to_all", axis) == per_layer(E, pairs * 2 * H, pairs, pairs * H, pairs)
+    assert moved(made, "backward", "all_to_all", axis) == per_layer(
+        E, pairs * 2 * H, pairs, pairs * H, pairs
+    )
     for phase, kind in itertools.product(("forward", "backward"), ("all_gather", "reduce_scatter")):
         assert not moved(made, phase, kind, axis)
     gradients_are_of_their_own(made, model, axis)
@@ -96,7 +137,8 @@ def test_rows_are_dispatched_and_combined_once_a_layer(mesh: Mesh, beside: tuple
 
 
 class Sparse(nn.Module):
-    """Of each token's scores the two largest remain, among zeros that the model makes of nothing."""
+    """Of each token's scores the two largest remain, among zeros that the model makes of
+    nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -112,12 +154,16 @@ class Sparse(nn.Module):
 def test_beside_experts_and_data_what_is_made_of_nothing_is_read_in_parts() -> None:
     model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
     forced = (expert_parallel("expert", tokens="dispatched"), fsdp("data"))
-    _, made = plan_model(Sparse(model), SQUARE, example_inputs=batch, hardware="h100-sxm", constraints=forced)
+    _, made = plan_model(
+        Sparse(model), SQUARE, example_inputs=batch, hardware="h100-sxm", constraints=forced
+    )
     assert autopar.verify(made.plan, Sparse(model), batch).ok
 
 
 def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:
-    made, model, batch = planned(Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="gathered"))
+    made, model, batch = planned(
+        Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="gathered")
+    )
     gathered = moved(made, "forward", "all_gather", 0), moved(made, "forward", "all_gather", 1)
     assert sorted(sum(c.elements()) for c in gathered) == [
         LAYERS * B * S * (H + 2 * K) // 2,
@@ -126,15 +172,26 @@ def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:
     assert is_right(made, model, batch)
 
 
-@pytest.mark.parametrize(("mesh", "ep", "zero"), [(LINE, 2, 0), (SQUARE, 2, 0), (SQUARE, 4, 0), (SQUARE, 2, 3), (SQUARE, 4, 3)])
+@pytest.mark.parametrize(
+    ("mesh", "ep", "zero"),
+    [(LINE, 2, 0), (SQUARE, 2, 0), (SQUARE, 4, 0), (SQUARE, 2, 3), (SQUARE, 4, 3)],
+)
 def test_a_device_rests_with_its_share(mesh: Mesh, ep: int, zero: int) -> None:
-    """Ψ_e elements of experts and Ψ of all else on D devices: Ψ_e/ep + Ψ, or with ZeRO's stage 3 both over D."""
+    """Ψ_e elements of experts and Ψ of all else on D devices: Ψ_e/ep + Ψ, or with ZeRO's stage 3
+    both over D."""
     made, model, _ = planned(mesh, megatron(ep=ep, zero=zero))
     experts = LAYERS * sum(EXPERTS)
-    other, devices = sum(p.numel() for p in model.parameters()) - experts, made.plan.mesh.num_devices
+    other, devices = (
+        sum(p.numel() for p in model.parameters()) - experts,
+        made.plan.mesh.num_devices,
+    )
     elements = (experts + other) // devices if zero else experts // ep + other
     rests = made.plan.prediction.memory_bytes
-    assert (rests["parameters"], rests["optimizer"], rests["gradients"]) == (4 * elements, 8 * elements, 4 * elements)
+    assert (rests["parameters"], rests["optimizer"], rests["gradients"]) == (
+        4 * elements,
+        8 * elements,
+        4 * elements,
+    )
 
 
 def test_a_rank_computes_with_its_own_experts_alone() -> None:
@@ -153,7 +210,11 @@ def test_a_rank_computes_with_its_own_experts_alone() -> None:
         (Mesh({"data": 2, "expert": 4}), megatron(ep=4)),
         (Mesh({"data": 2, "expert": 2, "tensor": 2}), megatron(tp=2, ep=2, zero=3)),
         (SQUARE, megatron(ep=4, zero=1, microbatches=2)),
-        pytest.param(Mesh({"stage": 2, "data": 1, "expert": 2}), megatron(pp=2, ep=2, zero=2, microbatches=2), marks=pytest.mark.slow),
+        pytest.param(
+            Mesh({"stage": 2, "data": 1, "expert": 2}),
+            megatron(pp=2, ep=2, zero=2, microbatches=2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(LINE, megatron(ep=2, recompute="full"), marks=pytest.mark.slow),
     ],
     ids=["8", "tensor beside", "microbatches", "stages", "recomputed"],
@@ -166,8 +227,15 @@ def test_loss_outputs_and_gradients_are_the_models(mesh: Mesh, asked: Megatron) 
 def test_tensor_parallelism_splits_what_lies_between_an_experts_linears() -> None:
     made, model, batch = planned(LINE, tensor_parallel("1d", axes="expert"))
     for phase, lookup_or_head in (("forward", 1), ("backward", 1)):
-        assert moved(made, phase, "all_reduce", 0)[B * S * H] == 2 * LAYERS + lookup_or_head, "attention and experts"
-    used = [c.strategy for e in made.plan.entries for c in e.nodes if c.node.endswith("experts/forward/0")]
+        assert moved(made, phase, "all_reduce", 0)[B * S * H] == 2 * LAYERS + lookup_or_head, (
+            "attention and experts"
+        )
+    used = [
+        c.strategy
+        for e in made.plan.entries
+        for c in e.nodes
+        if c.node.endswith("experts/forward/0")
+    ]
     assert used and all(str(s.inputs[3]) == str(s.inputs[4]) == "S(2)" for s in used)
     assert is_right(made, model, batch)
 
@@ -182,27 +250,63 @@ def test_without_stage_3_experts_are_not_gathered_whatever_the_stage() -> None:
 
 
 TYPES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
-        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
     },
-}  # fmt: skip
+}
 
 
-def of_type(kind: str, implementation: str = "batched_mm", **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_attention_heads": 4}
-    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=4 if kind == "deepseek_v3" else 2, **settings)
+def of_type(
+    kind: str, implementation: str = "batched_mm", **settings: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "num_attention_heads": 4,
+    }
+    config = AutoConfig.for_model(
+        kind, **sizes, num_key_value_heads=4 if kind == "deepseek_v3" else 2, **settings
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
     return model, zoo_small.mixtral()[1]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmoe", "deepseek_v3"))])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_moe",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmoe", "deepseek_v3")),
+    ],
+)
 def test_other_models_with_experts(kind: str) -> None:
     model, batch = of_type(kind, **TYPES[kind])
-    plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
+    plan = autopar.plan(
+        model,
+        LINE,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=(expert_parallel("expert"),),
+    )
     assert autopar.verify(plan, model, batch).ok
 
 
@@ -229,8 +333,16 @@ def _call(built: tuple[nn.Module, dict[str, Any]]) -> tuple[nn.Module, tuple[()]
 def test_experts_with_biases_stay_as_they_are() -> None:
     """They are another op's, so expert parallelism says that there are none it could split."""
     model, batch = of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
-    with pytest.raises(ConstraintError, match=r"no experts to split; they would be those .* without biases"):
-        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
+    with pytest.raises(
+        ConstraintError, match=r"no experts to split; they would be those .* without biases"
+    ):
+        autopar.plan(
+            model,
+            LINE,
+            example_inputs=batch,
+            hardware="h100-sxm",
+            constraints=(expert_parallel("expert"),),
+        )
 
 
 def test_samples_stand_alone_so_that_microbatches_need_no_promise() -> None:
@@ -240,7 +352,8 @@ def test_samples_stand_alone_so_that_microbatches_need_no_promise() -> None:
 
 
 def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
-    """Eight devices, eight large experts: to gather tokens moves less than to gather weights, and a part of each makes smaller products."""
+    """Eight devices, eight large experts: to gather tokens moves less than to gather weights,
+    and a part of each makes smaller products."""
     config = AutoConfig.for_model(
         "mixtral",
         num_hidden_layers=2,
@@ -253,8 +366,16 @@ def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(8, 1024, dtype=torch.long)
-    plan = autopar.plan(model, Mesh({"gpu": 8}), example_inputs={"input_ids": ids, "labels": ids}, hardware="h100-sxm", outputs="loss")
-    used = [c.strategy for e in plan.entries for c in e.nodes if c.node.endswith("experts/forward/0")]
+    plan = autopar.plan(
+        model,
+        Mesh({"gpu": 8}),
+        example_inputs={"input_ids": ids, "labels": ids},
+        hardware="h100-sxm",
+        outputs="loss",
+    )
+    used = [
+        c.strategy for e in plan.entries for c in e.nodes if c.node.endswith("experts/forward/0")
+    ]
     assert used and all(str(s.inputs[3]) == str(s.inputs[4]) == "S(0)" for s in used)
 
 
@@ -263,14 +384,31 @@ def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
 
 def test_a_model_without_experts_refuses() -> None:
     model, batch = zoo_small.llama()
-    with pytest.raises(ConstraintError, match=r"expert_parallel\(axes=\['expert'\]\): the model has no experts"):
-        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
-
-
-@pytest.mark.parametrize(("mesh", "asked"), [(Mesh({"a": 3}), expert_parallel("a")), (Mesh({"a": 2, "b": 4}), megatron(ep=8))])
-def test_a_number_of_experts_that_does_not_divide_is_named_with_its_op(mesh: Mesh, asked: Any) -> None:
     with pytest.raises(
-        ConstraintError, match=r"layers\.0\.mlp\.experts/experts/forward/0 refuses, its 4 experts are no multiple of [38] devices"
+        ConstraintError, match=r"expert_parallel\(axes=\['expert'\]\): the model has no experts"
+    ):
+        autopar.plan(
+            model,
+            LINE,
+            example_inputs=batch,
+            hardware="h100-sxm",
+            constraints=(expert_parallel("expert"),),
+        )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "asked"),
+    [(Mesh({"a": 3}), expert_parallel("a")), (Mesh({"a": 2, "b": 4}), megatron(ep=8))],
+)
+def test_a_number_of_experts_that_does_not_divide_is_named_with_its_op(
+    mesh: Mesh, asked: Any
+) -> None:
+    with pytest.raises(
+        ConstraintError,
+        match=(
+            r"layers\.0\.mlp\.experts/experts/forward/0 refuses, its 4 experts are no multiple of"
+            r" [38] devices"
+        ),
     ):
         planned(mesh, asked)
 
@@ -287,7 +425,9 @@ def test_experts_are_split_over_axes_of_data_parallelism() -> None:
     assert beside == [("ddp", ("a",)), ("expert_parallel", ("b", "c"))]
     named = megatron(dp=("a", "b"), tp="c", ep="b")
     assert [p.axes for p in parallelisms([named], mesh)] == [("c",), ("b",), ("a",)]
-    with pytest.raises(ConstraintError, match="split over axes of data parallelism, and c are not all such"):
+    with pytest.raises(
+        ConstraintError, match="split over axes of data parallelism, and c are not all such"
+    ):
         list(parallelisms([megatron(tp="c", ep="c")], mesh))
     with pytest.raises(ConstraintError, match="no axes of mesh"):
         list(parallelisms([megatron(tp=4, ep=4)], mesh))
@@ -298,10 +438,16 @@ def test_a_constraint_is_read_back_as_it_was(wish: Any) -> None:
     assert read_constraint(wish.to_json()) == wish and "ep=" in str(wish)
 
 
-@pytest.mark.parametrize(("tokens", "shown"), [("", ""), ("gathered", ", tokens='gathered'"), ("dispatched", ", tokens='dispatched'")])
+@pytest.mark.parametrize(
+    ("tokens", "shown"),
+    [("", ""), ("gathered", ", tokens='gathered'"), ("dispatched", ", tokens='dispatched'")],
+)
 def test_how_tokens_meet_their_experts_is_said_and_read_back(tokens: Any, shown: str) -> None:
     wish = expert_parallel("a", tokens)
-    assert read_constraint(wish.to_json()) == wish and str(wish) == f"expert_parallel(axes=['a']{shown})"
+    assert (
+        read_constraint(wish.to_json()) == wish
+        and str(wish) == f"expert_parallel(axes=['a']{shown})"
+    )
 
 
 def test_there_is_no_third_way() -> None:
@@ -311,6 +457,10 @@ def test_there_is_no_third_way() -> None:
 
 def test_one_axis_dispatches() -> None:
     with pytest.raises(
-        ConstraintError, match=r"tokens='dispatched'\) cannot hold: tokens are dispatched along one mesh axis of an op, not 2"
+        ConstraintError,
+        match=(
+            r"tokens='dispatched'\) cannot hold: tokens are dispatched along one mesh axis of an"
+            r" op, not 2"
+        ),
     ):
         planned(Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="dispatched"))

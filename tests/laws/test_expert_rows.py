@@ -1,4 +1,5 @@
-"""Experts whose rows peers write where they are used compute, bit by bit, what they do by all-to-alls; what they share is predicted."""
+"""Experts whose rows peers write where they are used compute, bit by bit, what they do by
+all-to-alls; what they share is predicted."""
 
 from __future__ import annotations
 
@@ -16,14 +17,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.kernels import dispatched, library
-from autopar.kernels.binding import bind
+from autopar.kernels.bind import bind
 from autopar.kernels.collectives import AxisGroup, use_groups
-from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
-from autopar.kernels.providers import provided
-from autopar.kernels.routes import BACK, COUNTS, GATES, MOST_RANKS, ROWS, Routes, shared_regions
-from autopar.ops import dispatched as experts_op
-from autopar.ops.dispatched import Together, dispatched_experts, dispatched_experts_backward
-from autopar.run.live import LiveBytes
+from autopar.kernels.peers import HostThreads, Peers, VirtualRanks, provided
+from autopar.kernels.routed import BACK, COUNTS, GATES, MOST_RANKS, ROWS, Routes, shared_regions
+from autopar.ops import experts as experts_op
+from autopar.ops.experts import Together, dispatched_experts, dispatched_experts_backward
+from autopar.program.abstract_executor import LiveBytes
 
 pytestmark = needs_host
 WORLDS, DTYPES = (1, 2, 3, 4, 8), (torch.float32, torch.bfloat16, torch.float64)
@@ -36,11 +36,14 @@ WORLDS, DTYPES = (1, 2, 3, 4, 8), (torch.float32, torch.bfloat16, torch.float64)
 def test_every_bit_is_that_of_all_to_alls_however_often_the_memory_was_used(
     width: int, size: int, per_rank: int, dtype: torch.dtype
 ) -> None:
-    """Rows of 32 numbers are multiplied where they lie; the others would not begin where they should."""
+    """Rows of 32 numbers are multiplied where they lie; the others would not begin where they
+    should."""
     peers = VirtualRanks(size)
     with HostThreads(size) as threads:
         for seed in range(6):
-            ranks = drawn(size, per_rank, dtype, seed, torch.float32 if seed % 3 == 2 else None, width)
+            ranks = drawn(
+                size, per_rank, dtype, seed, torch.float32 if seed % 3 == 2 else None, width
+            )
             expected = both(ranks, Together)
             assert same(both(ranks, between(peers)), expected)
             assert same(both(ranks, between(threads)), expected)
@@ -59,7 +62,10 @@ def test_ranks_that_go_at_their_own_pace_get_each_steps_own_rows(size: int, per_
             operands = cases[step % 5][rank]
             if (rank + step) % 7 == 0:
                 time.sleep(0.0005)
-            found = dispatched.experts_bound(*operands[1:], *group), *dispatched.experts_backward_bound(*operands, *group)
+            found = (
+                dispatched.experts_bound(*operands[1:], *group),
+                *dispatched.experts_backward_bound(*operands, *group),
+            )
             wrong += [] if same([found], [expected[step % 5][rank]]) else [step]
         return wrong
 
@@ -76,7 +82,9 @@ def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: b
     *operands, act, num, _ = ranks[0]
     graph = fx.Graph()
     nodes = [graph.placeholder(f"x{i}") for i in range(len(operands))]
-    made = graph.call_function(step, (*nodes, act, num, (num, ((0, size),)), most_of(size), 0, False))
+    made = graph.call_function(
+        step, (*nodes, act, num, (num, ((0, size),)), most_of(size), 0, False)
+    )
     graph.output(made)
 
     def run(rank: int) -> Any:
@@ -98,22 +106,33 @@ def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: b
 def test_no_more_ranks_reach_each_other_than_kernels_know() -> None:
     for size, kind in ((MOST_RANKS, dispatched.BetweenPeers), (MOST_RANKS + 1, dispatched.InGroup)):
         with provided("many ranks", VirtualRanks(size)):
-            assert isinstance(dispatched.exchange_of(torch.empty(0), 1, size, "many ranks", 0, True), kind)
+            assert isinstance(
+                dispatched.exchange_of(torch.empty(0), 1, size, "many ranks", 0, True), kind
+            )
 
 
 def test_rows_that_are_as_wide_as_gates_do_not_meet_them() -> None:
-    """One number per row of tokens and of gates: their regions would be alike but for their names."""
-    ranks = [(g[:, :0], x[:, :1], i, w, up[..., :1].contiguous(), down[:, :0].contiguous(), *rest) for g, x, i, w, up, down, *rest in (
-        drawn(3, 2, torch.float32, 0)
-    )]  # fmt: skip
+    """One number per row of tokens and of gates: their regions would be alike but for their
+    names."""
+    ranks = [
+        (g[:, :0], x[:, :1], i, w, up[..., :1].contiguous(), down[:, :0].contiguous(), *rest)
+        for g, x, i, w, up, down, *rest in (drawn(3, 2, torch.float32, 0))
+    ]
     peers = VirtualRanks(3)
     found = dispatched_experts_backward(ranks, between(peers)())
     assert same(found, dispatched_experts_backward(ranks, Together()))
-    assert {name for name, routes in peers._regions if routes.row_bytes == 4} == {ROWS, GATES, BACK + ROWS, BACK + GATES}  # type: ignore[misc]
+    assert {name for name, routes in peers._regions if routes.row_bytes == 4} == {
+        ROWS,
+        GATES,
+        BACK + ROWS,
+        BACK + GATES,
+    }  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("per_rank", [1, 2])
-def test_products_read_what_came_where_it_lies(per_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_read_what_came_where_it_lies(
+    per_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size, seen, ranks = 3, [], drawn(3, per_rank, torch.float32, 0, h=32)
     peers, forward_of, add_up = VirtualRanks(3), experts_op.forward_of, experts_op.add_up
 
@@ -128,7 +147,10 @@ def test_products_read_what_came_where_it_lies(per_rank: int, monkeypatch: pytes
     monkeypatch.setattr(experts_op, "forward_of", watched)
     monkeypatch.setattr(experts_op, "add_up", added)
     dispatched_experts([rank[1:] for rank in ranks], between(peers)())
-    lies = {name: {part.untyped_storage().data_ptr() for part in r.data} for (name, _), r in peers._regions.items()}  # type: ignore[misc]
+    lies = {
+        name: {part.untyped_storage().data_ptr() for part in r.data}
+        for (name, _), r in peers._regions.items()
+    }  # type: ignore[misc]
     assert {name for name, _ in seen} == {ROWS, BACK + ROWS} and len(seen) > size
     assert all(rows.untyped_storage().data_ptr() in lies[name] for name, rows in seen)
 
@@ -153,23 +175,35 @@ def test_python_and_c_have_the_same_sizes() -> None:
 def held_by(peers: Peers, rank: int) -> dict[Any, int]:
     """By name and routes."""
     return {
-        key: r.data[rank].untyped_storage().nbytes() + r.flags[rank].untyped_storage().nbytes() for key, r in peers._regions.items()
+        key: r.data[rank].untyped_storage().nbytes() + r.flags[rank].untyped_storage().nbytes()
+        for key, r in peers._regions.items()
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "per_rank"), [(1, 2), (3, 1), (4, 2)])
-def test_what_ranks_share_is_predicted_to_the_byte(size: int, per_rank: int, dtype: torch.dtype) -> None:
+def test_what_ranks_share_is_predicted_to_the_byte(
+    size: int, per_rank: int, dtype: torch.dtype
+) -> None:
     for gates in (dtype, torch.float32):
         settings = H, D, per_rank, size, most_of(size), dtype.itemsize, gates.itemsize
         with HostThreads(size) as threads:
             for peers in (VirtualRanks(size), threads):
                 for seed in range(2):  # the second time nothing more is made
-                    dispatched_experts([rank[1:] for rank in drawn(size, per_rank, dtype, seed, gates)], between(peers)())
+                    dispatched_experts(
+                        [rank[1:] for rank in drawn(size, per_rank, dtype, seed, gates)],
+                        between(peers)(),
+                    )
                     assert held_by(peers, size - 1) == shared_regions(*settings, backward=False)
                 for seed in range(2):
-                    dispatched_experts_backward(drawn(size, per_rank, dtype, seed, gates), between(peers)())
-                    assert held_by(peers, 0) == {key: n for b in (False, True) for key, n in shared_regions(*settings, backward=b).items()}
+                    dispatched_experts_backward(
+                        drawn(size, per_rank, dtype, seed, gates), between(peers)()
+                    )
+                    assert held_by(peers, 0) == {
+                        key: n
+                        for b in (False, True)
+                        for key, n in shared_regions(*settings, backward=b).items()
+                    }
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -177,7 +211,13 @@ def test_what_lives_meanwhile_is_what_a_fake_group_counts(backward: bool) -> Non
     """With balanced picks; a fake group goes both ways, and counts the larger."""
     size, tokens, width, num = 4, 16, 32, 8
     ids = (torch.arange(tokens).view(-1, 1) + torch.arange(2)) % num
-    tensors = [torch.ones(tokens, width), torch.ones(tokens, width), ids, torch.ones(tokens, 2), torch.ones(2, 2, 48, width)]
+    tensors = [
+        torch.ones(tokens, width),
+        torch.ones(tokens, width),
+        ids,
+        torch.ones(tokens, 2),
+        torch.ones(2, 2, 48, width),
+    ]
     operands = [*tensors, torch.ones(2, width, 48)][0 if backward else 1 :]
     step = dispatched.experts_backward_bound if backward else dispatched.experts_bound
     settings = "silu", num, [0, 2, 4, 6], 2 * tokens, size
@@ -194,14 +234,22 @@ def test_what_lives_meanwhile_is_what_a_fake_group_counts(backward: bool) -> Non
     def run(rank: int) -> int:
         step(*operands, *settings, "rows live", rank, True)
         shared = [regions.data[rank] for regions in peers._regions.values()]
-        return peak([*operands, *shared], lambda: step(*operands, *settings, "rows live", rank, True))
+        return peak(
+            [*operands, *shared], lambda: step(*operands, *settings, "rows live", rank, True)
+        )
 
     with HostThreads(size) as peers, provided("rows live", peers):
         measured = peers.each(run)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in operands]
-        apart, counted = (peak(fake, lambda routed=routed: step(*fake, *settings, "", 0, routed)) for routed in (False, True))
-        alone = peak(fake, lambda: together([(*fake, *settings[:3])], dispatched.FakePeers(size, tuple(fake))))
+        apart, counted = (
+            peak(fake, lambda routed=routed: step(*fake, *settings, "", 0, routed))
+            for routed in (False, True)
+        )
+        alone = peak(
+            fake,
+            lambda: together([(*fake, *settings[:3])], dispatched.FakePeers(size, tuple(fake))),
+        )
     assert measured == [alone] * size
     assert counted == max(alone, apart)
     assert alone < apart, "rows that come are not held"

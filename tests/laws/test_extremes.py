@@ -1,4 +1,5 @@
-"""Gradients of extremes, which go to the elements that equal them, however these are computed again."""
+"""Gradients of extremes, which go to the elements that equal them, however these are computed
+again."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import autopar
-from autopar import extreme_ops
 from autopar.capture import capture
+from autopar.ops import extremes
 from benchmarks.common import load_profile
 from benchmarks.random_plans import prepare, random_plan
 
@@ -65,7 +66,7 @@ def test_no_op_compares_a_value_with_its_extreme_of_another_op(name: str) -> Non
     graph = capture(Model(name), (), batch()).graph
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
     assert not targets & COMPARED
-    assert any(getattr(target, "__module__", "") == extreme_ops.__name__ for target in targets)
+    assert any(getattr(target, "__module__", "") == extremes.__name__ for target in targets)
 
 
 @pytest.mark.parametrize("name", EXTREMES)
@@ -85,9 +86,12 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows with columns": lambda x: x == x.amax(0).unsqueeze(1),
     "rows with columns, expanded": lambda x: x == x.amax(0).unsqueeze(1).expand(4, 4),
     "a number with a maximum": lambda x: (x.sum() == x[0].amax(0)).expand(4, 4),
-    "other places": lambda x: x == torch.zeros(4, 4).scatter_reduce(
-        0, INDEX[:4, None].expand(4, 4), x, "amax"
-    ).gather(0, INDEX[:4].flip(0)[:, None].expand(4, 4)),
+    "other places": lambda x: (
+        x
+        == torch.zeros(4, 4)
+        .scatter_reduce(0, INDEX[:4, None].expand(4, 4), x, "amax")
+        .gather(0, INDEX[:4].flip(0)[:, None].expand(4, 4))
+    ),
     "without magnitudes": lambda x: x == torch.linalg.vector_norm(x, math.inf, dim=1).unsqueeze(1),
 }
 

@@ -1,4 +1,5 @@
-"""Whatever field of a plan is falsified, `check` refuses the plan, or lists the field as one that it does not vouch for."""
+"""Whatever field of a plan is falsified, `check` refuses the plan, or lists the field as one
+that it does not vouch for."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.certificate.fields import UNORDERED
+from autopar.certificate.report import UNORDERED
 from autopar.errors import AutoparError
 from autopar.plans import Plan
 from benchmarks.faults.damage import (
@@ -62,7 +63,8 @@ def batch() -> dict[str, Tensor]:
 
 
 def others(old: Any, words: list[str]) -> Iterator[Any]:
-    """Plausible other values of a field, of which `words` are the texts in the same field elsewhere."""
+    """Plausible other values of a field, of which `words` are the texts in the same field
+    elsewhere."""
     if isinstance(old, bool):
         yield not old
     elif isinstance(old, int):
@@ -83,7 +85,8 @@ def others(old: Any, words: list[str]) -> Iterator[Any]:
 
 
 def accepted(plan: Plan, model: nn.Module, rng: random.Random, most: int) -> tuple[list[str], int]:
-    """What of the falsified is certified and vouched for, and how many falsified plans were tried."""
+    """What of the falsified is certified and vouched for, and how many falsified plans were
+    tried."""
     data = json.loads(plan.dumps())
     by_pattern: dict[str, list[Path]] = {}
     for path in places(data):

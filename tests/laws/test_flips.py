@@ -1,4 +1,5 @@
-"""Where a runner-up overtakes: at the factor both cost the same, before it the chosen one is better, and a factor of 1 changes nothing."""
+"""Where a runner-up overtakes: at the factor both cost the same, before it the chosen one is
+better, and a factor of 1 changes nothing."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from hypothesis import strategies as st
 import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import Trace
-from autopar.collective import faster
 from autopar.constraints import ddp, pipeline
+from autopar.core.collective import faster
+from autopar.core.hardware import HardwareProfile
+from autopar.core.problem import Problem
 from autopar.cost.priced import Priced
-from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions
-from autopar.planning.flips import flips, nearest_root
-from autopar.planning.repricing import decisions, problems_of
+from autopar.planner import PlanOptions
+from autopar.planner.reprice import decisions, problems_of
+from autopar.planner.sensitivity import flips, nearest_root
 from autopar.plans import COMPUTE, NO_CHOICE, NO_FLIP, NO_OTHER, Flip, Flips, Plan
-from autopar.problem import Problem
 from autopar.solve import evaluate
 
 
@@ -55,11 +56,19 @@ def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
     trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)
     plan = planned.plan
     found = flips(plan, trace, priced_for(plan, trace, PROFILE), MESH, PROFILE, most=50)
-    assert COMPUTE in {flip.what for flip in found} and {"intra", "inter"} & {flip.what for flip in found}
-    assert [abs(math.log(f.factor)) for f in found] == sorted(abs(math.log(f.factor)) for f in found)
+    assert COMPUTE in {flip.what for flip in found} and {"intra", "inter"} & {
+        flip.what for flip in found
+    }
+    assert [abs(math.log(f.factor)) for f in found] == sorted(
+        abs(math.log(f.factor)) for f in found
+    )
     for flip in found:
         index = next(i for i, e in enumerate(plan.entries) if e.key == flip.key)
-        for closer, dearer in ((0.0, True), (0.99, True), (1.01, False)):  # share of the way to the factor
+        for closer, dearer in (
+            (0.0, True),
+            (0.99, True),
+            (1.01, False),
+        ):  # share of the way to the factor
             priced = changed(plan, trace, flip.what, flip.factor**closer)
             delta_s = whole_delta(priced.problem, *decisions(priced, plan), index, flip.strategy)
             assert (delta_s > 0) == dearer
@@ -73,15 +82,26 @@ def changed(plan: Plan, trace: Trace, what: str, factor: float) -> Priced:
         links = {**PROFILE.links, what: faster(PROFILE.links[what], factor - 1)}
         return priced_for(plan, trace, replace(PROFILE, links=links))
     priced = priced_for(plan, trace, PROFILE)
-    ops = [replace(op, strategies=tuple(replace(s, time_s=s.time_s / factor) for s in op.strategies)) for op in priced.problem.ops]
+    ops = [
+        replace(op, strategies=tuple(replace(s, time_s=s.time_s / factor) for s in op.strategies))
+        for op in priced.problem.ops
+    ]
     return replace(priced, problem=replace(priced.problem, ops=tuple(ops)))
 
 
-def whole_delta(problem: Problem, strategies: tuple[int, ...], again: dict[int, int], index: int, other: str) -> float:
+def whole_delta(
+    problem: Problem, strategies: tuple[int, ...], again: dict[int, int], index: int, other: str
+) -> float:
     """By how much the whole step is longer with the strategy `other` of one op."""
     now = evaluate(problem, strategies, again).objective_s
     named = [i for i, s in enumerate(problem.ops[index].strategies) if str(s.layouts) == other]
-    return min(evaluate(problem, (*strategies[:index], s, *strategies[index + 1 :]), again).objective_s for s in named) - now
+    return (
+        min(
+            evaluate(problem, (*strategies[:index], s, *strategies[index + 1 :]), again).objective_s
+            for s in named
+        )
+        - now
+    )
 
 
 def test_what_if_tells_the_closest_choices() -> None:
@@ -92,7 +112,10 @@ def test_what_if_tells_the_closest_choices() -> None:
     runner_up = {e.key: e.runner_up for e in plan.entries}
     for flip in found.flips:
         other = runner_up[flip.key]
-        assert other is not None and (flip.strategy, flip.delta_s) == (other.strategy, other.delta_s)
+        assert other is not None and (flip.strategy, flip.delta_s) == (
+            other.strategy,
+            other.delta_s,
+        )
         assert str(flip) in str(found)
 
 
@@ -114,10 +137,16 @@ def test_where_no_choice_turns_what_is_returned_says_why() -> None:
         (MESH, [ddp()], NO_FLIP),
         (autopar.Mesh(1), [], NO_OTHER),
     ):
-        plan = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=forced)
+        plan = autopar.plan(
+            model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=forced
+        )
         found = autopar.flips(plan, model, batch)
         assert found == () and found.why == str(found) == why and why in repr(found)
         assert pickle.loads(pickle.dumps(found)).why == why
         assert why in str(autopar.what_if(plan, model, batch, num_flips=5))
     some = Flips([Flip("up", "R -> R", 1.0, COMPUTE, 2.0)], NO_FLIP)
-    assert not some.why and str(some) == "up would take R -> R from 2 times the speed of compute on" and some == tuple(some)
+    assert (
+        not some.why
+        and str(some) == "up would take R -> R from 2 times the speed of compute on"
+        and some == tuple(some)
+    )

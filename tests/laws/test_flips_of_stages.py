@@ -1,4 +1,5 @@
-"""Where a choice in a stage turns: priced anew on hardware beyond the change that is said, the runner-up is no dearer, before it is; and
+"""Where a choice in a stage turns: priced anew on hardware beyond the change that is said, the
+runner-up is no dearer, before it is; and
 what several stages decide together is no choice of one."""
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import torch
 import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
-from autopar.collective import faster
 from autopar.constraints import pipeline
+from autopar.core.collective import faster
+from autopar.core.hardware import HardwareProfile
+from autopar.core.problem import Problem
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions
-from autopar.planning.flips import all_flips
-from autopar.planning.repricing import Part, decisions, problems_of
-from autopar.planning.schedules import step_time
+from autopar.planner import PlanOptions
+from autopar.planner.pipeline.schedule import step_time
+from autopar.planner.reprice import Part, decisions, problems_of
+from autopar.planner.sensitivity import all_flips
 from autopar.plans import COMPUTE, Flip, Plan
-from autopar.problem import Problem
 from autopar.solve import evaluate
 
 
@@ -55,7 +56,9 @@ class Net(torch.nn.Module):
 H100, GLOO = HardwareProfile.load("h100-sxm"), HardwareProfile.load("cpu-gloo")
 MESH = {"stage": 2, "node": 2, "gpu": 2}
 INTER: dict[str, Any] = {"schedule": "interleaved_1f1b", "chunks": 2}
-Case = tuple[dict[str, int], tuple[Any, ...], int, int, HardwareProfile]  # mesh, constraints, microbatches, rows, profile
+Case = tuple[
+    dict[str, int], tuple[Any, ...], int, int, HardwareProfile
+]  # mesh, constraints, microbatches, rows, profile
 CASES: dict[str, Case] = {
     "1f1b": (MESH, (pipeline("stage", microbatches=4),), 4, 16384, H100),
     "uneven cuts": (MESH, (pipeline("stage", microbatches=4, cuts=["layers.1"]),), 4, 16384, H100),
@@ -71,25 +74,43 @@ def built(name: str) -> Built:
     axes, constraints, num, rows, profile = CASES[name]
     net = Net(tied=name == "tied")
     options = {"constraints": constraints, "num_microbatches": num}
-    planned = plan_model(net, autopar.Mesh(axes), example_inputs={"x": torch.zeros(rows, 128)}, hardware=profile, **options)[1]
+    planned = plan_model(
+        net,
+        autopar.Mesh(axes),
+        example_inputs={"x": torch.zeros(rows, 128)},
+        hardware=profile,
+        **options,
+    )[1]
     part = capture(net, (), {"x": torch.zeros(rows // num, 128)})
     return planned.plan, part, PlanOptions(**options), profile
 
 
 def parts_on(made: Built, what: str = COMPUTE, factor: float = 1.0) -> list[Part]:
-    """All stages with their problems, priced from the beginning on hardware of which `what` is faster."""
+    """All stages with their problems, priced from the beginning on hardware of which `what` is
+    faster."""
     plan, part, options, profile = made
     if what != COMPUTE:
         links = {**profile.links, what: faster(profile.links[what], factor - 1)}
         return list(problems_of(plan, part, plan.mesh, replace(profile, links=links), options))
-    return [replace(p, priced=replace(p.priced, problem=computing(p.priced.problem, factor))) for p in parts_on(made, "intra")]
+    return [
+        replace(p, priced=replace(p.priced, problem=computing(p.priced.problem, factor)))
+        for p in parts_on(made, "intra")
+    ]
 
 
 def computing(problem: Problem, factor: float) -> Problem:
     """With ops that compute so many times as fast."""
-    times = [[(s.time_s - s.communication_s) / factor + s.communication_s for s in op.strategies] for op in problem.ops]
+    times = [
+        [(s.time_s - s.communication_s) / factor + s.communication_s for s in op.strategies]
+        for op in problem.ops
+    ]
     ops = (
-        replace(op, strategies=tuple(replace(s, time_s=t) for s, t in zip(op.strategies, each, strict=True)))
+        replace(
+            op,
+            strategies=tuple(
+                replace(s, time_s=t) for s, t in zip(op.strategies, each, strict=True)
+            ),
+        )
         for op, each in zip(problem.ops, times, strict=True)
     )
     return replace(problem, ops=tuple(ops))
@@ -104,24 +125,41 @@ def step_deltas(made: Built, flip: Flip, parts: Iterable[Part]) -> tuple[float, 
         loads.append(evaluate(part.priced.problem, strategies, again).objective_s)
         problems.append((part.priced.problem, strategies, again))
     problem, strategies, again = problems[flip.stage]
-    index = next(i for i, e in enumerate(made[0].pipeline.stages[flip.stage].entries) if e.key == flip.key)  # type: ignore[union-attr]
-    named = [i for i, s in enumerate(problem.ops[index].strategies) if str(s.layouts) == flip.strategy]
-    other_s = min(evaluate(problem, (*strategies[:index], s, *strategies[index + 1 :]), again).objective_s for s in named)
+    index = next(
+        i for i, e in enumerate(made[0].pipeline.stages[flip.stage].entries) if e.key == flip.key
+    )  # type: ignore[union-attr]
+    named = [
+        i for i, s in enumerate(problem.ops[index].strategies) if str(s.layouts) == flip.strategy
+    ]
+    other_s = min(
+        evaluate(problem, (*strategies[:index], s, *strategies[index + 1 :]), again).objective_s
+        for s in named
+    )
     then = [other_s if number == flip.stage else time_s for number, time_s in enumerate(loads)]
     num = made[0].pipeline.num_microbatches  # type: ignore[union-attr]
     return other_s - loads[flip.stage], step_time(then, num) - step_time(loads, num)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "one stage" else pytest.mark.slow) for n in CASES])
-def test_beyond_its_change_the_hardware_turns_a_stage_s_choice_and_before_it_does_not(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "one stage" else pytest.mark.slow) for n in CASES]
+)
+def test_beyond_its_change_the_hardware_turns_a_stage_s_choice_and_before_it_does_not(
+    name: str,
+) -> None:
     made = built(name)
     plan, part, options, profile = made
     assert plan.pipeline is not None
     found = all_flips(plan, part, plan.mesh, profile, options, most=16)[:3]
     assert found and {f.stage for f in found} <= set(range(len(plan.pipeline.stages)))
     for flip in found:
-        for closer, dearer in ((0.0, True), (0.99, True), (1.01, False)):  # share of the way to the factor
-            delta_s, step_s = step_deltas(made, flip, parts_on(made, flip.what, flip.factor**closer))
+        for closer, dearer in (
+            (0.0, True),
+            (0.99, True),
+            (1.01, False),
+        ):  # share of the way to the factor
+            delta_s, step_s = step_deltas(
+                made, flip, parts_on(made, flip.what, flip.factor**closer)
+            )
             assert (delta_s > 0) == (step_s > 0) == dearer, (flip, closer, delta_s)
             if not closer:
                 assert delta_s == pytest.approx(flip.delta_s, rel=1e-6)
@@ -135,7 +173,9 @@ def test_what_stages_decide_together_is_no_choice_of_one() -> None:
     found = all_flips(plan, part, plan.mesh, profile, options, most=1000)
     for number, each in enumerate(parts_on(made)):
         assert "layers.0.up.weight" in each.shared
-        for entry, source in zip(plan.pipeline.stages[number].entries, each.priced.sources, strict=True):
+        for entry, source in zip(
+            plan.pipeline.stages[number].entries, each.priced.sources, strict=True
+        ):
             if source.crosses or "layers.0.up.weight" in source.names:
                 assert not [f for f in found if (f.stage, f.key) == (number, entry.key)]
 
@@ -149,12 +189,16 @@ def test_the_public_call_asks_for_the_plan_s_own_hardware_and_says_the_stage() -
         autopar.flips(plan, Net(), batch, hardware=H100)
 
 
-def test_what_moves_a_parameter_once_a_step_is_priced_on_the_changed_hardware_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_moves_a_parameter_once_a_step_is_priced_on_the_changed_hardware_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = built("partial sums")
     plan, part, options, profile = made
     assert plan.pipeline is not None
     entries, looked_at = plan.pipeline.stages[0].entries, []
-    monkeypatch.setattr("autopar.planning.flips.nearest_root", lambda delta: looked_at.append(delta.__self__))
+    monkeypatch.setattr(
+        "autopar.planner.sensitivity.nearest_root", lambda delta: looked_at.append(delta.__self__)
+    )
     all_flips(plan, part, plan.mesh, profile, options, most=1000)
     parameters = [local for local in looked_at if entries[local.index].kind == "parameter"]
     assert {local.what for local in parameters} >= {COMPUTE, "intra"}
@@ -164,4 +208,6 @@ def test_what_moves_a_parameter_once_a_step_is_priced_on_the_changed_hardware_to
             entry = entries[local.index]
             assert entry.runner_up is not None
             flip = Flip(entry.key, entry.runner_up.strategy, entry.runner_up.delta_s, what, 2.0, 0)
-            assert local.delta_s(2.0) == pytest.approx(step_deltas(made, flip, parts)[0], rel=1e-6, abs=1e-12)
+            assert local.delta_s(2.0) == pytest.approx(
+                step_deltas(made, flip, parts)[0], rel=1e-6, abs=1e-12
+            )

@@ -1,4 +1,5 @@
-"""Equal layers are folded in whatever holds them, in the order in which forward calls them; the trace is that of a full capture."""
+"""Equal layers are folded in whatever holds them, in the order in which forward calls them; the
+trace is that of a full capture."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from same_trace import assert_same_trace
 from torch import Tensor, nn
 
 from autopar.capture import capture, capturing
-from autopar.capture._torch.joint import RawJoint
-from autopar.capture._torch.preparing import Prepared
+from autopar.capture.dynamo.joint import RawJoint
+from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.folding import shortened
 
 N = 8

@@ -1,4 +1,5 @@
-"""Layers of an nn.ModuleDict with consecutive numbers as keys are folded as those of a list, however forward goes through them."""
+"""Layers of an nn.ModuleDict with consecutive numbers as keys are folded as those of a list,
+however forward goes through them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class Net(nn.Module):
             layers[4].register_forward_hook(lambda _module, _args, made: made * 2)
         keys = [f"layer{n}" if kind == "names" else str(n) for n in range(8)]
         self.kind = kind
-        self.layers = nn.ModuleList(layers) if kind == "list" else nn.ModuleDict(dict(zip(keys, layers, strict=True)))
+        self.layers = (
+            nn.ModuleList(layers)
+            if kind == "list"
+            else nn.ModuleDict(dict(zip(keys, layers, strict=True)))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.layers, nn.ModuleList):
@@ -48,10 +53,16 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "folds"),
     [
-        ("values", True), ("other dtype", False), ("shared", False), ("hook", False), ("key decides", False), ("by key", None),
-        ("reversed", None), ("names", None),
+        ("values", True),
+        ("other dtype", False),
+        ("shared", False),
+        ("hook", False),
+        ("key decides", False),
+        ("by key", None),
+        ("reversed", None),
+        ("names", None),
     ],
-)  # fmt: skip
+)
 def test_a_folded_dict_is_the_full_one_node_for_node(kind: str, folds: bool | None) -> None:
     model, batch = Net(kind), {"x": torch.randn(4, 8)}
     folded, full = capture(model, (), batch), capture(model, (), batch, fold=False)
@@ -61,7 +72,9 @@ def test_a_folded_dict_is_the_full_one_node_for_node(kind: str, folds: bool | No
 
 
 def test_a_dict_is_folded_as_a_list_is() -> None:
-    as_list, as_dict = (capture(Net(kind), (), {"x": torch.randn(4, 8)}) for kind in ("list", "values"))
+    as_list, as_dict = (
+        capture(Net(kind), (), {"x": torch.randn(4, 8)}) for kind in ("list", "values")
+    )
     assert as_list.folding == as_dict.folding
     assert as_list.folding.runs
     assert [n.name for n in as_list.graph.nodes] == [n.name for n in as_dict.graph.nodes]

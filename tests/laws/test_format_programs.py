@@ -1,7 +1,8 @@
-"""Programs compute the plain model where kernels want one memory format, and values lie otherwise than at the capture.
+"""Programs compute the plain model where kernels want one memory format, and values lie otherwise
+than at the capture.
 
-Inputs and parameters come contiguous into a program, whatever they were at the capture, and so does what a collective
-makes. What was contiguous as a view of these is not any more.
+Inputs and parameters come contiguous into a program, whatever they were at the capture, and so does
+what a collective makes. What was contiguous as a view of these is not any more.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def test_formats_do_not_matter(of_grad: torch.memory_format, of_x: torch.memory_
 
 
 class Turned(nn.Module):
-    """A function of the transposition of what is given: contiguous at the capture, where what is given is not."""
+    """A function of the transposition of what is given: contiguous at the capture, where what is
+    given is not."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], table: Tensor | None = None) -> None:
         super().__init__()

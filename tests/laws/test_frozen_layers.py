@@ -1,4 +1,5 @@
-"""Layers that are alike in forward and not in backward, since all before the first adapter is frozen: plans run again only what is read."""
+"""Layers that are alike in forward and not in backward, since all before the first adapter is
+frozen: plans run again only what is read."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.strategies import frozen_starts, together
+from autopar.core.mesh import Mesh
+from autopar.sharding import frozen_starts, together
 from benchmarks.common import load_profile
 
 
@@ -22,7 +23,10 @@ class Adapted(nn.Module):
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
         self.base = nn.Linear(width, out).requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(2, width) * 0.1), nn.Parameter(torch.randn(out, 2) * 0.1)
+        self.down, self.up = (
+            nn.Parameter(torch.randn(2, width) * 0.1),
+            nn.Parameter(torch.randn(out, 2) * 0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + F.linear(F.linear(x, self.down), self.up)
@@ -33,7 +37,11 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.attention = nn.LayerNorm(8), nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first, self.second, self.attention = (
+            nn.LayerNorm(8),
+            nn.LayerNorm(8),
+            nn.MultiheadAttention(8, 2, batch_first=True),
+        )
         self.requires_grad_(False)
         self.up, self.down = Adapted(8, 32), Adapted(32, 8)
 
@@ -47,7 +55,10 @@ class Net(nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.table = nn.Embedding(16, 8).requires_grad_(False)
-        self.layers, self.head = nn.ModuleList(Layer() for _ in range(num_layers)), nn.Linear(8, 16, bias=False)
+        self.layers, self.head = (
+            nn.ModuleList(Layer() for _ in range(num_layers)),
+            nn.Linear(8, 16, bias=False),
+        )
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -64,13 +75,19 @@ def built(num_layers: int) -> tuple[Net, dict[str, Any]]:
 
 def test_the_layer_before_which_all_is_frozen_decides_for_itself() -> None:
     model, batch = built(3)
-    assert frozen_starts(capture(model, (), batch)) == {"layers": (1, 2)}  # nothing reads in backward what the last one makes
+    assert frozen_starts(capture(model, (), batch)) == {
+        "layers": (1, 2)
+    }  # nothing reads in backward what the last one makes
     model.requires_grad_(True)
     assert frozen_starts(capture(model, (), batch)) == {}
 
 
 def test_groups_are_those_in_which_both_are_apart() -> None:
-    assert together({"a": (1,), "b": (2,)}, {"a": (1, 3), "c": (4,)}) == {"a": (1, 3), "b": (2,), "c": (4,)}
+    assert together({"a": (1,), "b": (2,)}, {"a": (1, 3), "c": (4,)}) == {
+        "a": (1, 3),
+        "b": (2,),
+        "c": (4,),
+    }
     assert together({}, {"a": (2,)}) == together({"a": (2,)}, {}) == {"a": (2,)}
 
 
@@ -80,7 +97,9 @@ def test_plans_within_any_budget_run_what_they_list(num_layers: int, share: floa
     model, batch = built(num_layers)
     mesh, hardware = Mesh({"a": 2}), load_profile("cpu-gloo-frictionless")
     ample = autopar.plan(model, mesh, example_inputs=batch, hardware=hardware).prediction.peak_bytes
-    plan = autopar.plan(model, mesh, example_inputs=batch, hardware=hardware, memory_bytes=int(ample * share))
+    plan = autopar.plan(
+        model, mesh, example_inputs=batch, hardware=hardware, memory_bytes=int(ample * share)
+    )
     found = autopar.check(plan, model, batch, hardware=hardware)
     assert found.ok, str(found)
     assert autopar.verify(plan, model, batch).ok

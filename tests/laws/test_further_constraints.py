@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import fsdp, megatron, rests_as, tensor_parallel
-from autopar.run.program import Program
+from autopar.program.program import Program
 
 
 class Pairs(nn.Module):
@@ -26,11 +26,15 @@ class Pairs(nn.Module):
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
         a, b = F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
         scores, labels = self.scale.exp() * a @ b.T, torch.arange(len(image))
-        return {"loss": F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels), "scores": scores}
+        return {
+            "loss": F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels),
+            "scores": scores,
+        }
 
 
 class Tied(nn.Module):
-    """A table of an odd number of rows, tied to the head; without labels it scores the last token alone."""
+    """A table of an odd number of rows, tied to the head; without labels it scores the last
+    token alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +64,14 @@ def tied() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("case", [pairs, tied])
-@pytest.mark.parametrize("forced", [fsdp(), tensor_parallel("1d", axes="gpu"), megatron(dp=2, zero=3)], ids=["fsdp", "1d", "zero 3"])
-def test_what_holds_in_training_holds_in_evaluation_over_the_same_storage(case: Any, forced: Any) -> None:
+@pytest.mark.parametrize(
+    "forced",
+    [fsdp(), tensor_parallel("1d", axes="gpu"), megatron(dp=2, zero=3)],
+    ids=["fsdp", "1d", "zero 3"],
+)
+def test_what_holds_in_training_holds_in_evaluation_over_the_same_storage(
+    case: Any, forced: Any
+) -> None:
     model, batch, evaluated = case()
     mesh, options = autopar.Mesh({"gpu": 2}), {"hardware": "cpu-gloo"}
     _, made = plan_model(model, mesh, example_inputs=batch, constraints=(forced,), **options)
@@ -69,8 +79,12 @@ def test_what_holds_in_training_holds_in_evaluation_over_the_same_storage(case: 
     storage = {t.name: t.layout for t in made.program.parameters}
     assert any(not layout.is_replicated for layout in storage.values())
     constraints = (rests_as(storage), forced)
-    _, further = plan_model(model, mesh, example_inputs=evaluated, constraints=constraints, inference=True, **options)
+    _, further = plan_model(
+        model, mesh, example_inputs=evaluated, constraints=constraints, inference=True, **options
+    )
     assert isinstance(further.program, Program)
-    assert {t.name: t.layout for t in further.program.parameters} == {t.name: storage[t.name] for t in further.program.parameters}
+    assert {t.name: t.layout for t in further.program.parameters} == {
+        t.name: storage[t.name] for t in further.program.parameters
+    }
     autopar.verify(further.plan, model, evaluated)
     autopar.check(further.plan, model, evaluated)

@@ -1,4 +1,5 @@
-"""Gamma numbers, and what torch.distributions makes of them: Gamma, Beta, Dirichlet, StudentT, with gradients for their parameters."""
+"""Gamma numbers, and what torch.distributions makes of them: Gamma, Beta, Dirichlet, StudentT,
+with gradients for their parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Beta, Dirichlet, Gamma, StudentT
 
-from autopar import random_ops
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.ops import random
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -26,7 +27,12 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = nn.functional.softplus(self.up(x)) + 0.1
-        drawn = Gamma(h, h.flip(-1)).rsample() + Beta(h, h + 1).rsample() + Dirichlet(h).rsample() + StudentT(h + 2).rsample().tanh()
+        drawn = (
+            Gamma(h, h.flip(-1)).rsample()
+            + Beta(h, h + 1).rsample()
+            + Dirichlet(h).rsample()
+            + StudentT(h + 2).rsample().tanh()
+        )
         return self.down(drawn).square().mean()
 
 
@@ -43,11 +49,13 @@ def test_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(mesh
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 1.0, 3.5, 40.0])
 def test_gamma_numbers_are_distributed_as_torchs(alpha: float) -> None:
     """Shares below nine quantiles of a million of torch's, to within five standard deviations."""
-    num, state = 40000, random_ops.initial_state(3)
-    tries, unit = (num, random_ops.GAMMA_TRIES), (0.0, 1.0, torch.float64)
-    normals, uniforms = (kind(state, tries, *unit, draw=i) for i, kind in enumerate((random_ops.normal, random_ops.uniform)))
-    last = random_ops.uniform(state, (num,), *unit, draw=2)
-    made = random_ops.gamma(torch.full((num,), alpha, dtype=torch.float64), normals, uniforms, last)
+    num, state = 40000, random.initial_state(3)
+    tries, unit = (num, random.GAMMA_TRIES), (0.0, 1.0, torch.float64)
+    normals, uniforms = (
+        kind(state, tries, *unit, draw=i) for i, kind in enumerate((random.normal, random.uniform))
+    )
+    last = random.uniform(state, (num,), *unit, draw=2)
+    made = random.gamma(torch.full((num,), alpha, dtype=torch.float64), normals, uniforms, last)
     torch.manual_seed(0)
     plain = torch._standard_gamma(torch.full((1_000_000,), alpha, dtype=torch.float64))
     shares = torch.arange(1, 10) / 10

@@ -1,4 +1,5 @@
-"""Law: where an op couples samples, data parallelism by name gathers what that op reads of the others, says so, and numbers are right."""
+"""Law: where an op couples samples, data parallelism by name gathers what that op reads of the
+others, says so, and numbers are right."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.constraints import Constraint, ddp, fsdp, megatron
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
 
 B, WIDTH, HIDDEN, KINDS = 6, 12, 20, 4
 LINE, THREE, SQUARE = Mesh(2), Mesh(3), Mesh({"data": 2, "tensor": 2})
@@ -22,11 +23,15 @@ SAYS = "gathers samples for what cannot compute on a part of the batch"
 
 
 class Contrasted(nn.Module):
-    """Pairs of samples, each to be nearest its own partner of all in the batch, both ways (Radford et al., 2021, figure 3)."""
+    """Pairs of samples, each to be nearest its own partner of all in the batch, both ways
+    (Radford et al., 2021, figure 3)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = (nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2))
+        self.a, self.b = (
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+            for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -37,7 +42,8 @@ class Contrasted(nn.Module):
 
 
 class Turned(nn.Module):
-    """Each sample is mixed with another of the batch, as in a manifold mixup (Verma et al., 2019), and goes on alone."""
+    """Each sample is mixed with another of the batch, as in a manifold mixup (Verma et al.,
+    2019), and goes on alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +54,8 @@ class Turned(nn.Module):
 
 
 class Routed(nn.Module):
-    """What routers count of picks, with what each weighs, in one sum over all samples (Fedus et al., 2021, section 2.2)."""
+    """What routers count of picks, with what each weighs, in one sum over all samples (Fedus et
+    al., 2021, section 2.2)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +68,8 @@ class Routed(nn.Module):
 
 
 class Placed(nn.Module):
-    """Places are looked up for each sample, and each is asked for one of its tokens, the last that counts."""
+    """Places are looked up for each sample, and each is asked for one of its tokens, the last
+    that counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +82,8 @@ class Placed(nn.Module):
 
 
 class Joined(nn.Module):
-    """Attention of torch's own with a mask of each sample, which joins samples with heads, and a view of all tokens together."""
+    """Attention of torch's own with a mask of each sample, which joins samples with heads, and a
+    view of all tokens together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +92,9 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         tokens = self.up(x.unsqueeze(-1))
-        mixed, _ = self.attention(tokens, tokens, tokens, key_padding_mask=y > 1, need_weights=False)
+        mixed, _ = self.attention(
+            tokens, tokens, tokens, key_padding_mask=y > 1, need_weights=False
+        )
         return F.mse_loss(self.out((tokens + mixed).view(-1, HIDDEN)).view(len(x), -1), x)
 
 
@@ -95,7 +106,8 @@ class Alone(Turned):
 
 
 class Centred(Turned):
-    """The batch's mean is taken from what the last op makes, as losses of covariances do (Bardes et al., 2022, equation 3)."""
+    """The batch's mean is taken from what the last op makes, as losses of covariances do (Bardes
+    et al., 2022, equation 3)."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         made = self.last(torch.tanh(self.first(x)))
@@ -117,15 +129,26 @@ class Masked(Turned):
         return F.mse_loss(torch.sigmoid(y.flip(0)) * self.last(torch.tanh(self.first(x))), y)
 
 
-COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Routed: "/scatter_add", Spaced: "/_cdist_forward"}
+COUPLED: dict[type[nn.Module], str] = {
+    Contrasted: "/dot",
+    Turned: "/flip",
+    Routed: "/scatter_add",
+    Spaced: "/_cdist_forward",
+}
 
 
 @cache
-def planned(kind: type[nn.Module], mesh: Mesh, forced: Constraint, num: int = B) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
+def planned(
+    kind: type[nn.Module], mesh: Mesh, forced: Constraint, num: int = B
+) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model, batch = kind(), {"x": torch.randn(num, WIDTH), "y": torch.randn(num, WIDTH)}
-    return autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(forced,)), model, batch
+    return (
+        autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(forced,)),
+        model,
+        batch,
+    )
 
 
 def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
@@ -137,25 +160,36 @@ def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
 @pytest.mark.parametrize("kind", [*COUPLED, Placed, Masked, Centred])
 @pytest.mark.parametrize("mesh", [LINE, THREE], ids=str)
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
-def test_what_couples_samples_computes_what_the_model_does(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> None:
+def test_what_couples_samples_computes_what_the_model_does(
+    kind: type[nn.Module], mesh: Mesh, forced: Constraint
+) -> None:
     plan, model, batch = planned(kind, mesh, forced)
     assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
 
 
 @pytest.mark.parametrize("kind", [Joined, Contrasted, Placed])
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
-def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_others(kind: type[nn.Module], forced: Constraint) -> None:
+def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_others(
+    kind: type[nn.Module], forced: Constraint
+) -> None:
     plan, model, batch = planned(kind, THREE, forced, 8)
     assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
     said = [line for line in plan.proof.covers if SAYS in line]
     assert len(said) == (kind is not Placed)
     if kind is Joined:
         assert "/view" in said[0] and "8 samples in 3 parts" in said[0]
-        assert not any(SAYS in line for line in planned(kind, THREE, forced)[0].proof.covers), "of six nothing is"
+        assert not any(SAYS in line for line in planned(kind, THREE, forced)[0].proof.covers), (
+            "of six nothing is"
+        )
 
 
-@pytest.mark.parametrize(("num", "mesh", "why"), [(4, THREE, "leave 1 of them"), (2, THREE, "leave 1 of them"), (6, SQUARE, "are even")])
-def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(num: int, mesh: Mesh, why: str) -> None:
+@pytest.mark.parametrize(
+    ("num", "mesh", "why"),
+    [(4, THREE, "leave 1 of them"), (2, THREE, "leave 1 of them"), (6, SQUARE, "are even")],
+)
+def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(
+    num: int, mesh: Mesh, why: str
+) -> None:
     with pytest.raises(ConstraintError, match=f"a batch of {num} cannot be split.*{why}") as caught:
         planned(Alone, mesh, ddp(), num)
     assert f"a multiple of {mesh.num_devices}" in caught.value.remedy
@@ -167,12 +201,16 @@ def test_so_it_does_beside_tensor_parallelism() -> None:
 
 
 @pytest.mark.parametrize("kind", COUPLED)
-def test_the_plan_and_the_log_name_the_op(kind: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_and_the_log_name_the_op(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     planned.cache_clear()
     plan = planned(kind, LINE, ddp())[0]
     said = [line for line in plan.proof.covers if SAYS in line]
     assert len(said) == 1 and said[0].startswith("ddp") and COUPLED[kind] in said[0]
-    assert any(record.message == said[0] and record.levelno == logging.WARNING for record in caplog.records)
+    assert any(
+        record.message == said[0] and record.levelno == logging.WARNING for record in caplog.records
+    )
 
 
 @pytest.mark.parametrize("kind", [Alone, Placed])
@@ -181,27 +219,49 @@ def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(
 ) -> None:
     plan = planned(kind, LINE, ddp())[0]
     assert not moved(plan, "all_gather")
-    assert not any(SAYS in line for line in (*plan.proof.covers, *(record.message for record in caplog.records)))
+    assert not any(
+        SAYS in line
+        for line in (*plan.proof.covers, *(record.message for record in caplog.records))
+    )
 
 
 def test_a_mean_over_samples_is_summed_and_nothing_is_gathered_nor_said() -> None:
     plan = planned(Centred, LINE, ddp())[0]
     assert not moved(plan, "all_gather") and not any(SAYS in line for line in plan.proof.covers)
-    dots = [n.strategy for e in plan.entries if e.phase == "forward" for n in e.nodes if "/dot/" in n.node]
+    dots = [
+        n.strategy
+        for e in plan.entries
+        if e.phase == "forward"
+        for n in e.nodes
+        if "/dot/" in n.node
+    ]
     assert len(dots) == 2 and all(str(s.inputs[0]) == str(s.outputs[0]) == "S(0)" for s in dots)
 
 
 def test_a_contrastive_loss_gathers_embeddings_and_scores_rows() -> None:
-    """One side's embeddings in forward and again or still in backward, the other's for their gradient: never the scores, B² of them."""
+    """One side's embeddings in forward and again or still in backward, the other's for their
+    gradient: never the scores, B² of them."""
     plan = planned(Contrasted, LINE, ddp())[0]
     gathered = moved(plan, "all_gather")
     assert gathered and set(gathered) == {B * WIDTH} and gathered.total() <= 3
-    scores = [n.strategy for e in plan.entries if e.phase == "forward" for n in e.nodes if n.node == "/dot/forward/0"]
+    scores = [
+        n.strategy
+        for e in plan.entries
+        if e.phase == "forward"
+        for n in e.nodes
+        if n.node == "/dot/forward/0"
+    ]
     assert [(*map(str, s.inputs), str(s.outputs[0])) for s in scores] == [("S(0)", "R", "S(0)")]
     assert moved(plan, "reduce_scatter") == {B * WIDTH: 1}, "the gathered side's gradient"
 
 
 def test_behind_an_op_that_needs_all_samples_each_device_goes_on_with_its_own() -> None:
     plan = planned(Turned, LINE, ddp())[0]
-    dots = [n.strategy for e in plan.entries if e.phase == "forward" for n in e.nodes if "/dot/" in n.node]
+    dots = [
+        n.strategy
+        for e in plan.entries
+        if e.phase == "forward"
+        for n in e.nodes
+        if "/dot/" in n.node
+    ]
     assert len(dots) == 2 and all(str(s.inputs[0]) == str(s.outputs[0]) == "S(0)" for s in dots)

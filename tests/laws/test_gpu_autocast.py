@@ -1,4 +1,5 @@
-"""`torch.autocast("cuda")` casts what is captured, and the plain model on a CPU, as it does on a GPU."""
+"""`torch.autocast("cuda")` casts what is captured, and the plain model on a CPU, as it does on a
+GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture, cuda_casts, gpu_autocast
+from autopar.capture import autocast, capture
 from autopar.capture.trace import Trace
 from autopar.constraints import fsdp
 from autopar.errors import CaptureError, RuntimeStateError
@@ -37,7 +38,8 @@ def around(kind: str, dtype: torch.dtype = BF16) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A product, a norm, and a softmax; `cast` says which of torch's autocasts it enters by itself."""
+    """A product, a norm, and a softmax; `cast` says which of torch's autocasts it enters by
+    itself."""
 
     def __init__(self, cast: str = "") -> None:
         super().__init__()
@@ -67,7 +69,11 @@ def batch() -> dict[str, Tensor]:
 
 
 def dtypes(trace: Trace) -> list[tuple[str, torch.dtype]]:
-    made = [node for node in trace.graph.nodes if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]
+    made = [
+        node
+        for node in trace.graph.nodes
+        if node.op == "call_function" and isinstance(node.meta["val"], Tensor)
+    ]
     return [(str(node.target), node.meta["val"].dtype) for node in made]
 
 
@@ -80,7 +86,9 @@ def test_autocast_of_a_gpu_is_captured_as_if_its_casts_were_written_out(inside: 
         with around("cuda"):
             found = capture(Net(), (), batch())
     assert dtypes(found) == dtypes(wanted)
-    assert [p.compute_dtype for p in found.parameters] == [p.compute_dtype for p in wanted.parameters]
+    assert [p.compute_dtype for p in found.parameters] == [
+        p.compute_dtype for p in wanted.parameters
+    ]
     assert {p.compute_dtype for p in found.parameters} == {BF16, torch.float32}
     assert dtypes(capture(Net("cpu"), (), batch())) != dtypes(found)  # softmax in bf16
 
@@ -90,8 +98,12 @@ def test_programs_under_autocast_of_a_gpu_are_the_model_under_it(inside: bool) -
     torch.manual_seed(0)
     model = Net("cuda" if inside else "")
     with torch.autocast("cpu", enabled=False) if inside else around("cuda"):
-        plan = autopar.plan(model, 2, example_inputs=batch(), hardware="h100-sxm", constraints=(fsdp(),))
-        assert {s.collective.dtype for _, s in plan.steps() if s.collective.kind == "all_gather"} == {"bfloat16", "float32"}
+        plan = autopar.plan(
+            model, 2, example_inputs=batch(), hardware="h100-sxm", constraints=(fsdp(),)
+        )
+        assert {
+            s.collective.dtype for _, s in plan.steps() if s.collective.kind == "all_gather"
+        } == {"bfloat16", "float32"}
         assert autopar.check(plan, model, batch()).ok
         assert autopar.verify(plan, model, batch()).ok
         assert autopar.verify(plan, model, batch(), dtype=None).dtype == "bfloat16"
@@ -102,9 +114,14 @@ def test_programs_under_autocast_of_a_gpu_are_the_model_under_it(inside: bool) -
     wanted = plain(**batch())
     loss.backward()
     wanted.backward()
-    torch.testing.assert_close(loss, wanted, rtol=5e-3, atol=0.0)  # a bias is added before or after rounding
+    torch.testing.assert_close(
+        loss, wanted, rtol=5e-3, atol=0.0
+    )  # a bias is added before or after rounding
     for name, parameter in plain.named_parameters():
-        assert relative_error(module.get_parameter(name).grad.full_tensor(), parameter.grad, 0.0) < 2e-2
+        assert (
+            relative_error(module.get_parameter(name).grad.full_tensor(), parameter.grad, 0.0)
+            < 2e-2
+        )
 
 
 def test_what_leaves_autocast_by_the_type_of_its_tensors_device_leaves_a_gpus() -> None:
@@ -115,7 +132,14 @@ def test_what_leaves_autocast_by_the_type_of_its_tensors_device_leaves_a_gpus() 
 
     with around("cuda"):
         trace = capture(Island(), (), batch())
-        assert autopar.verify(autopar.plan(Island(), 2, example_inputs=batch(), hardware="h100-sxm"), Island(), batch()).lower_parts == ()
+        assert (
+            autopar.verify(
+                autopar.plan(Island(), 2, example_inputs=batch(), hardware="h100-sxm"),
+                Island(),
+                batch(),
+            ).lower_parts
+            == ()
+        )
     assert {dtype for _, dtype in dtypes(trace)} == {torch.float32}
 
 
@@ -128,21 +152,41 @@ def test_a_models_own_autocast_of_a_gpu_has_a_gpus_default_dtype() -> None:
                 return self.loss(hidden.float())
 
     trace = capture(Half(), (), batch())
-    assert {dtype for name, dtype in dtypes(trace) if "dot" in name} == {torch.float16, torch.float32}
-    assert autopar.verify(autopar.plan(Half(), 2, example_inputs=batch(), hardware="h100-sxm"), Half(), batch(), dtype=None).ok
+    assert {dtype for name, dtype in dtypes(trace) if "dot" in name} == {
+        torch.float16,
+        torch.float32,
+    }
+    assert autopar.verify(
+        autopar.plan(Half(), 2, example_inputs=batch(), hardware="h100-sxm"),
+        Half(),
+        batch(),
+        dtype=None,
+    ).ok
 
 
 def test_autocast_around_the_call_is_that_around_compile_whatever_device_it_names() -> None:
     with around("cuda"):
         module = autopar.compile(Net(), 1, example_inputs=batch(), hardware="cpu-gloo")
-    with pytest.raises(RuntimeStateError, match=r"called under no autocast, compiled under autocast to torch\.bfloat16 of cuda"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"called under no autocast, compiled under autocast to torch\.bfloat16 of cuda",
+    ):
         module(**batch())
-    with around("cpu"), pytest.raises(RuntimeStateError, match=r"called under autocast to torch\.bfloat16, compiled under"):
+    with (
+        around("cpu"),
+        pytest.raises(
+            RuntimeStateError, match=r"called under autocast to torch\.bfloat16, compiled under"
+        ),
+    ):
         module(**batch())
 
 
 def test_autocast_to_two_dtypes_is_refused() -> None:
-    with around("cuda"), around("cpu", torch.float16), pytest.raises(CaptureError, match="of two kinds of device, to different dtypes"):
+    with (
+        around("cuda"),
+        around("cpu", torch.float16),
+        pytest.raises(CaptureError, match="of two kinds of device, to different dtypes"),
+    ):
         capture(Net(), (), batch())
 
 
@@ -157,7 +201,10 @@ def test_what_a_gpus_autocast_refuses_is_refused() -> None:
 
 
 def test_afterwards_autocast_is_as_before() -> None:
-    states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    states = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
     own = [getattr(torch.autocast, name) for name in ("__init__", "__enter__", "__exit__")]
     capture(Net("cuda"), (), batch())
 
@@ -167,53 +214,84 @@ def test_afterwards_autocast_is_as_before() -> None:
 
     with pytest.raises(CaptureError):
         capture(Failing("cuda"), (), batch())
-    assert [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")] == states
+    assert [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ] == states
     assert [getattr(torch.autocast, name) for name in ("__init__", "__enter__", "__exit__")] == own
     with torch.autocast("cpu", dtype=BF16):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).softmax(-1).dtype == BF16
 
 
 _MACROS = {
-    "AT_FORALL_LOWER_PRECISION_FP": cuda_casts._LOWER,
-    "AT_FORALL_FP32": cuda_casts._FP32,
-    "AT_FORALL_FP32_SET_OPT_DTYPE": cuda_casts._FP32_RESULT,
-    "AT_FORALL_PROMOTE": cuda_casts._WIDEST,
+    "AT_FORALL_LOWER_PRECISION_FP": autocast._LOWER,
+    "AT_FORALL_FP32": autocast._FP32,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": autocast._FP32_RESULT,
+    "AT_FORALL_PROMOTE": autocast._WIDEST,
 }
 
 
 def test_lists_are_those_of_the_torch_that_is_installed() -> None:
     text = (Path(torch.__path__[0]) / "include/ATen/autocast_mode.h").read_text()
-    there = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")}
+    there = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    }
     listed = set()
     for macro, ops in _MACROS.items():
         body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*\n)", text)[1]
         names = {".".join(re.split(r",\s*", name)) for name in re.findall(r"_\(([\w, ]+)\)", body)}
         assert names and {name.partition(".")[0] for name in names} <= ops, macro
         listed |= names
-    others = {name for name in there - listed if "cudnn" not in name and ".names_" not in name}  # older torch has dims by name
+    others = {
+        name for name in there - listed if "cudnn" not in name and ".names_" not in name
+    }  # older torch has dims by name
     others -= {"linalg_matrix_sqrth"}  # of torch 2.15, in no macro
-    assert others == {*cuda_casts._WITH_FP32_RESULT, *cuda_casts._REFUSED}
-    every = [*_MACROS.values(), cuda_casts._REFUSED, frozenset({"norm"})]
+    assert others == {*autocast._WITH_FP32_RESULT, *autocast._REFUSED}
+    every = [*_MACROS.values(), autocast._REFUSED, frozenset({"norm"})]
     assert sum(map(len, every)) == len(frozenset().union(*every))
 
 
 def test_each_list_casts_what_it_says() -> None:
     x, wide = torch.randn(4, 4), torch.randn(4, 4, dtype=torch.float64)
     narrow = x.to(BF16)
-    with gpu_autocast.gpu_autocast(on_gpu=False), torch.autocast("cuda", dtype=BF16):
+    with autocast.gpu_autocast(on_gpu=False), torch.autocast("cuda", dtype=BF16):
         assert (x @ x).dtype == F.linear(x, x, x[0]).dtype == nn.LSTM(4, 4)(x)[0].dtype == BF16
-        assert {v.dtype for v in (narrow.exp(), F.layer_norm(narrow, (4,)), F.mse_loss(narrow, narrow), narrow**2)} == {torch.float32}
-        assert {v.dtype for v in (narrow.sum(), narrow.softmax(0), narrow.norm(), torch.norm(narrow, 2, 1))} == {torch.float32}
-        assert narrow.softmax(0, dtype=torch.float64).dtype == wide.sum().dtype == torch.norm(wide, 1, 0).dtype == torch.float64
-        assert torch.addcmul(x, narrow, narrow).dtype == torch.float32 and torch.addcmul(narrow, narrow, narrow).dtype == BF16
-        assert (wide @ wide).dtype == torch.float64 and torch.ones(2, 2, dtype=torch.int64).sum().dtype == torch.int64
+        assert {
+            v.dtype
+            for v in (
+                narrow.exp(),
+                F.layer_norm(narrow, (4,)),
+                F.mse_loss(narrow, narrow),
+                narrow**2,
+            )
+        } == {torch.float32}
+        assert {
+            v.dtype
+            for v in (narrow.sum(), narrow.softmax(0), narrow.norm(), torch.norm(narrow, 2, 1))
+        } == {torch.float32}
+        assert (
+            narrow.softmax(0, dtype=torch.float64).dtype
+            == wide.sum().dtype
+            == torch.norm(wide, 1, 0).dtype
+            == torch.float64
+        )
+        assert (
+            torch.addcmul(x, narrow, narrow).dtype == torch.float32
+            and torch.addcmul(narrow, narrow, narrow).dtype == BF16
+        )
+        assert (wide @ wide).dtype == torch.float64 and torch.ones(
+            2, 2, dtype=torch.int64
+        ).sum().dtype == torch.int64
         torch.testing.assert_close(torch.norm(narrow, 1, 0), narrow.float().abs().sum(0))
         torch.testing.assert_close(narrow.norm(), narrow.float().square().sum().sqrt())
 
 
-def test_of_a_model_on_a_gpu_autocast_of_the_cpu_around_the_call_casts_nothing_and_one_by_device_type_casts_as_there() -> None:
+def test_of_a_model_on_a_gpu_autocast_of_the_cpu_around_the_call_casts_nothing_and_one_by_device_type_casts_as_there() -> (  # noqa: E501
+    None
+):
     x = torch.randn(4, 4)
-    with around("cpu"), gpu_autocast.gpu_autocast(on_gpu=True):
+    with around("cpu"), autocast.gpu_autocast(on_gpu=True):
         assert (x @ x).dtype == torch.float32
         with torch.autocast(x.device.type, dtype=BF16):
             assert (x @ x).dtype == BF16 and (x @ x).softmax(-1).dtype == torch.float32
@@ -261,7 +339,9 @@ class Again(Net):
 
 @pytest.mark.parametrize("dtype", [torch.float64, None], ids=str)
 @pytest.mark.parametrize("how", ["a checkpoint", "a product", "a product in fp32"])
-def test_what_enters_autocast_again_in_backward_means_what_it_meant_in_forward(how: str, dtype: torch.dtype | None) -> None:
+def test_what_enters_autocast_again_in_backward_means_what_it_meant_in_forward(
+    how: str, dtype: torch.dtype | None
+) -> None:
     model = Again(how)
     plan = autopar.plan(model, 2, example_inputs=batch(), hardware="h100-sxm")
     assert autopar.verify(plan, model, batch(), dtype=dtype).ok
@@ -269,7 +349,9 @@ def test_what_enters_autocast_again_in_backward_means_what_it_meant_in_forward(h
     assert products == ({BF16, torch.float32} if how == "a product in fp32" else {BF16})
 
 
-def test_an_autocast_that_was_made_before_and_that_torch_disabled_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_autocast_that_was_made_before_and_that_torch_disabled_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
 
         class Decorated(Net):

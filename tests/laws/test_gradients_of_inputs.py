@@ -20,13 +20,13 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout, Strategy
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.planner import Planned
 from autopar.plans import NodeChoice
-from autopar.run.memory import trace_peak
+from autopar.program.memory import trace_peak
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -53,12 +53,16 @@ def built(kind: str) -> tuple[nn.Module, dict[str, Any]]:
 @cache
 def planned(kind: str, mesh: Mesh, plan: str, **options: Any) -> Planned:
     model, batch = built(kind)
-    return plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS[plan], **options)[1]
+    return plan_model(
+        model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS[plan], **options
+    )[1]
 
 
 def wanted(kind: str) -> set[str]:
     model, batch = built(kind)
-    returned = {f"input {name!r}" for name, x in batch.items() if x.requires_grad} - {"input 'seen'"}  # which nothing follows from
+    returned = {f"input {name!r}" for name, x in batch.items() if x.requires_grad} - {
+        "input 'seen'"
+    }  # which nothing follows from
     return {*dict(model.named_parameters()), *returned}
 
 
@@ -112,25 +116,44 @@ def test_a_plan_that_leaves_a_gradient_in_parts_is_refused(layout: str) -> None:
     def in_parts(choice: NodeChoice) -> NodeChoice:
         return replace(choice, strategy=Strategy((Layout.parse(layout),), choice.strategy.outputs))
 
-    entries = tuple(replace(e, nodes=tuple(map(in_parts, e.nodes))) if e.nodes[0].node == "shift/input" else e for e in plan.entries)
+    entries = tuple(
+        replace(e, nodes=tuple(map(in_parts, e.nodes))) if e.nodes[0].node == "shift/input" else e
+        for e in plan.entries
+    )
     changed = replace(plan, entries=entries)
     assert changed != plan and not autopar.check(changed, model, batch).ok
-    said = r"the gradient of input 'shift' would come as R S\(0\)|shift/input of shape \(12,\) cannot lie as R P"
+    said = (
+        r"the gradient of input 'shift' would come as R S\(0\)|shift/input of shape \(12,\) cannot"
+        r" lie as R P"
+    )
     with pytest.raises(PlanError, match=said):
         autopar.verify(changed, model, batch)
 
 
 def test_a_model_of_which_nothing_is_trained_gives_those_of_its_inputs_alone() -> None:
     model, batch = given_back.frozen("llama")
-    plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS["fsdp"])
+    plan = autopar.plan(
+        model, SQUARE, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS["fsdp"]
+    )
     assert autopar.check(plan, model, batch).ok
-    assert autopar.verify(plan, model, batch, tolerance=TOLERANCE).gradients.keys() == {"input 'inputs_embeds'"}
+    assert autopar.verify(plan, model, batch, tolerance=TOLERANCE).gradients.keys() == {
+        "input 'inputs_embeds'"
+    }
 
 
 def test_in_a_precision_a_gradient_has_the_dtype_of_its_input() -> None:
     model, batch = built("llama")
-    plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="h100-sxm", precision="bf16", constraints=PLANS["fsdp"])
-    assert autopar.verify(plan, model, batch, dtype=None).ok and autopar.check(plan, model, batch).ok
+    plan = autopar.plan(
+        model,
+        SQUARE,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        precision="bf16",
+        constraints=PLANS["fsdp"],
+    )
+    assert (
+        autopar.verify(plan, model, batch, dtype=None).ok and autopar.check(plan, model, batch).ok
+    )
     trace = capture(model, (), batch, precision=torch.bfloat16)
     (given,) = trace.given_back
     made = list(trace.graph.nodes)[-1].args[0][given.gradient]
@@ -146,7 +169,9 @@ def test_folded_layers_add_up_the_gradient_of_what_all_of_them_read() -> None:
         assert [(i.path, i.gradient) for i in trace.given_back] == [("x", 25), ("shift", 26)]
 
 
-@pytest.mark.parametrize(("kind", "plan"), [("shifted", "ddp"), ("convolutions", "fsdp"), ("llama", "fsdp and heads")])
+@pytest.mark.parametrize(
+    ("kind", "plan"), [("shifted", "ddp"), ("convolutions", "fsdp"), ("llama", "fsdp and heads")]
+)
 def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
     program = planned(kind, SQUARE, plan).stage_program()
     batch = {name: x.detach() for name, x in built(kind)[1].items()}
@@ -159,14 +184,26 @@ def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
 def test_a_gradient_that_is_gathered_is_priced() -> None:
     model, batch = built("llama")
     plain = {name: x.detach() for name, x in batch.items()}
-    without = autopar.plan(model, SQUARE, example_inputs=plain, hardware="cpu-gloo", constraints=PLANS["ddp"])
-    assert planned("llama", SQUARE, "ddp").plan.prediction.communication_s > without.prediction.communication_s
+    without = autopar.plan(
+        model, SQUARE, example_inputs=plain, hardware="cpu-gloo", constraints=PLANS["ddp"]
+    )
+    assert (
+        planned("llama", SQUARE, "ddp").plan.prediction.communication_s
+        > without.prediction.communication_s
+    )
 
 
-@pytest.mark.parametrize("options", [{"constraints": [asked.pipeline("a")]}, {"num_microbatches": 2}], ids=["stages", "microbatches"])
+@pytest.mark.parametrize(
+    "options",
+    [{"constraints": [asked.pipeline("a")]}, {"num_microbatches": 2}],
+    ids=["stages", "microbatches"],
+)
 def test_stages_and_microbatches_are_refused_naming_the_input(options: dict[str, Any]) -> None:
     model, batch = built("llama")
-    with pytest.raises(ConstraintError, match="input 'inputs_embeds' has a gradient, which neither stages nor microbatches give"):
+    with pytest.raises(
+        ConstraintError,
+        match="input 'inputs_embeds' has a gradient, which neither stages nor microbatches give",
+    ):
         autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", **options)
 
 
@@ -175,25 +212,40 @@ def test_where_only_microbatches_would_fit_the_refusal_says_so() -> None:
     peak = planned("llama", SQUARE, "fsdp").plan.prediction.peak_bytes
     for memory in (int(peak * 0.9), int(peak * 0.5)):
         try:
-            plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", memory_bytes=memory, constraints=PLANS["fsdp"])
+            plan = autopar.plan(
+                model,
+                SQUARE,
+                example_inputs=batch,
+                hardware="cpu-gloo",
+                memory_bytes=memory,
+                constraints=PLANS["fsdp"],
+            )
         except InfeasibleError as error:
             assert "fits into" in error.what
         else:
-            assert plan.pipeline is None and autopar.verify(plan, model, batch, tolerance=TOLERANCE).gradients.keys() == wanted("llama")
+            assert plan.pipeline is None and autopar.verify(
+                plan, model, batch, tolerance=TOLERANCE
+            ).gradients.keys() == wanted("llama")
 
 
 def test_a_plan_without_a_gradient_is_not_one_for_a_call_that_asks() -> None:
     model, batch = built("llama")
     plain = {name: x.detach() for name, x in batch.items()}
     plan = planned("llama", SQUARE, "ddp").plan
-    with pytest.raises(PlanError, match="input inputs_embeds has a gradient in the plan, and requires none"):
+    with pytest.raises(
+        PlanError, match="input inputs_embeds has a gradient in the plan, and requires none"
+    ):
         autopar.verify(plan, model, plain)
     without = autopar.plan(model, SQUARE, example_inputs=plain, hardware="cpu-gloo")
-    with pytest.raises(PlanError, match="input inputs_embeds requires a gradient, which the plan does not give"):
+    with pytest.raises(
+        PlanError, match="input inputs_embeds requires a gradient, which the plan does not give"
+    ):
         autopar.verify(without, model, batch)
 
 
 def test_a_free_pipeline_is_none_for_such_a_call() -> None:
     model, batch = built("llama")
-    plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", constraints=[asked.pipeline()])
+    plan = autopar.plan(
+        model, SQUARE, example_inputs=batch, hardware="cpu-gloo", constraints=[asked.pipeline()]
+    )
     assert plan.pipeline is None

@@ -1,6 +1,8 @@
-"""Tensor parallelism on grids: what is sent, tensor by tensor, and what rests, equals the formulas of `autopar.constraints.grids`.
+"""Tensor parallelism on grids: what is sent, tensor by tensor, and what rests, equals the formulas
+of `autopar.constraints.parallel`.
 
-Volumes are counted in the emitted program: elements that one device sends, by rings. All layers of a model are counted together.
+Volumes are counted in the emitted program: elements that one device sends, by rings. All layers of
+a model are counted together.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from torch import fx, nn
 
 from autopar import constraints, hf, ops
 from autopar.capture import Trace, capture
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.plans import Communication
 from autopar.verification import verify_program
 
@@ -34,7 +36,8 @@ Sent = dict[tuple[str, str, str], Fraction]  # (phase, tensor, axis) → element
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a grid: b samples of s tokens, h features, k for keys, f in the MLP, v words; sides q, depth d."""
+    """A model on a grid: b samples of s tokens, h features, k for keys, f in the MLP, v words;
+    sides q, depth d."""
 
     model: str
     grid: str
@@ -56,7 +59,8 @@ class Case:
 
     @property
     def mesh(self) -> Mesh:
-        # what is gathered alone is the innermost splitter; the last axis of the mesh can be so of fused projections as well
+        # what is gathered alone is the innermost splitter; the last axis of the mesh can be so of
+        # fused projections as well
         axes = sorted(GRIDS[self.grid], key="abdjli".index)
         return Mesh({axis: self.d if axis == "d" else self.q for axis in axes})
 
@@ -65,9 +69,22 @@ class Case:
 
 
 LARGE = {"h": 72, "k": 24, "f": 72, "v": 108}  # which nine devices can split
-FAST = (Case("llama", "2d"), Case("llama", "2.5d", d=3, b=6), Case("llama", "3d"), Case("gpt2", "2d", f=128))
-SLOW = (Case("llama", "2d", q=3, b=6, **LARGE), Case("gpt2", "2.5d", f=128), Case("gpt2", "3d", f=128))
-OTHERS = (Case("vit", "2d"), *(Case(model, grid) for model in ("vit", "bert") for grid in ("2.5d", "3d")), Case("bert", "2d"))
+FAST = (
+    Case("llama", "2d"),
+    Case("llama", "2.5d", d=3, b=6),
+    Case("llama", "3d"),
+    Case("gpt2", "2d", f=128),
+)
+SLOW = (
+    Case("llama", "2d", q=3, b=6, **LARGE),
+    Case("gpt2", "2.5d", f=128),
+    Case("gpt2", "3d", f=128),
+)
+OTHERS = (
+    Case("vit", "2d"),
+    *(Case(model, grid) for model in ("vit", "bert") for grid in ("2.5d", "3d")),
+    Case("bert", "2d"),
+)
 
 
 def slow(cases: Iterable[Case]) -> list[Any]:
@@ -80,13 +97,20 @@ EVERY = [*CASES, OTHERS[0], *slow(OTHERS[1:])]
 
 
 @cache
-def traced(model: str, b: int, h: int, k: int, f: int, v: int) -> tuple[Trace, nn.Module, dict[str, Any]]:
+def traced(
+    model: str, b: int, h: int, k: int, f: int, v: int
+) -> tuple[Trace, nn.Module, dict[str, Any]]:
     if (model, b, h) == ("llama", b, h) and (b != B or h != 32):
-        sizes = f'"num_hidden_layers": {LAYERS}, "hidden_size": {h}, "intermediate_size": {f}, "vocab_size": {v}, "use_cache": false'
+        sizes = (
+            f'"num_hidden_layers": {LAYERS}, "hidden_size": {h}, "intermediate_size": {f},'
+            f' "vocab_size": {v}, "use_cache": false'
+        )
         heads = f'"num_attention_heads": {h // 8}, "num_key_value_heads": {k // 8}'
         module, batch = hf.build(f"llama:{{{sizes}, {heads}}}", device="cpu", batch=b, seq=S)
     else:  # as many positions as tokens: the whole table is read
-        positions = {"gpt2": {"n_positions": S}, "bert": {"max_position_embeddings": S}}.get(model, {})
+        positions = {"gpt2": {"n_positions": S}, "bert": {"max_position_embeddings": S}}.get(
+            model, {}
+        )
         module, batch = getattr(zoo_small, model)(num_layers=LAYERS, **positions)
     return capture(module, (), batch), module, batch
 
@@ -120,10 +144,15 @@ class Tensors:
     def __post_init__(self) -> None:
         self.nodes = {n.meta["key"]: n for n in self.trace.graph.nodes if "key" in n.meta}
         results: Any = next(iter(reversed(self.trace.graph.nodes))).args[0]
-        self.gradients = {results[p.gradient].meta["key"]: p.name for p in self.trace.parameters if p.gradient is not None}
+        self.gradients = {
+            results[p.gradient].meta["key"]: p.name
+            for p in self.trace.parameters
+            if p.gradient is not None
+        }
 
     def word(self, c: Communication, key: str) -> str:
-        """A parameter or its gradient by name; X, Y or a gradient of one by its linears; else what is done with it."""
+        """A parameter or its gradient by name; X, Y or a gradient of one by its linears; else
+        what is done with it."""
         if key.endswith("/parameter"):
             return short_parameter(key.removesuffix("/parameter"))
         if key in self.gradients:
@@ -132,9 +161,16 @@ class Tensors:
         if kind not in ("all_gather", "reduce_scatter"):
             return {"all_reduce": "sums", "all_to_all": "for norms"}[kind]
         late = node.meta["phase"] == "backward"
-        read = {n.meta["module"] for n in node.users if n.target in (ops.dot, ops.embedding_backward)}
-        modules = " ".join(sorted(map(short, read if kind == "all_gather" else set(self._makers(node)))))
-        return f"{'gradient of ' if late else ''}{'X' if (kind == 'all_gather') != late else 'Y'} of {modules}"
+        read = {
+            n.meta["module"] for n in node.users if n.target in (ops.dot, ops.embedding_backward)
+        }
+        modules = " ".join(
+            sorted(map(short, read if kind == "all_gather" else set(self._makers(node))))
+        )
+        return (
+            f"{'gradient of ' if late else ''}{'X' if (kind == 'all_gather') != late else 'Y'} of"
+            f" {modules}"
+        )
 
     def _makers(self, node: fx.Node) -> Iterable[str]:
         if node.target in (ops.dot, ops.embedding):
@@ -145,18 +181,31 @@ class Tensors:
 
 
 def sent(case: Case) -> Sent:
-    """What a device sends. Of parameters that are gathered over several axes on all together: which comes first is the planner's."""
+    """What a device sends. Of parameters that are gathered over several axes on all together:
+    which comes first is the planner's."""
     plan, tensors = planned(case).plan, Tensors(captured(case)[0])
     merged = {short_parameter(p.name) for p in tensors.trace.parameters if len(p.shape) == 1}
-    merged |= {"model.embed_tokens.weight", "transformer.wpe.weight"} if case.grid == "3d" else set()
+    merged |= (
+        {"model.embed_tokens.weight", "transformer.wpe.weight"} if case.grid == "3d" else set()
+    )
     found: Counter[tuple[str, str, str]] = Counter()
     for c in plan.communications:
         size, collective = plan.mesh.shape[c.collective.axis], c.collective
-        elements = max(collective.bytes, collective.output_bytes(size) if collective.kind != "all_to_all" else 0) // 4
+        elements = (
+            max(
+                collective.bytes,
+                collective.output_bytes(size) if collective.kind != "all_to_all" else 0,
+            )
+            // 4
+        )
         times = 2 if collective.kind == "all_reduce" else 1
         for instance in c.instances if collective.kind != "slice" else ():
             word = tensors.word(c, c.node.format(*instance))
-            axis = "" if word.removeprefix("gradient of ") in merged else plan.mesh.names[collective.axis]
+            axis = (
+                ""
+                if word.removeprefix("gradient of ") in merged
+                else plan.mesh.names[collective.axis]
+            )
             found[c.phase, word, axis] += times * elements * Fraction(size - 1, size)
     return dict(found)
 
@@ -166,20 +215,36 @@ def ring(elements: int | Fraction, size: int, times: int = 1) -> Fraction:
     return times * elements * Fraction(size - 1, size)
 
 
-Group = tuple[tuple[str, ...], int, tuple[int, ...]]  # linears that read one X, its features, those that each makes
+Group = tuple[
+    tuple[str, ...], int, tuple[int, ...]
+]  # linears that read one X, its features, those that each makes
 
 
 def layer(case: Case) -> tuple[Group, ...]:
     h, k, f = case.h, case.k, case.f
     if case.model == "gpt2":
-        return (("attn.c_attn",), h, (3 * h,)), (("attn.c_proj",), h, (h,)), (("mlp.c_fc",), h, (f,)), (("mlp.c_proj",), f, (h,))
+        return (
+            (("attn.c_attn",), h, (3 * h,)),
+            (("attn.c_proj",), h, (h,)),
+            (("mlp.c_fc",), h, (f,)),
+            (("mlp.c_proj",), f, (h,)),
+        )
     attention = tuple(f"self_attn.{x}_proj" for x in "qkv"), h, (h, k, k)
-    return attention, (("self_attn.o_proj",), h, (h,)), (("mlp.gate_proj", "mlp.up_proj"), h, (f, f)), (("mlp.down_proj",), f, (h,))
+    return (
+        attention,
+        (("self_attn.o_proj",), h, (h,)),
+        (("mlp.gate_proj", "mlp.up_proj"), h, (f, f)),
+        (("mlp.down_proj",), f, (h,)),
+    )
 
 
 def head(case: Case) -> tuple[str, str]:
     """Module of the head, and name of its weight."""
-    return ("lm_head", "transformer.wte.weight") if case.model == "gpt2" else ("lm_head", "lm_head.weight")
+    return (
+        ("lm_head", "transformer.wte.weight")
+        if case.model == "gpt2"
+        else ("lm_head", "lm_head.weight")
+    )
 
 
 class Table(Counter[tuple[str, str, str]]):
@@ -211,14 +276,29 @@ def square(case: Case) -> Table:
         for name, m in zip(names, made, strict=True):
             parameter = weight if name == module else f"{name}.weight"
             table.thrice(parameter, "a", ring(Fraction(k * m, q), q, times))
-            table.moves("backward", f"gradient of {parameter}", "d", 2 * ring(Fraction(k * m, q * q), d, times))
-            if case.model == "gpt2" and name == "attn.c_attn":  # cannot be stored split twice: summed over the samples
+            table.moves(
+                "backward",
+                f"gradient of {parameter}",
+                "d",
+                2 * ring(Fraction(k * m, q * q), d, times),
+            )
+            if (
+                case.model == "gpt2" and name == "attn.c_attn"
+            ):  # cannot be stored split twice: summed over the samples
                 table.moves(
-                    "backward", f"gradient of {name}.bias", "", 2 * (ring(Fraction(m, q), q, times) + ring(Fraction(m, q), d, times))
+                    "backward",
+                    f"gradient of {name}.bias",
+                    "",
+                    2 * (ring(Fraction(m, q), q, times) + ring(Fraction(m, q), d, times)),
                 )
             elif case.model == "gpt2" and name != module:
                 table.twice(f"{name}.bias", "", ring(Fraction(m, q), q, times))
-                table.moves("backward", f"gradient of {name}.bias", "", 2 * ring(Fraction(m, q * q), d, times))
+                table.moves(
+                    "backward",
+                    f"gradient of {name}.bias",
+                    "",
+                    2 * ring(Fraction(m, q * q), d, times),
+                )
     table.moves("forward", "sums", "b", 3 * 2 * ring(n / q, q))  # the loss
     for axis, size in (("a", q), ("d", d)):
         table.moves("forward", "sums", axis, 2 * 2 * ring(1, size))
@@ -228,14 +308,23 @@ def square(case: Case) -> Table:
 def llama_square(case: Case) -> Table:
     q, d, h, table = case.q, case.d if case.grid == "2.5d" else 1, case.h, square(case)
     n = Fraction(case.n, d)
-    for name, times in (("{}.input_layernorm", LAYERS), ("{}.post_attention_layernorm", LAYERS), ("model.norm", 1)):
+    for name, times in (
+        ("{}.input_layernorm", LAYERS),
+        ("{}.post_attention_layernorm", LAYERS),
+        ("model.norm", 1),
+    ):
         weight = f"{name.format('layers')}.weight"
         table.thrice(weight, "", ring(Fraction(h, q), q, times))
         table.moves("backward", f"gradient of {weight}", "", 2 * ring(Fraction(h, q * q), d, times))
         for phase in ("forward", "backward"):
             table.moves(phase, "sums", "b", 2 * ring(n / q, q, times))
     table.twice("model.embed_tokens.weight", "a", ring(Fraction(case.v * h, q), q))
-    table.moves("backward", "gradient of model.embed_tokens.weight", "d", 2 * ring(Fraction(case.v * h, q * q), d))
+    table.moves(
+        "backward",
+        "gradient of model.embed_tokens.weight",
+        "d",
+        2 * ring(Fraction(case.v * h, q * q), d),
+    )
     return table
 
 
@@ -245,12 +334,17 @@ def gpt2_square(case: Case) -> Table:
     for name, times in (("h.ln_1", LAYERS), ("h.ln_2", LAYERS), ("transformer.ln_f", 1)):
         for part in ("weight", "bias"):
             table.thrice(f"{name}.{part}", "", ring(h, q * q, times))
-            table.moves("backward", f"gradient of {name}.{part}", "", 2 * ring(Fraction(h, q * q), d, times))
+            table.moves(
+                "backward", f"gradient of {name}.{part}", "", 2 * ring(Fraction(h, q * q), d, times)
+            )
         for phase in ("forward", "backward"):
             table.moves(phase, "for norms", "b", ring(n * h / (q * q), q, times))
     table.twice("Y of transformer.wte", "b", ring(n * h / q, q))
     table.moves("forward", "transformer.wpe.weight", "a", ring(Fraction(S * h, q), q))
-    for axis, size in (("a", q), ("d", d)):  # positions' gradients are summed before their lookup's backward
+    for axis, size in (
+        ("a", q),
+        ("d", d),
+    ):  # positions' gradients are summed before their lookup's backward
         table.moves("backward", "sums", axis, 2 * ring(Fraction(S * h, q), size))
     return table
 
@@ -261,15 +355,24 @@ def cube(case: Case) -> Table:
     module, weight = head(case)
     groups = [(LAYERS, group, "jl" if i % 2 == 0 else "lj") for i, group in enumerate(layer(case))]
     for times, (names, k, made), (rows, columns) in [*groups, (1, ((module,), h, (case.v,)), "jl")]:
-        table.thrice(f"X of {' '.join(sorted(names))}", columns, ring(Fraction(n * k, q * q), q, times))
+        table.thrice(
+            f"X of {' '.join(sorted(names))}", columns, ring(Fraction(n * k, q * q), q, times)
+        )
         for name, m in zip(names, made, strict=True):
             parameter = weight if name == module else f"{name}.weight"
             table.thrice(parameter, "i", ring(Fraction(k * m, q * q), q, times))
             table.twice(f"Y of {name}", rows, ring(Fraction(n * m, q * q), q, times))
-            if case.model == "gpt2" and name == "attn.c_attn":  # stored split over l and one other, no further: summed over the third
+            if (
+                case.model == "gpt2" and name == "attn.c_attn"
+            ):  # stored split over l and one other, no further: summed over the third
                 table.moves("forward", f"{name}.bias", "", ring(Fraction(m, q), q, times))
                 summed = 2 * ring(Fraction(m, q * q), q, times)
-                table.moves("backward", f"gradient of {name}.bias", "", ring(Fraction(m, q), q, times) + summed)
+                table.moves(
+                    "backward",
+                    f"gradient of {name}.bias",
+                    "",
+                    ring(Fraction(m, q), q, times) + summed,
+                )
             elif case.model == "gpt2" and name != module:
                 table.twice(f"{name}.bias", "", ring(Fraction(m, q), q * q, times))
     table.moves("forward", "sums", "l", 3 * 2 * ring(Fraction(n, q * q), q))  # the loss
@@ -280,7 +383,11 @@ def cube(case: Case) -> Table:
 
 def llama_cube(case: Case) -> Table:
     q, h, table = case.q, case.h, cube(case)
-    for name, times in (("layers.input_layernorm", LAYERS), ("layers.post_attention_layernorm", LAYERS), ("model.norm", 1)):
+    for name, times in (
+        ("layers.input_layernorm", LAYERS),
+        ("layers.post_attention_layernorm", LAYERS),
+        ("model.norm", 1),
+    ):
         table.thrice(f"{name}.weight", "", ring(Fraction(h, q), q * q, times))
         for phase in ("forward", "backward"):
             table.moves(phase, "sums", "j", 2 * ring(Fraction(case.n, q * q), q, times))
@@ -314,10 +421,18 @@ FORMULAS: Mapping[tuple[str, str], Callable[[Case], Table]] = {
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_tensor_sends_what_its_formula_says(case: Case) -> None:
-    expected = {key: elements for key, elements in FORMULAS[case.model, case.grid](case).items() if elements}
+    expected = {
+        key: elements for key, elements in FORMULAS[case.model, case.grid](case).items() if elements
+    }
     found = sent(case)
-    wrong = {key: (found.get(key), expected.get(key)) for key in {*found, *expected} if found.get(key) != expected.get(key)}
-    assert not wrong, "\n".join(f"{key}: found, expected {tuple(map(str, value))}" for key, value in sorted(wrong.items()))
+    wrong = {
+        key: (found.get(key), expected.get(key))
+        for key in {*found, *expected}
+        if found.get(key) != expected.get(key)
+    }
+    assert not wrong, "\n".join(
+        f"{key}: found, expected {tuple(map(str, value))}" for key, value in sorted(wrong.items())
+    )
 
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
@@ -327,26 +442,42 @@ def test_a_grid_computes_what_the_model_does(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_parameters_with_their_states_rest_in_as_many_parts_as_the_grid_without_its_depth_has(case: Case) -> None:
-    """But for those that so many parts do not divide, and a fused projection's bias, which cannot be stored split so often."""
+def test_parameters_with_their_states_rest_in_as_many_parts_as_the_grid_without_its_depth_has(
+    case: Case,
+) -> None:
+    """But for those that so many parts do not divide, and a fused projection's bias, which
+    cannot be stored split so often."""
     parts = case.num_devices // (case.d if case.grid == "2.5d" else 1)
     whole, rests = 0, Fraction(0)
     for p in planned(case).program.parameters:
         layout, size = p.layout, math.prod(p.shape)
-        split = math.prod(n for axis, n in enumerate(case.mesh.shape) if str(layout.placements[axis]).startswith("S"))
+        split = math.prod(
+            n
+            for axis, n in enumerate(case.mesh.shape)
+            if str(layout.placements[axis]).startswith("S")
+        )
         assert split == parts or size % parts or p.name.endswith("c_attn.bias"), p.name
-        assert "d" not in case.mesh.names or str(layout.placements[case.mesh.names.index("d")]) == "R"
+        assert (
+            "d" not in case.mesh.names or str(layout.placements[case.mesh.names.index("d")]) == "R"
+        )
         whole, rests = whole + size, rests + Fraction(size, split)
     memory = planned(case).plan.prediction.memory_bytes
     if case.model in ("llama", "gpt2"):
-        assert (memory["parameters"], memory["optimizer"], memory["gradients"]) == (4 * rests, 8 * rests, 4 * rests), "AdamW in float32"
+        assert (memory["parameters"], memory["optimizer"], memory["gradients"]) == (
+            4 * rests,
+            8 * rests,
+            4 * rests,
+        ), "AdamW in float32"
     if case.model == "llama":
         assert rests == Fraction(whole, parts)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices(case: Case) -> None:
-    """But for sums per token, whole on the axis whose features they sum, and what does not depend on the batch."""
+def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices(
+    case: Case,
+) -> None:
+    """But for sums per token, whole on the axis whose features they sum, and what does not
+    depend on the batch."""
     plan = planned(case).plan
     nodes = {n.meta["key"]: n for n in captured(case)[0].graph.nodes if "key" in n.meta}
     seen = 0
@@ -355,38 +486,63 @@ def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices
         if node is None:  # a parameter or an input
             continue
         whole = node.meta["val"].numel() * node.meta["val"].dtype.itemsize
-        features = node.meta["val"].numel() // case.n if node.meta["val"].shape[:1] == (case.b,) else 0
+        features = (
+            node.meta["val"].numel() // case.n if node.meta["val"].shape[:1] == (case.b,) else 0
+        )
         is_sum = features == 1 and not str(node.target).startswith("<built-in function getitem")
         side = {"2d": 1, "2.5d": case.d, "3d": case.q}[case.grid] * case.q
-        assert kept.bytes == whole // (side if is_sum else case.num_devices if features else 1), kept.node
+        assert kept.bytes == whole // (side if is_sum else case.num_devices if features else 1), (
+            kept.node
+        )
         seen += bool(features)
     assert seen > 20
 
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_what_a_llama_keeps_for_backward_is_its_formula(case: Case) -> None:
-    """Each tensor that backward reads, once: in a layer two norms' results, q, k, v, attention's result as made and as its
-    linear reads it, the log of its sums, two sums with the residual, four tensors of the MLP."""
+    """Each tensor that backward reads, once: in a layer two norms' results, q, k, v, attention's
+    result as made and as its linear reads it, the log of its sums, two sums with the residual, four
+    tensors of the MLP."""
     q, d, h, heads = case.q, case.d if case.grid == "2.5d" else 1, case.h, case.h // 8
     layer = 2 * h + (h + 2 * case.k) + 2 * h + heads + 2 * h + 4 * case.f
     features = h + LAYERS * layer + h + case.v
-    per_token = (2 * LAYERS + 1) + 2  # the norms' sums of squares; maximum and sum of the cross entropy
+    per_token = (
+        2 * LAYERS + 1
+    ) + 2  # the norms' sums of squares; maximum and sum of the cross entropy
     samples = q * d if case.grid != "3d" else q * q
     positions = LAYERS * 2 * S * 8  # cosine and sine, whole
-    elements = Fraction(case.n * features, case.num_devices) + Fraction(case.n * per_token, samples) + positions
+    elements = (
+        Fraction(case.n * features, case.num_devices)
+        + Fraction(case.n * per_token, samples)
+        + positions
+    )
     plan = planned(case).plan
-    of_labels = sum(kept.bytes for kept in plan.kept if kept.node.startswith("/") and kept.node.split("/")[1] not in ("amax", "sum_exp"))
+    of_labels = sum(
+        kept.bytes
+        for kept in plan.kept
+        if kept.node.startswith("/") and kept.node.split("/")[1] not in ("amax", "sum_exp")
+    )
     assert plan.prediction.memory_bytes["activations"] - of_labels == 4 * elements
 
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_of_linears_that_share_nothing_the_papers_volumes_are_met(case: Case) -> None:
-    """o_proj and down_proj. 2d: Xu and You, 2021: 3(nk + km)(q−1)/q². 2.5d: the same with n/d, and gradients summed over the depth.
-    3d: Bian et al., 2021, gather Y's gradient for each of two products: (3nk + 3km + 3nm)(q−1)/q³; here once: 2nm."""
-    q, d, n = case.q, case.d if case.grid == "2.5d" else 1, Fraction(case.n, case.d if case.grid == "2.5d" else 1)
+    """o_proj and down_proj. 2d: Xu and You, 2021: 3(nk + km)(q−1)/q². 2.5d: the same with n/d, and
+    gradients summed over the depth. 3d: Bian et al., 2021, gather Y's gradient for each of two
+    products: (3nk + 3km + 3nm)(q−1)/q³; here once: 2nm."""
+    q, d, n = (
+        case.q,
+        case.d if case.grid == "2.5d" else 1,
+        Fraction(case.n, case.d if case.grid == "2.5d" else 1),
+    )
     for name, k, m in (("self_attn.o_proj", case.h, case.h), ("mlp.down_proj", case.f, case.h)):
-        total = sum(elements for (_, tensor, _), elements in sent(case).items() if name in tensor) / LAYERS
+        total = (
+            sum(elements for (_, tensor, _), elements in sent(case).items() if name in tensor)
+            / LAYERS
+        )
         if case.grid == "3d":
             assert total == (3 * n * k + 3 * k * m + 2 * n * m) * (q - 1) / Fraction(q**3)
         else:
-            assert total == 3 * (n * k + k * m) * (q - 1) / Fraction(q * q) + 2 * k * m * Fraction(d - 1, d * q * q)
+            assert total == 3 * (n * k + k * m) * (q - 1) / Fraction(q * q) + 2 * k * m * Fraction(
+                d - 1, d * q * q
+            )

@@ -1,4 +1,5 @@
-"""Whatever a program writes a result into, nothing that is still there lies in the same memory, and it happens in most models."""
+"""Whatever a program writes a result into, nothing that is still there lies in the same memory,
+and it happens in most models."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.graphs import IN_PLACE
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.run import rehearsal
-from autopar.run.effects import Storage, Value
-from autopar.run.memory import trace_peak
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.program import abstract_executor
+from autopar.program.abstract_executor import Storage, Value
+from autopar.program.memory import trace_peak
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import zoo
@@ -25,8 +26,14 @@ from benchmarks.random_plans import Prepared, prepare, random_plan
 
 SMALL = ("gpt2", "llama", "bert", "vit")
 OTHERS = ("t5", "swin")
-CASES: list[Any] = [(name, mesh) for name in SMALL for mesh in ("1", "a=2,b=2")] + [(name, "a=2,b=2") for name in OTHERS]
-CASES += [pytest.param(name, "a=2,b=2", marks=pytest.mark.slow) for name in zoo.NAMES if name not in (*SMALL, *OTHERS)]
+CASES: list[Any] = [(name, mesh) for name in SMALL for mesh in ("1", "a=2,b=2")] + [
+    (name, "a=2,b=2") for name in OTHERS
+]
+CASES += [
+    pytest.param(name, "a=2,b=2", marks=pytest.mark.slow)
+    for name in zoo.NAMES
+    if name not in (*SMALL, *OTHERS)
+]
 
 
 def storages(value: Any) -> set[Storage]:
@@ -35,19 +42,26 @@ def storages(value: Any) -> set[Storage]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
-    """The nodes of programs that are rehearsed and write into an operand, each of which is looked at."""
+    """The nodes of programs that are rehearsed and write into an operand, each of which is
+    looked at."""
     found: list[fx.Node] = []
-    called = rehearsal._Run._called
+    called = abstract_executor._Run._called
 
-    def looked_at(run: rehearsal._Run, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+    def looked_at(
+        run: abstract_executor._Run, node: fx.Node, env: Mapping[fx.Node, Any]
+    ) -> tuple[Any, int]:
         if IN_PLACE in node.meta:
             operand = node.args[node.meta[IN_PLACE]]
-            others = set().union(*(storages(value) for other, value in env.items() if other is not operand))
-            assert not storages(env[operand]) & others, f"{node} writes into {operand}, whose memory something else has"  # type: ignore[index]
+            others = set().union(
+                *(storages(value) for other, value in env.items() if other is not operand)
+            )
+            assert not storages(env[operand]) & others, (
+                f"{node} writes into {operand}, whose memory something else has"
+            )  # type: ignore[index]
             found.append(node)
         return called(run, node, env)
 
-    monkeypatch.setattr(rehearsal._Run, "_called", looked_at)
+    monkeypatch.setattr(abstract_executor._Run, "_called", looked_at)
     yield found
 
 
@@ -57,7 +71,9 @@ def built(name: str, mesh: str) -> Prepared:
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_nothing_else_lies_where_a_result_is_written(name: str, mesh: str, written: list[fx.Node]) -> None:
+def test_nothing_else_lies_where_a_result_is_written(
+    name: str, mesh: str, written: list[fx.Node]
+) -> None:
     made = built(name, mesh)
     for seed in range(2):
         _, program = random_plan(made, seed, recompute_share=0.3)
@@ -65,10 +81,13 @@ def test_nothing_else_lies_where_a_result_is_written(name: str, mesh: str, writt
     assert written
 
 
-def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(written: list[fx.Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: emission does not ask who else has a tensor; a redistribution for another reader still has it."""
-    monkeypatch.setattr("autopar.analysis.in_place._may_be_written", lambda operand, node: True)
-    monkeypatch.setattr("autopar.emit.in_place._may_go", lambda *_: True)
+def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(
+    written: list[fx.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: emission does not ask who else has a tensor; a redistribution for another
+    reader still has it."""
+    monkeypatch.setattr("autopar.analysis.gradients._may_be_written", lambda operand, node: True)
+    monkeypatch.setattr("autopar.emit.phase._may_go", lambda *_: True)
     made = built("llama", "a=2,b=2")
     with pytest.raises(AssertionError, match="something else has"):
         trace_peak(random_plan(made, 1, recompute_share=0.3)[1])

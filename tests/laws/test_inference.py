@@ -1,4 +1,5 @@
-"""Forward alone: plans without gradients and optimizer state compute what the plain model does, in less time and memory than a step."""
+"""Forward alone: plans without gradients and optimizer state compute what the plain model does,
+in less time and memory than a step."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
+from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
-from autopar.planning import Planned
-from autopar.run.memory import trace_peak
+from autopar.planner import Planned
+from autopar.program.memory import trace_peak
 
 SQUARE = Mesh({"a": 2, "b": 2})
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
@@ -51,10 +52,19 @@ def planned(kind: str, plan: str, **options: Any) -> Planned:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("llama", "free"), ("llama", "heads"), ("gpt2", "fsdp"), ("gpt2", "grid"), ("convolutions", "free"), ("convolutions", "fsdp"),
-        ("bert", "heads"), ("several", "free"), ("several", "fsdp"), ("mixtral", "free"), ("vit", "fsdp"),
+        ("llama", "free"),
+        ("llama", "heads"),
+        ("gpt2", "fsdp"),
+        ("gpt2", "grid"),
+        ("convolutions", "free"),
+        ("convolutions", "fsdp"),
+        ("bert", "heads"),
+        ("several", "free"),
+        ("several", "fsdp"),
+        ("mixtral", "free"),
+        ("vit", "fsdp"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_of_forward_alone_is_the_plain_model(kind: str, plan: str) -> None:
     model, batch = built(kind)
     found = planned(kind, plan).plan
@@ -71,16 +81,28 @@ def test_a_plan_of_forward_alone_is_the_plain_model(kind: str, plan: str) -> Non
 def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
     model, batch = built(kind)
     here = planned(kind, "fsdp")
-    step = plan_model(model, SQUARE, example_inputs=batch, constraints=PLANS["fsdp"], hardware="cpu-gloo")[1]
-    assert here.program.num_saved == 0 and not any(t.has_gradient for t in (*here.program.parameters, *here.program.outputs))
+    step = plan_model(
+        model, SQUARE, example_inputs=batch, constraints=PLANS["fsdp"], hardware="cpu-gloo"
+    )[1]
+    assert here.program.num_saved == 0 and not any(
+        t.has_gradient for t in (*here.program.parameters, *here.program.outputs)
+    )
     assert [n.op for n in here.program.backward.graph.nodes if n.op == "call_function"] == []
     held = here.plan.prediction.memory_bytes
-    assert held.get("optimizer", 0) == held.get("gradients", 0) == 0 < held["parameters"] == step.plan.prediction.memory_bytes["parameters"]
+    assert (
+        held.get("optimizer", 0)
+        == held.get("gradients", 0)
+        == 0
+        < held["parameters"]
+        == step.plan.prediction.memory_bytes["parameters"]
+    )
     assert here.plan.prediction.peak_bytes < step.plan.prediction.peak_bytes
     assert here.plan.prediction.compute_s < 0.6 * step.plan.prediction.compute_s
 
 
-@pytest.mark.parametrize(("kind", "plan"), [("llama", "heads"), ("convolutions", "fsdp"), ("gpt2", "grid")])
+@pytest.mark.parametrize(
+    ("kind", "plan"), [("llama", "heads"), ("convolutions", "fsdp"), ("gpt2", "grid")]
+)
 def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
     program = planned(kind, plan).program
     peak, _ = measured_peak(program, built(kind)[1], train=False)
@@ -89,9 +111,21 @@ def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
 
 def test_what_fits_no_step_fits_inference() -> None:
     model, batch = built("llama")
-    within = 4 * sum(p.numel() for p in model.parameters())  # whole on one device, whose step holds four times as much
-    options = {"example_inputs": batch, "hardware": "cpu-gloo", "memory_bytes": int(1.5 * within), "outputs": "loss"}
-    assert autopar.plan(model, Mesh(1), inference=True, **options).prediction.memory_bytes["parameters"] == within
+    within = 4 * sum(
+        p.numel() for p in model.parameters()
+    )  # whole on one device, whose step holds four times as much
+    options = {
+        "example_inputs": batch,
+        "hardware": "cpu-gloo",
+        "memory_bytes": int(1.5 * within),
+        "outputs": "loss",
+    }
+    assert (
+        autopar.plan(model, Mesh(1), inference=True, **options).prediction.memory_bytes[
+            "parameters"
+        ]
+        == within
+    )
     with pytest.raises(InfeasibleError):
         autopar.plan(model, Mesh(1), num_microbatches=1, **options)
 
@@ -102,7 +136,10 @@ def test_a_model_in_which_nothing_is_trained_is_planned_for_inference() -> None:
     plan = autopar.plan(frozen, SQUARE, example_inputs=batch, hardware="cpu-gloo")
     assert plan.options["inference"]
     asked_for = planned("gpt2", "free").plan
-    assert (plan.prediction.step_s, plan.prediction.peak_bytes) == (asked_for.prediction.step_s, asked_for.prediction.peak_bytes)
+    assert (plan.prediction.step_s, plan.prediction.peak_bytes) == (
+        asked_for.prediction.step_s,
+        asked_for.prediction.peak_bytes,
+    )
 
 
 def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
@@ -111,11 +148,30 @@ def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
     assert autopar.verify(plan.plan, *built("llama"), tolerance=TOLERANCE).loss is not None
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}], ids=["microbatches", "stages"])
-def test_microbatches_and_stages_have_a_loss_whose_terms_weigh_as_their_labels(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}],
+    ids=["microbatches", "stages"],
+)
+def test_microbatches_and_stages_have_a_loss_whose_terms_weigh_as_their_labels(
+    options: dict[str, Any],
+) -> None:
     model, batch = built("llama")
-    batch = {**batch, "labels": batch["labels"].masked_fill(torch.arange(len(batch["labels"]))[:, None] < 3, -100)}
-    plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", inference=True, outputs="full", **options)
+    batch = {
+        **batch,
+        "labels": batch["labels"].masked_fill(
+            torch.arange(len(batch["labels"]))[:, None] < 3, -100
+        ),
+    }
+    plan = autopar.plan(
+        model,
+        SQUARE,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        inference=True,
+        outputs="full",
+        **options,
+    )
     assert plan.pipeline is not None and plan.options["inference"]
     assert autopar.check(plan, model, batch).ok
     verified = autopar.verify(plan, model, batch, tolerance=TOLERANCE)
@@ -126,11 +182,19 @@ def test_microbatches_and_stages_have_a_loss_whose_terms_weigh_as_their_labels(o
 def test_torchs_transformer_is_captured_in_the_ops_that_have_rules(grad: bool) -> None:
     """With nothing to differentiate it would take fused ops of its own."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
+    layer = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
     x = torch.randn(4, 6, 16)
     with torch.set_grad_enabled(grad):
         plan = autopar.plan(
-            layer, SQUARE, example_inputs=(x,), hardware="cpu-gloo", inference=True, strict=True, constraints=(asked.fsdp(),)
+            layer,
+            SQUARE,
+            example_inputs=(x,),
+            hardware="cpu-gloo",
+            inference=True,
+            strict=True,
+            constraints=(asked.fsdp(),),
         )
         assert autopar.verify(plan, layer, (x,)).ok
     assert torch.backends.mha.get_fastpath_enabled()
@@ -140,4 +204,7 @@ def test_the_models_flags_are_as_they_were() -> None:
     model, batch = built("several")
     trace = capture(model, (), batch, inference=True)
     assert all(p.requires_grad for p in model.parameters())
-    assert not any(p.requires_grad or p.gradient for p in trace.parameters) and not trace.differentiable
+    assert (
+        not any(p.requires_grad or p.gradient for p in trace.parameters)
+        and not trace.differentiable
+    )

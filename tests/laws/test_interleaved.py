@@ -1,4 +1,5 @@
-"""Interleaved stages: gradients are the model's, ranks hold what is said and no more than they may, and every claim is certified."""
+"""Interleaved stages: gradients are the model's, ranks hold what is said and no more than they
+may, and every claim is certified."""
 
 from __future__ import annotations
 
@@ -14,29 +15,46 @@ from torch import Tensor
 
 import autopar
 from autopar.api.planning import plan_model
-from autopar.capture._torch.fakes import FakeTensorMode
+from autopar.capture.dynamo.fakes import FakeTensorMode
 from autopar.constraints import megatron, pipeline
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.planning import Planned
-from autopar.planning.steps import phases_s
+from autopar.planner import Planned
+from autopar.planner.pipeline.schedule import phases_s
 from autopar.plans import Pipeline, Plan
-from autopar.run import transfers
-from autopar.run.interleaving import Interleaving
-from autopar.run.memory import LiveBytes
-from autopar.run.orders import interleaved
-from autopar.run.program import StagedProgram
-from autopar.run.rank_memory import chunk_memory, rank_peak
-from autopar.run.stage_memory import stage_work
+from autopar.program import transfers
+from autopar.program.memory import LiveBytes
+from autopar.program.program import StagedProgram
+from autopar.program.schedule import interleaved
+from autopar.program.stage_memory import chunk_memory, rank_peak, stage_work
+from autopar.program.transfers import Interleaving
 from benchmarks import zoo
 
 Made = tuple[Planned, torch.nn.Module, dict[str, Any]]
 INTER = {"schedule": "interleaved_1f1b", "microbatches": 4}
 
 
-def planned(name: str, mesh: dict[str, int], *constraints: Any, layers: int = 4, hardware: str = "h100-sxm", **options: Any) -> Made:
-    settings = options.pop("settings", {}) | {} if name == "t5" else {"num_hidden_layers": layers, **options.pop("settings", {})}
+def planned(
+    name: str,
+    mesh: dict[str, int],
+    *constraints: Any,
+    layers: int = 4,
+    hardware: str = "h100-sxm",
+    **options: Any,
+) -> Made:
+    settings = (
+        options.pop("settings", {}) | {}
+        if name == "t5"
+        else {"num_hidden_layers": layers, **options.pop("settings", {})}
+    )
     model, batch = zoo.build(name, batch=8, **settings)
-    made = plan_model(model, autopar.Mesh(mesh), example_inputs=batch, hardware=hardware, constraints=constraints, **options)[1]
+    made = plan_model(
+        model,
+        autopar.Mesh(mesh),
+        example_inputs=batch,
+        hardware=hardware,
+        constraints=constraints,
+        **options,
+    )[1]
     return made, model, batch
 
 
@@ -47,13 +65,19 @@ def pipe_of(made: Planned) -> Pipeline:
 
 @pytest.fixture(scope="module")
 def llama() -> Made:
-    return planned("llama", {"stage": 2, "data": 2}, megatron(pp=2, dp="data", zero=3, microbatches=4, chunks=2))
+    return planned(
+        "llama",
+        {"stage": 2, "data": 2},
+        megatron(pp=2, dp="data", zero=3, microbatches=4, chunks=2),
+    )
 
 
 @pytest.fixture(scope="module")
 def bare() -> Made:
     """The fewest devices and layers that there are stages for; certified."""
-    made, model, batch = planned("llama", {"stage": 2}, pipeline("stage", **INTER, chunks=2), layers=2)
+    made, model, batch = planned(
+        "llama", {"stage": 2}, pipeline("stage", **INTER, chunks=2), layers=2
+    )
     assert autopar.check(made.plan, model, batch).ok
     return made, model, batch
 
@@ -63,17 +87,22 @@ def gpt2() -> Made:
     """Tied weights, dropout, uneven cuts."""
     cuts = [f"transformer.h.{layer}" for layer in (1, 2, 3, 5)]
     force = pipeline("stage", **INTER, chunks=3, cuts=[*cuts, "transformer.ln_f"])
-    return planned("gpt2", {"stage": 2}, force, layers=6, hardware="cpu-gloo", settings={"dropout": 0.1})
+    return planned(
+        "gpt2", {"stage": 2}, force, layers=6, hardware="cpu-gloo", settings={"dropout": 0.1}
+    )
 
 
 @pytest.fixture(scope="module")
 def t5() -> Made:
-    """A decoder that reads the encoder's end over all later stages; a table that several stages of one rank read."""
+    """A decoder that reads the encoder's end over all later stages; a table that several stages
+    of one rank read."""
     return planned("t5", {"stage": 2}, pipeline("stage", **INTER), hardware="cpu-gloo")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
-def test_interleaved_stages_equal_the_plain_model(name: str, request: pytest.FixtureRequest) -> None:
+def test_interleaved_stages_equal_the_plain_model(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     made, model, batch = request.getfixturevalue(name)
     assert len(pipe_of(made).stages) == 2 * pipe_of(made).num_chunks > 2
     report = autopar.verify(made.plan, model, batch)
@@ -81,15 +110,24 @@ def test_interleaved_stages_equal_the_plain_model(name: str, request: pytest.Fix
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
-def test_their_plans_are_certified_and_read_back_as_they_were(name: str, request: pytest.FixtureRequest) -> None:
+def test_their_plans_are_certified_and_read_back_as_they_were(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     made, model, batch = request.getfixturevalue(name)
     found = autopar.check(made.plan, model, batch)
     assert found.ok, str(found)
     assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12)
     assert found.peak_bytes == made.plan.prediction.peak_bytes == max(pipe_of(made).rank_bytes)
     assert found.certified_bound_s == pytest.approx(made.plan.proof.certified_bound_s, rel=1e-12)
-    assert 0 < made.plan.proof.certified_bound_s <= made.plan.proof.bound_s < made.plan.proof.objective_s
-    assert made.plan.proof.certified_bound_s == pytest.approx(made.plan.proof.bound_s, rel=1e-6), "but for the solver's tolerance"
+    assert (
+        0
+        < made.plan.proof.certified_bound_s
+        <= made.plan.proof.bound_s
+        < made.plan.proof.objective_s
+    )
+    assert made.plan.proof.certified_bound_s == pytest.approx(made.plan.proof.bound_s, rel=1e-6), (
+        "but for the solver's tolerance"
+    )
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
@@ -103,28 +141,59 @@ def piped(**changes: Any) -> Callable[[Plan], Plan]:
 
 def predicted(**changes: float) -> Callable[[Plan], Plan]:
     return lambda plan: replace(
-        plan, prediction=replace(plan.prediction, **{name: getattr(plan.prediction, name) * by for name, by in changes.items()})
+        plan,
+        prediction=replace(
+            plan.prediction,
+            **{name: getattr(plan.prediction, name) * by for name, by in changes.items()},
+        ),
     )
 
 
 CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.99), "time"),
     "the simulated step": (predicted(simulated_s=0.99), "time"),
-    "the bound and the gap": (lambda plan: replace(plan, proof=replace(plan.proof, bound_s=plan.proof.objective_s, gap=0.0)), "bound"),
+    "the bound and the gap": (
+        lambda plan: replace(
+            plan, proof=replace(plan.proof, bound_s=plan.proof.objective_s, gap=0.0)
+        ),
+        "bound",
+    ),
     "the bound over all cuts": (
-        lambda plan: replace(plan, proof=replace(plan.proof, certified_bound_s=plan.proof.certified_bound_s * 1.001)),
+        lambda plan: replace(
+            plan, proof=replace(plan.proof, certified_bound_s=plan.proof.certified_bound_s * 1.001)
+        ),
         "bound",
     ),
     "the peak": (predicted(peak_bytes=2), "memory"),
     "the compute of the rank that does most": (predicted(compute_s=0.5), "time"),
-    "what a rank holds": (lambda plan: piped(rank_bytes=(plan.pipeline.rank_bytes[0] - 1, plan.pipeline.rank_bytes[1]))(plan), "memory"),  # type: ignore[union-attr]
+    "what a rank holds": (
+        lambda plan: piped(
+            rank_bytes=(plan.pipeline.rank_bytes[0] - 1, plan.pipeline.rank_bytes[1])
+        )(plan),
+        "memory",
+    ),  # type: ignore[union-attr]
     "the microbatches in flight": (piped(num_in_flight=(4, 3, 2, 2)), "memory"),
     "the schedule": (piped(schedule="1f1b"), "model"),
-    "the share of a stage that is none": (lambda plan: piped(budgets=(0, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
-    "the share of a stage beyond all": (lambda plan: piped(budgets=(2**60, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
-    "what crosses": (lambda plan: piped(crossings=((), *plan.pipeline.crossings[1:]))(plan), "moves"),  # type: ignore[union-attr]
-    "with what a stage begins": (lambda plan: piped(modules=plan.pipeline.modules[::-1])(plan), "model"),  # type: ignore[union-attr]
-    "the budget": (lambda plan: with_options(plan, memory_bytes=min(plan.pipeline.rank_bytes)), "memory"),  # type: ignore[union-attr]
+    "the share of a stage that is none": (
+        lambda plan: piped(budgets=(0, *plan.pipeline.budgets[1:]))(plan),
+        "memory",
+    ),  # type: ignore[union-attr]
+    "the share of a stage beyond all": (
+        lambda plan: piped(budgets=(2**60, *plan.pipeline.budgets[1:]))(plan),
+        "memory",
+    ),  # type: ignore[union-attr]
+    "what crosses": (
+        lambda plan: piped(crossings=((), *plan.pipeline.crossings[1:]))(plan),
+        "moves",
+    ),  # type: ignore[union-attr]
+    "with what a stage begins": (
+        lambda plan: piped(modules=plan.pipeline.modules[::-1])(plan),
+        "model",
+    ),  # type: ignore[union-attr]
+    "the budget": (
+        lambda plan: with_options(plan, memory_bytes=min(plan.pipeline.rank_bytes)),
+        "memory",
+    ),  # type: ignore[union-attr]
 }
 
 
@@ -148,7 +217,8 @@ class _Transfer:
 
 
 @pytest.mark.parametrize(
-    ("name", "outputs"), [("llama", "dtensor"), ("gpt2", "full"), pytest.param("t5", "dtensor", marks=pytest.mark.slow)]
+    ("name", "outputs"),
+    [("llama", "dtensor"), ("gpt2", "full"), pytest.param("t5", "dtensor", marks=pytest.mark.slow)],
 )
 def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
     name: str, outputs: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +227,11 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
     made: Planned = request.getfixturevalue(name)[0]
     program, pipe = made.program, pipe_of(made)
     assert isinstance(program, StagedProgram)
-    for call, value in (("irecv", _Transfer), ("isend", _Transfer), ("get_global_rank", lambda _, rank: rank)):
+    for call, value in (
+        ("irecv", _Transfer),
+        ("isend", _Transfer),
+        ("get_global_rank", lambda _, rank: rank),
+    ):
         monkeypatch.setattr(transfers.dist, call, value)
     for rank in range(2):
         chunks = {number: program.stages[number] for number in range(rank, len(pipe.stages), 2)}
@@ -167,8 +241,15 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
             for number, stage in chunks.items():
                 works[number], tensors = stage_work(stage, outputs, memory)
                 names = [t.name for t in (*stage.parameters, *stage.buffers)]
-                held[number] = [shared.setdefault(name, x) for name, x in zip(names, tensors, strict=True)]
-            given = {t.name: torch.empty(t.shape, dtype=t.dtype) for s in chunks.values() for t in s.inputs if not t.crosses}
+                held[number] = [
+                    shared.setdefault(name, x) for name, x in zip(names, tensors, strict=True)
+                ]
+            given = {
+                t.name: torch.empty(t.shape, dtype=t.dtype)
+                for s in chunks.values()
+                for t in s.inputs
+                if not t.crosses
+            }
             group: Any = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
             running = Interleaving(works, transfers.Transfers(group), 4)
             with memory:
@@ -181,24 +262,37 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
                     changed: set[str] = set()
                     for number, work in works.items():
                         count, stage = len(chunks[number].parameters), chunks[number]
-                        buffers = [x.clone() if t.name in changed else x for t, x in zip(stage.buffers, held[number][count:], strict=True)]
+                        buffers = [
+                            x.clone() if t.name in changed else x
+                            for t, x in zip(stage.buffers, held[number][count:], strict=True)
+                        ]
                         changed |= {*stage.mutated}
                         wanted = {t.name for t in stage.outputs if outputs == "full" or t.is_loss}
-                        work.begin(wanted, held[number][:count], buffers, [given] * 4, 1.0, keep=True)
+                        work.begin(
+                            wanted, held[number][:count], buffers, [given] * 4, 1.0, keep=True
+                        )
                     del work, buffers
                     running.run(backward=True)
                     for number in works:
                         works[number].finish()
-        put_together = rank_peak({n: chunk_memory(s, outputs) for n, s in chunks.items()}, interleaved(2, len(chunks), 4)[rank], 4)
+        put_together = rank_peak(
+            {n: chunk_memory(s, outputs) for n, s in chunks.items()},
+            interleaved(2, len(chunks), 4)[rank],
+            4,
+        )
         assert put_together == memory.peak_bytes - batch_bytes, rank
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_forward_and_the_rest_of_a_microbatch_are_those_of_the_time_line(name: str, request: pytest.FixtureRequest) -> None:
+def test_forward_and_the_rest_of_a_microbatch_are_those_of_the_time_line(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     for stage in pipe_of(request.getfixturevalue(name)[0]).stages:
         if stage.overlap.slowdown == 1.0:
             forward_s = sum(bar[4] for bar in stage.prediction.timeline if bar[1] == "forward")
-            assert phases_s(stage) == pytest.approx((forward_s, stage.prediction.step_s - forward_s))
+            assert phases_s(stage) == pytest.approx(
+                (forward_s, stage.prediction.step_s - forward_s)
+            )
 
 
 @pytest.mark.slow
@@ -207,7 +301,9 @@ def test_the_stages_of_a_rank_share_its_memory() -> None:
     alone = [stage.prediction.peak_bytes for stage in pipe_of(ample).stages]
     budget = int(0.9 * max(pipe_of(ample).rank_bytes))
     assert max(alone) < budget  # each fits, both do not
-    squeezed, model, batch = planned("llama", {"stage": 2}, pipeline("stage", **INTER), memory_bytes=budget)
+    squeezed, model, batch = planned(
+        "llama", {"stage": 2}, pipeline("stage", **INTER), memory_bytes=budget
+    )
     assert max(pipe_of(squeezed).rank_bytes) <= budget
     assert min(pipe_of(squeezed).budgets) < budget
     assert squeezed.plan.prediction.step_s > ample.plan.prediction.step_s
@@ -235,7 +331,10 @@ def test_what_interleaving_refuses() -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        (pipeline("stage", microbatches=2, schedule="interleaved_1f1b"), "not equal rounds over 3 ranks"),
+        (
+            pipeline("stage", microbatches=2, schedule="interleaved_1f1b"),
+            "not equal rounds over 3 ranks",
+        ),
         (pipeline("stage", microbatches=2), "which 1F1B does not run"),
     ],
 )
@@ -248,16 +347,20 @@ def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured
 
 
 def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:
-    """The same cuts, each stage on a rank of its own, wait (P − 1)·τ; interleaved on half the ranks a smaller part of the step."""
+    """The same cuts, each stage on a rank of its own, wait (P − 1)·τ; interleaved on half the
+    ranks a smaller part of the step."""
     pipe = pipe_of(llama[0])
     times = [stage.prediction.step_s for stage in pipe.stages]
     busy = max(sum(times[rank::2]) for rank in range(2)) * 4
     assert busy < llama[0].plan.prediction.step_s < busy + max(times) * 1.5
 
 
-@pytest.mark.parametrize(("microbatches", "chunks"), [(2, 2), pytest.param(8, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("microbatches", "chunks"), [(2, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
+)
 def test_the_planner_interleaves_where_that_is_faster(microbatches: int, chunks: int) -> None:
-    """With two microbatches a device waits a third of 1F1B's time; with eight, a ninth, less than smaller stages cost on this machine."""
+    """With two microbatches a device waits a third of 1F1B's time; with eight, a ninth, less
+    than smaller stages cost on this machine."""
     mesh, settings = {"stage": 2}, {"hidden_size": 256, "intermediate_size": 1024}
 
     def with_schedule(schedule: str) -> Made:
@@ -265,13 +368,23 @@ def test_the_planner_interleaves_where_that_is_faster(microbatches: int, chunks:
         return planned("llama", mesh, asked, hardware="cpu-gloo", settings=settings)
 
     chosen, model, batch = with_schedule("auto")
-    steps = {schedule: with_schedule(schedule)[0].plan.prediction.step_s for schedule in ("1f1b", "interleaved_1f1b")}
-    assert chosen.plan.prediction.step_s == min(steps.values()) and pipe_of(chosen).num_chunks == chunks
+    steps = {
+        schedule: with_schedule(schedule)[0].plan.prediction.step_s
+        for schedule in ("1f1b", "interleaved_1f1b")
+    }
+    assert (
+        chosen.plan.prediction.step_s == min(steps.values())
+        and pipe_of(chosen).num_chunks == chunks
+    )
     assert (steps["interleaved_1f1b"] < steps["1f1b"]) == (chunks > 1), "both kinds are tried"
     assert autopar.verify(chosen.plan, model, batch).ok
 
 
 def test_the_schedule_is_the_planners_where_the_axis_is() -> None:
-    assert (pipeline().schedule, pipeline("stage").schedule, pipeline("stage", schedule="auto").schedule) == ("auto", "1f1b", "auto")
+    assert (
+        pipeline().schedule,
+        pipeline("stage").schedule,
+        pipeline("stage", schedule="auto").schedule,
+    ) == ("auto", "1f1b", "auto")
     with pytest.raises(ConstraintError, match="cuts fix how many stages a device has"):
         pipeline("stage", schedule="auto", cuts=["model.layers.1"])

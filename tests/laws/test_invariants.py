@@ -1,4 +1,5 @@
-"""Invariants of a whole plan, on a real model (design: priced = emitted, folded = unfolded, nothing remembered)."""
+"""Invariants of a whole plan, on a real model (design: priced = emitted, folded = unfolded,
+nothing remembered)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import pytest
 import zoo_small
 
 from autopar.capture import Trace, capture
-from autopar.collective import bucket_time
-from autopar.cost.times import CollectivePrices, call_time
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.core.collective import bucket_time
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.cost.op_times import CollectivePrices, call_time
+from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.plans import Communication, Member, Plan
 from autopar.rules import call_of
 
@@ -30,7 +31,9 @@ def planned(request: pytest.FixtureRequest) -> tuple[Trace, Planned]:
     return trace, make_plan(trace, MESH, H100, PlanOptions(constraints=constraints))
 
 
-def test_communication_is_priced_as_it_is_emitted_byte_for_byte(planned: tuple[Trace, Planned]) -> None:
+def test_communication_is_priced_as_it_is_emitted_byte_for_byte(
+    planned: tuple[Trace, Planned],
+) -> None:
     _, made = planned
     priced: Counter[tuple[str, str, int]] = Counter()
     assert made.plan.buckets
@@ -45,19 +48,35 @@ def test_communication_is_priced_as_it_is_emitted_byte_for_byte(planned: tuple[T
     passes_s = 0.0
     for bucket in made.plan.buckets:
         c = bucket.collective
-        sizes = [next(s.collective.bytes for n, s in made.plan.steps() if is_of(m, n, s, bucket.phase)) for m in bucket.members]
-        assert bucket.time_s == bucket_time(c, MESH.shape[c.axis], MESH.link(c.axis), H100, sizes) > price(c)
+        sizes = [
+            next(s.collective.bytes for n, s in made.plan.steps() if is_of(m, n, s, bucket.phase))
+            for m in bucket.members
+        ]
+        assert (
+            bucket.time_s
+            == bucket_time(c, MESH.shape[c.axis], MESH.link(c.axis), H100, sizes)
+            > price(c)
+        )
         passes_s += bucket.time_s - price(c)
     predicted = made.plan.prediction
     shared_s = predicted.communication_s + predicted.beyond_shares_s - predicted.in_buckets_s
-    assert sum(price(c) for _, _, c in made.program.collectives) + passes_s == pytest.approx(shared_s)
+    assert sum(price(c) for _, _, c in made.program.collectives) + passes_s == pytest.approx(
+        shared_s
+    )
 
 
 def is_of(member: Member, node: str, step: Communication, phase: str) -> bool:
-    return (member.node, member.result, member.target, phase) == (node, step.result, step.target, step.phase)
+    return (member.node, member.result, member.target, phase) == (
+        node,
+        step.result,
+        step.target,
+        step.phase,
+    )
 
 
-def test_the_folded_objective_is_the_cost_of_the_unfolded_graph(planned: tuple[Trace, Planned]) -> None:
+def test_the_folded_objective_is_the_cost_of_the_unfolded_graph(
+    planned: tuple[Trace, Planned],
+) -> None:
     trace, made = planned
     chosen = made.plan.node_choices()
     nodes = [n for n in trace.graph.nodes if n.op == "call_function"]
@@ -65,12 +84,17 @@ def test_the_folded_objective_is_the_cost_of_the_unfolded_graph(planned: tuple[T
     rest_s = sum(e.time_s * len(e.instances) for e in made.plan.entries if e.kind != "compute")
     assert any(len(e.instances) == 3 for e in made.plan.entries)
     assert ops_s + rest_s == pytest.approx(made.plan.prediction.compute_s)
-    assert made.plan.prediction.step_s == made.plan.proof.objective_s == pytest.approx(least_s(made.plan))
+    assert (
+        made.plan.prediction.step_s
+        == made.plan.proof.objective_s
+        == pytest.approx(least_s(made.plan))
+    )
     assert made.plan.proof.bound_s <= made.plan.proof.objective_s
 
 
 def least_s(plan: Plan) -> float:
-    """Per phase, early communication takes a share of its time from compute, and no less than its own."""
+    """Per phase, early communication takes a share of its time from compute, and no less than
+    its own."""
     alone = sum(e.time_s * len(e.instances) for e in plan.entries if e.kind != "compute")
     own, sent = Counter[str](), Counter[str]()
     for e in (e for e in plan.entries if e.kind == "compute"):
@@ -85,7 +109,10 @@ def least_s(plan: Plan) -> float:
         else:
             alone += time_s
     assert sent["forward"] and sent["backward"]
-    return alone + sum(max(own[phase] + H100.overlap_slowdown * sent[phase], sent[phase]) for phase in ("forward", "backward"))
+    return alone + sum(
+        max(own[phase] + H100.overlap_slowdown * sent[phase], sent[phase])
+        for phase in ("forward", "backward")
+    )
 
 
 def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned]) -> None:
@@ -95,19 +122,34 @@ def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned
     for _, _, kind, _, duration in prediction.timeline:
         by_kind[kind] += duration
     slowed_s = prediction.hidden_s * made.plan.overlap.slowdown
-    local_s = sum(c.time_s * len(c.instances) for c in made.plan.communications if c.collective.kind == "slice")
+    local_s = sum(
+        c.time_s * len(c.instances)
+        for c in made.plan.communications
+        if c.collective.kind == "slice"
+    )
     assert by_kind["compute"] == pytest.approx(prediction.compute_s + slowed_s + local_s)
     alone_s = prediction.communication_s + prediction.beyond_shares_s
     assert by_kind["communication"] == pytest.approx(alone_s - local_s - prediction.in_buckets_s)
     assert prediction.in_buckets_s > 0
     starts = [start for *_, start, _ in prediction.timeline]
     assert starts == sorted(starts)
-    ends = {kind: max(start + duration for _, _, k, start, duration in prediction.timeline if k == kind) for kind in by_kind}
+    ends = {
+        kind: max(start + duration for _, _, k, start, duration in prediction.timeline if k == kind)
+        for kind in by_kind
+    }
     assert max(ends.values()) == pytest.approx(prediction.simulated_s)
     assert 0 < prediction.hidden_s < alone_s
-    assert prediction.step_s <= prediction.simulated_s < prediction.compute_s + alone_s - prediction.in_buckets_s
+    assert (
+        prediction.step_s
+        <= prediction.simulated_s
+        < prediction.compute_s + alone_s - prediction.in_buckets_s
+    )
     for kind in by_kind:  # a stream does one thing at a time
-        lane = sorted((start, start + duration) for _, _, k, start, duration in prediction.timeline if k == kind)
+        lane = sorted(
+            (start, start + duration)
+            for _, _, k, start, duration in prediction.timeline
+            if k == kind
+        )
         assert all(before <= after + 1e-12 for (_, before), (after, _) in itertools.pairwise(lane))
 
 

@@ -15,7 +15,8 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 
 
 def spills(report: str) -> dict[tuple[str, str], tuple[int, ...]]:
-    """By architecture and entry: bytes of stack, of spill stores and of spill loads, as ptxas reports them."""
+    """By architecture and entry: bytes of stack, of spill stores and of spill loads, as ptxas
+    reports them."""
     found: dict[tuple[str, str], tuple[int, ...]] = {}
     current = None
     for line in report.splitlines():
@@ -29,8 +30,14 @@ def spills(report: str) -> dict[tuple[str, str], tuple[int, ...]]:
 @pytest.mark.parametrize("variant", ("release", "debug"))
 def test_every_kernel_compiles_for_every_architecture_without_spills(variant: str) -> None:
     found = spills(build.build_library("cuda", variant).report)
-    entries = {architecture: {name for own, name in found if own == architecture} for architecture in build.ARCHITECTURES}
-    names = re.findall(r"(ap_\w+_kernel)\(", "\n".join(path.read_text(encoding="utf-8") for path in build.sources()))
+    entries = {
+        architecture: {name for own, name in found if own == architecture}
+        for architecture in build.ARCHITECTURES
+    }
+    names = re.findall(
+        r"(ap_\w+_kernel)\(",
+        "\n".join(path.read_text(encoding="utf-8") for path in build.sources()),
+    )
     for architecture, own in entries.items():
         missing = {name for name in names if not any(name in entry for entry in own)}
         assert not missing, f"sm_{architecture}"

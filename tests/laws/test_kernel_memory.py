@@ -1,4 +1,5 @@
-"""What collective-overlap kernels hold: what they share with their peers and keep, and what lives meanwhile, as predicted."""
+"""What collective-overlap kernels hold: what they share with their peers and keep, and what
+lives meanwhile, as predicted."""
 
 from __future__ import annotations
 
@@ -15,33 +16,41 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
 from autopar.certificate import certify
+from autopar.core.hardware import HardwareProfile
 from autopar.cost import kernels as offers
 from autopar.emit import emit
-from autopar.hardware import HardwareProfile
-from autopar.kernels import library, normed_scatter, overlapped
+from autopar.kernels import library, normed, overlapped
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
+from autopar.kernels.fused import (
+    KERNELS,
+    gather_all,
+    matmul_reduce_add_rmsnorm,
+    scatter_all,
+    scatter_norm_all,
+    shards_of,
+)
 from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.together import gather_all, scatter_all, scatter_norm_all, shards_of
 from autopar.ops import dot
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Plan, Prediction
-from autopar.run.live import LiveBytes
-from autopar.run.lockstep import run_lockstep
-from autopar.run.lockstep_ranks import Ranks
-from autopar.run.memory import trace_peak
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.interpreter import Ranks, run_lockstep
+from autopar.program.memory import trace_peak
 from tests.laws.test_kernel_plans import LINE, PLANS, SLOW, built, kernels, planned
 
 needs_kernels = pytest.mark.skipif(library.host() is None, reason="no kernels for the host")
 
 
 class Sharing:
-    """Runs kernels of lockstep ranks with peers of their own: of each axis, for each group along it."""
+    """Runs kernels of lockstep ranks with peers of their own: of each axis, for each group along
+    it."""
 
     def __init__(self) -> None:
         self.peers: dict[tuple[int, int], VirtualRanks] = {}
 
-    def run(self, ranks: Ranks, phase: str, node: fx.Node, env: Mapping[fx.Node, Sequence[Any]]) -> list[Any]:
+    def run(
+        self, ranks: Ranks, phase: str, node: fx.Node, env: Mapping[fx.Node, Sequence[Any]]
+    ) -> list[Any]:
         norms = node.target is matmul_reduce_add_rmsnorm
         a, b, *settings, axis, num_chunks = node.args[:8] if norms else node.args
         result: list[Any] = [None] * len(ranks.ranks)
@@ -49,22 +58,48 @@ class Sharing:
         for number, group in enumerate(ranks.mesh.groups(int(axis))):  # type: ignore[arg-type]
             peers = self.peers.setdefault((int(axis), number), VirtualRanks(len(group)))  # type: ignore[arg-type]
             pairs = [(env[a][rank].contiguous(), env[b][rank].contiguous()) for rank in group]  # type: ignore[index]
-            begins = [bias is not None and not any(env[start][rank] for start in starts) for rank in group]  # type: ignore[index, union-attr]
-            biases = [env[bias][rank] if own else None for rank, own in zip(group, begins, strict=True)]  # type: ignore[index]
+            begins = [
+                bias is not None and not any(env[start][rank] for start in starts) for rank in group
+            ]  # type: ignore[index, union-attr]
+            biases = [
+                env[bias][rank] if own else None for rank, own in zip(group, begins, strict=True)
+            ]  # type: ignore[index]
             if KERNELS[node.target] == "all_gather":  # type: ignore[index]
                 which, dim = (int(n) for n in settings[1:])  # type: ignore[arg-type]
                 shards, others = [p[which] for p in pairs], [p[1 - which] for p in pairs]
                 length = shards[0].shape[dim] * len(group)
-                made: Sequence[Any] = gather_all(peers, str(settings[0]), shards, others, which, dim, length, int(num_chunks), biases)  # type: ignore[arg-type]
+                made: Sequence[Any] = gather_all(
+                    peers,
+                    str(settings[0]),
+                    shards,
+                    others,
+                    which,
+                    dim,
+                    length,
+                    int(num_chunks),
+                    biases,
+                )  # type: ignore[arg-type]
             elif norms:
                 residual, weight, equation, dim = settings
                 residuals, weights = ([env[x][rank] for rank in group] for x in (residual, weight))  # type: ignore[index]
                 eps = float(node.args[9])  # type: ignore[arg-type]
-                made = scatter_norm_all(peers, str(equation), pairs, residuals, weights, int(dim), int(num_chunks), eps, rounded=False)  # type: ignore[arg-type]
+                made = scatter_norm_all(
+                    peers,
+                    str(equation),
+                    pairs,
+                    residuals,
+                    weights,
+                    int(dim),
+                    int(num_chunks),
+                    eps,
+                    rounded=False,
+                )  # type: ignore[arg-type]
             else:
                 addend, equation, dim = settings
                 addends = [] if addend is None else [env[addend][rank] for rank in group]  # type: ignore[index]
-                made = scatter_all(peers, str(equation), pairs, int(dim), int(num_chunks), addends, biases)  # type: ignore[arg-type]
+                made = scatter_all(
+                    peers, str(equation), pairs, int(dim), int(num_chunks), addends, biases
+                )  # type: ignore[arg-type]
             for rank, each in zip(group, made, strict=True):
                 result[rank] = each
         return result
@@ -72,7 +107,10 @@ class Sharing:
     def held_bytes(self, axis: int, number: int) -> int:
         """By a rank of a group."""
         regions = self.peers[axis, number]._regions.values()
-        return sum(r.data[0].untyped_storage().nbytes() + r.flags[0].untyped_storage().nbytes() for r in regions)
+        return sum(
+            r.data[0].untyped_storage().nbytes() + r.flags[0].untyped_storage().nbytes()
+            for r in regions
+        )
 
 
 @needs_kernels
@@ -83,7 +121,10 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
     plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
     program, sharing = emit(trace, plan), Sharing()
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {t.name: values[t.name] for t in program.parameters}, {t.name: values[t.name] for t in program.buffers}
+    tensors = (
+        {t.name: values[t.name] for t in program.parameters},
+        {t.name: values[t.name] for t in program.buffers},
+    )
     apart = run_lockstep(program, *tensors, batch)
     monkeypatch.setattr(Ranks, "_run_kernel", lambda *args: sharing.run(*args))
     for _ in range(2):  # the second time nothing more is made
@@ -99,9 +140,11 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
 
 
 CASES = [
-    ("mk,kn->mn", (12, 3), (3, 4), 0, 0), ("bsk,nk->bsn", (2, 12, 3), (4, 3), 0, 1), ("mk,nk->mn", (3, 5), (12, 5), 1, 0),
+    ("mk,kn->mn", (12, 3), (3, 4), 0, 0),
+    ("bsk,nk->bsn", (2, 12, 3), (4, 3), 0, 1),
+    ("mk,nk->mn", (3, 5), (12, 5), 1, 0),
     ("kbs,kn->bns", (3, 2, 12), (3, 4), 0, 2),
-]  # fmt: skip
+]
 
 
 @needs_kernels
@@ -109,7 +152,13 @@ CASES = [
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), CASES)
 def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
-    equation: str, left: tuple[int, ...], right: tuple[int, ...], which: int, dim: int, num_chunks: int, biased: bool
+    equation: str,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    which: int,
+    dim: int,
+    num_chunks: int,
+    biased: bool,
 ) -> None:
     size, (a, b) = 3, (torch.randn(left), torch.randn(right))
     bias = torch.randn(torch.einsum(equation, a, b).shape[-1]) if biased else None
@@ -117,19 +166,41 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
     peers = VirtualRanks(size)
     with LiveBytes() as memory:
         memory.register([bias])
-        made = gather_all(peers, equation, shards, others, which, dim, (a, b)[which].shape[dim], num_chunks, [bias] * size)
-    shared = sum(x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags))
+        made = gather_all(
+            peers,
+            equation,
+            shards,
+            others,
+            which,
+            dim,
+            (a, b)[which].shape[dim],
+            num_chunks,
+            [bias] * size,
+        )
+    shared = sum(
+        x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags)
+    )
     results = sum(x.nbytes for x in made[0])
     one = memory.peak_bytes - shared - (size - 1) * results  # ranks take their turns
-    group, operands = AxisGroup("", size, 0), (shards[0], others[0]) if which == 0 else (others[0], shards[0])
+    group, operands = (
+        AxisGroup("", size, 0),
+        (shards[0], others[0]) if which == 0 else (others[0], shards[0]),
+    )
     with FakeTensorMode() as mode:
-        fake, added = tuple(mode.from_tensor(x) for x in operands), None if bias is None else mode.from_tensor(bias)
+        fake, added = (
+            tuple(mode.from_tensor(x) for x in operands),
+            None if bias is None else mode.from_tensor(bias),
+        )
         with LiveBytes() as alone:
             alone.register([added])
-            overlapped._gather_alone(equation, fake[which], fake[1 - which], which, dim, group, None, added)
+            overlapped._gather_alone(
+                equation, fake[which], fake[1 - which], which, dim, group, None, added
+            )
         with LiveBytes() as counted:
             counted.register([added])
-            overlapped.all_gather_dot(equation, fake, which, dim, group, num_chunks, dot, None, added)
+            overlapped.all_gather_dot(
+                equation, fake, which, dim, group, num_chunks, dot, None, added
+            )
         with LiveBytes() as apart:
             apart.register([added])
             whole = overlapped.bound.all_gather(fake[which], dim, size, "")
@@ -140,9 +211,17 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
 
 @needs_kernels
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize(("equation", "left", "right", "dim"), [(e, x, y, e.partition("->")[2].index(t)) for e, x, y, t in (
-    ("mk,kn->mn", (12, 3), (3, 4), "m"), ("bsk,nk->bsn", (2, 12, 3), (4, 3), "s"), ("mk,kn->mn", (2, 3), (3, 12), "n"),
-)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "dim"),
+    [
+        (e, x, y, e.partition("->")[2].index(t))
+        for e, x, y, t in (
+            ("mk,kn->mn", (12, 3), (3, 4), "m"),
+            ("bsk,nk->bsn", (2, 12, 3), (4, 3), "s"),
+            ("mk,kn->mn", (2, 3), (3, 12), "n"),
+        )
+    ],
+)
 def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
     equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, adds: bool
 ) -> None:
@@ -152,11 +231,18 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
     with LiveBytes() as memory:
         memory.register([addend])
         made = scatter_all(peers, equation, [pair] * size, dim, 1, [addend] * size)
-    shared = sum(x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags))
-    results = made[0].nbytes + torch.einsum(equation, *pair).nbytes  # what arrives, and the product, whole
+    shared = sum(
+        x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags)
+    )
+    results = (
+        made[0].nbytes + torch.einsum(equation, *pair).nbytes
+    )  # what arrives, and the product, whole
     group = AxisGroup("", size, 0)
     with FakeTensorMode() as mode:
-        fake, added = tuple(mode.from_tensor(x) for x in pair), None if addend is None else mode.from_tensor(addend)
+        fake, added = (
+            tuple(mode.from_tensor(x) for x in pair),
+            None if addend is None else mode.from_tensor(addend),
+        )
         with LiveBytes() as alone:
             alone.register([added])
             overlapped._scatter_alone(equation, *fake, added, dim, group)
@@ -168,28 +254,49 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("equation", "left", "right", "dim"), [("mk,kn->mn", (12, 3), (3, 4), 0), ("bsk,nk->bsn", (2, 12, 3), (4, 3), 1)])
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "dim"),
+    [("mk,kn->mn", (12, 3), (3, 4), 0), ("bsk,nk->bsn", (2, 12, 3), (4, 3), 1)],
+)
 def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
     equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int
 ) -> None:
     size, ranks, peers = 3, ranks_of(equation, left, right, dim, 3), VirtualRanks(3)
     with LiveBytes() as memory:
-        made = scatter_norm_all(peers, equation, ranks.pairs[:1] * size, ranks.residuals, ranks.weights, dim, 1, EPS, False)
-    shared = sum(x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags))
-    results = sum(x.nbytes for x in made[0]) + torch.einsum(equation, *ranks.pairs[0]).nbytes  # what is made, and the product, whole
+        made = scatter_norm_all(
+            peers,
+            equation,
+            ranks.pairs[:1] * size,
+            ranks.residuals,
+            ranks.weights,
+            dim,
+            1,
+            EPS,
+            False,
+        )
+    shared = sum(
+        x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags)
+    )
+    results = (
+        sum(x.nbytes for x in made[0]) + torch.einsum(equation, *ranks.pairs[0]).nbytes
+    )  # what is made, and the product, whole
     with FakeTensorMode() as mode:
         a, b, residual, weight = (mode.from_tensor(x) for x in ranks.of(0))
         norm = residual.shape[-1], EPS, torch.float32, torch.float32, torch.float32
         with LiveBytes() as counted:
-            normed_scatter.dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, dim, AxisGroup("", size, 0), 1, *norm, dot)
+            normed.dot_reduce_add_rmsnorm(
+                equation, (a, b), residual, weight, dim, AxisGroup("", size, 0), 1, *norm, dot
+            )
         with LiveBytes() as alone:
-            normed_scatter._alone(equation, a, b, residual, weight, dim, AxisGroup("", size, 0), EPS, False)
+            normed._alone(equation, a, b, residual, weight, dim, AxisGroup("", size, 0), EPS, False)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
 
 
 @pytest.mark.slow
-def test_the_peak_is_of_what_the_program_holds_and_beside_it_what_is_shared_and_the_optimizers() -> None:
+def test_the_peak_is_of_what_the_program_holds_and_beside_it_what_is_shared_and_the_optimizers() -> (  # noqa: E501
+    None
+):
     for name in PLANS:
         plan = planned(name)
         program, predicted = emit(built(PLANS[name][0])[2], plan), plan.prediction
@@ -202,7 +309,8 @@ def test_the_peak_is_of_what_the_program_holds_and_beside_it_what_is_shared_and_
     assert "kernels' buffers 15.2 KiB" in str(autopar.explain(planned("llama")))
 
 
-# --- under a budget ----------------------------------------------------------------------------------------------------------------------
+# --- under a budget
+# --------------------------------------------------------------------------------------------------
 
 WITHOUT = replace(SLOW, kernels={}, hash="without")
 LEAST, SCARCE = 118_000, 126_000  # under the first no plan with kernels was found, and one without
@@ -213,41 +321,65 @@ def under(budget: int, profile: HardwareProfile = SLOW) -> Plan:
     return make_plan(built("narrow")[2], LINE, profile, PlanOptions(memory_bytes=budget)).plan
 
 
-@pytest.mark.slow  # in microbatches and in stages it always runs, in test_kernel_microbatches and test_kernel_stages
+# in microbatches and in stages it always runs, in test_kernel_microbatches and test_kernel_stages
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [LEAST, SCARCE])
 def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified(budget: int) -> None:
     plan, bare = under(budget), under(budget, WITHOUT)
     assert planned("llama").prediction.peak_bytes > budget >= plan.prediction.peak_bytes
-    worse = 0.03 if budget == LEAST else 1e-9  # what is learnt in rounds with kernels may lead to a little more without them
+    worse = (
+        0.03 if budget == LEAST else 1e-9
+    )  # what is learnt in rounds with kernels may lead to a little more without them
     assert plan.prediction.step_s <= bare.prediction.step_s * (1 + worse)
     assert bool(kernels(plan)) == (budget == SCARCE)
-    assert plan.proof.bound_s <= plan.prediction.step_s and plan.proof.certified_bound_s <= plan.proof.bound_s * (1 + 1e-9)
+    assert (
+        plan.proof.bound_s <= plan.prediction.step_s
+        and plan.proof.certified_bound_s <= plan.proof.bound_s * (1 + 1e-9)
+    )
     found = certify(built("narrow")[2], plan, SLOW)
     assert found.ok, str(found)
 
 
 def test_what_no_kernel_had_memory_for_is_said() -> None:
-    near = PlanOptions(memory_bytes=SCARCE, gap=0.05)  # the last per cent take most of the time, and this is not about them
-    assert any(offers.NO_ROOM in c.why for c in make_plan(built("narrow")[2], LINE, SLOW, near).plan.communications)
+    near = PlanOptions(
+        memory_bytes=SCARCE, gap=0.05
+    )  # the last per cent take most of the time, and this is not about them
+    assert any(
+        offers.NO_ROOM in c.why
+        for c in make_plan(built("narrow")[2], LINE, SLOW, near).plan.communications
+    )
     assert not any(offers.NO_ROOM in c.why for c in planned("llama").communications)
 
 
-# --- and no other claim is believed ------------------------------------------------------------------------------------------------------
+# --- and no other claim is believed
+# --------------------------------------------------------------------------------------------------
 
 
 def with_memory(plan: Plan, **changes: int) -> Plan:
     predicted = plan.prediction
-    return replace(plan, prediction=replace(predicted, memory_bytes={**predicted.memory_bytes, **changes}))
+    return replace(
+        plan, prediction=replace(predicted, memory_bytes={**predicted.memory_bytes, **changes})
+    )
 
 
 def test_a_plan_that_claims_other_buffers_is_refused() -> None:
     plan, trace = planned("llama"), built("narrow")[2]
     held = plan.prediction.memory_bytes[KERNELS_BUFFERS]
     less = with_memory(plan, **{KERNELS_BUFFERS: held - 128})
-    none = replace(plan, prediction=replace(plan.prediction, memory_bytes={
-        kind: size for kind, size in plan.prediction.memory_bytes.items() if kind != KERNELS_BUFFERS
-    }))  # fmt: skip
-    smaller = replace(plan, prediction=replace(plan.prediction, peak_bytes=plan.prediction.peak_bytes - held))
+    none = replace(
+        plan,
+        prediction=replace(
+            plan.prediction,
+            memory_bytes={
+                kind: size
+                for kind, size in plan.prediction.memory_bytes.items()
+                if kind != KERNELS_BUFFERS
+            },
+        ),
+    )
+    smaller = replace(
+        plan, prediction=replace(plan.prediction, peak_bytes=plan.prediction.peak_bytes - held)
+    )
     for wrong in (less, none, smaller):
         found = certify(trace, wrong, SLOW)
         assert {f.claim for f in found.findings} == {"memory"}, str(found)
@@ -258,11 +390,17 @@ def test_a_planner_that_forgets_the_buffers_is_found_out(monkeypatch: pytest.Mon
     plan = make_plan(built("narrow")[2], LINE, SLOW, PlanOptions()).plan
     assert kernels(plan) and KERNELS_BUFFERS not in plan.prediction.memory_bytes
     found = certify(built("narrow")[2], plan, SLOW)
-    assert any(f.claim == "memory" and KERNELS_BUFFERS in f.what for f in found.findings), str(found)
+    assert any(f.claim == "memory" and KERNELS_BUFFERS in f.what for f in found.findings), str(
+        found
+    )
 
 
-def test_a_planner_that_counts_the_buffers_but_not_in_the_peak_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prediction, "beside_bytes", property(lambda self: self.memory_bytes["optimizer"]))
+def test_a_planner_that_counts_the_buffers_but_not_in_the_peak_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        Prediction, "beside_bytes", property(lambda self: self.memory_bytes["optimizer"])
+    )
     plan = make_plan(built("narrow")[2], LINE, SLOW, PlanOptions()).plan
     found = certify(built("narrow")[2], plan, SLOW)
     assert any(f.claim == "memory" and "the peak is" in f.what for f in found.findings), str(found)

@@ -1,4 +1,5 @@
-"""Collective-overlap kernels in plans of several microbatches: done for each of them, as predicted, and nothing else is believed."""
+"""Collective-overlap kernels in plans of several microbatches: done for each of them, as
+predicted, and nothing else is believed."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from torch import nn
 import autopar
 from autopar.api.planning import plan_model
 from autopar.api.what_if import what_if
-from autopar.planning import Planned
+from autopar.planner import Planned
 from autopar.plans import KERNELS_BUFFERS, Plan
-from autopar.run.lockstep_ranks import Ranks
-from autopar.run.lockstep_staged import run_staged
-from autopar.run.program import StagedProgram
+from autopar.program.interpreter import Ranks
+from autopar.program.interpreter_stages import run_staged
+from autopar.program.program import StagedProgram
 from tests.laws.test_kernel_memory import Sharing, needs_kernels
 from tests.laws.test_kernel_plans import LINE, SLOW, kernels, narrow
 
@@ -36,7 +37,9 @@ def built() -> tuple[nn.Module, dict[str, Any]]:
 @cache
 def made(budget: int | None = None) -> Planned:
     model, batch = built()
-    return plan_model(model, LINE, example_inputs=batch, hardware=SLOW, num_microbatches=NUM, memory_bytes=budget)[1]
+    return plan_model(
+        model, LINE, example_inputs=batch, hardware=SLOW, num_microbatches=NUM, memory_bytes=budget
+    )[1]
 
 
 def stage_of(plan: Plan) -> Plan:
@@ -47,7 +50,10 @@ def stage_of(plan: Plan) -> Plan:
 def test_every_rank_computes_what_the_model_does_and_both_kernels_are_there() -> None:
     plan, stage = made().plan, stage_of(made().plan)
     assert {c.kernel.name for c in kernels(stage) if c.kernel} == set(SLOW.kernels)
-    assert {c.phase for c in kernels(stage)} == {"forward", "backward"}, "what is done once a step is no kernel's"
+    assert {c.phase for c in kernels(stage)} == {
+        "forward",
+        "backward",
+    }, "what is done once a step is no kernel's"
     report = autopar.verify(plan, *built())
     assert report.ok, str(report)
 
@@ -66,7 +72,9 @@ def test_what_a_microbatch_does_counts_as_often_as_there_are_microbatches() -> N
 def test_kernels_make_the_step_shorter_and_the_plan_says_that_they_were_on_offer() -> None:
     model, batch = built()
     plain = replace(SLOW, kernels={}, hash="without")
-    other = plan_model(model, LINE, example_inputs=batch, hardware=plain, num_microbatches=NUM)[1].plan
+    other = plan_model(model, LINE, example_inputs=batch, hardware=plain, num_microbatches=NUM)[
+        1
+    ].plan
     assert made().plan.prediction.step_s < other.prediction.step_s
     assert "hide of what their chunks could" in " ".join(stage_of(made().plan).proof.covers)
     num = sum(len(c.instances) for c in kernels(stage_of(made().plan)) if c.kernel)
@@ -92,12 +100,16 @@ def test_what_the_plan_lists_runs_once_for_each_microbatch_and_at_the_ends_of_a_
     assert isinstance(program, StagedProgram)
     listed: Counter[tuple[str, str, int]] = Counter()
     for c in stage_of(plan).communications:
-        listed[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * (1 if c.phase == "step" else NUM)
+        listed[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * (
+            1 if c.phase == "step" else NUM
+        )
     assert records_of(program) == listed
 
 
 @needs_kernels
-def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program, (model, batch), sharing = made().program, built(), Sharing()
     assert isinstance(program, StagedProgram)
     tensors = dict(model.named_parameters()), dict(model.named_buffers())
@@ -119,7 +131,8 @@ def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified() ->
     assert found.ok, str(found)
 
 
-# --- and no other claim is believed ------------------------------------------------------------------------------------------------------
+# --- and no other claim is believed
+# --------------------------------------------------------------------------------------------------
 
 Change = Callable[[Plan], Plan]
 
@@ -156,14 +169,21 @@ def of_the_step(plan: Plan) -> Plan:
 
 def fewer_bytes(plan: Plan) -> Plan:
     memory = plan.prediction.memory_bytes
-    return replace(plan, prediction=replace(plan.prediction, memory_bytes={**memory, KERNELS_BUFFERS: memory[KERNELS_BUFFERS] - 128}))
+    return replace(
+        plan,
+        prediction=replace(
+            plan.prediction, memory_bytes={**memory, KERNELS_BUFFERS: memory[KERNELS_BUFFERS] - 128}
+        ),
+    )
 
 
 MUTANTS: dict[str, Change] = {
     "a kernel saves more": in_stage(kernel(saved_s=1e-3)),
     "a kernel in more chunks": in_stage(kernel(num_chunks=8)),
     "a stage saves what is not said": in_stage(predicted(in_kernels_s=0.0)),
-    "the step saves what a microbatch does": lambda plan: predicted(in_kernels_s=stage_of(plan).prediction.in_kernels_s)(plan),
+    "the step saves what a microbatch does": lambda plan: predicted(
+        in_kernels_s=stage_of(plan).prediction.in_kernels_s
+    )(plan),
     "what is done once a step in a kernel": in_stage(of_the_step),
     "less is shared": in_stage(fewer_bytes),
 }
@@ -174,4 +194,11 @@ def test_one_changed_claim_is_found(change: Change) -> None:
     plan = change(made().plan)
     assert plan != made().plan
     found = autopar.check(plan, *built(), hardware=SLOW)
-    assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "memory", "layouts", "emission", "moves"}, str(found)
+    assert not found.ok and {f.claim for f in found.findings} & {
+        "kernels",
+        "time",
+        "memory",
+        "layouts",
+        "emission",
+        "moves",
+    }, str(found)

@@ -1,4 +1,5 @@
-"""Kernels in the program against brute force: every layout, every set of collectives, every use of a kernel, of small problems."""
+"""Kernels in the program against brute force: every layout, every set of collectives, every use
+of a kernel, of small problems."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
-from autopar.choices import Multipliers
-from autopar.layout_graph import Arc, LayoutGraph
-from autopar.problem import Hidden, Kernel, Problem
+from autopar.core.layout_graph import Arc, LayoutGraph
+from autopar.core.problem import Hidden, Kernel, Problem
+from autopar.core.solution import Multipliers
 from autopar.solve import evaluate, solve
 from tests.laws.test_certified_bound import changed, proven
 from tests.laws.test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside
@@ -27,47 +28,94 @@ FURTHER = [pytest.param(seed, False, marks=pytest.mark.slow) for seed in (1, 2, 
 MANY = range(30)
 
 
-def with_kernels(seed: int, *, slowdown: float = 1.0, summed: bool = False, normed: bool = False) -> Problem:
-    """As `problem`, where b and c can do a gather of what they read, and a the scattering of what it makes, forward or again; each saves
-    most of what the shorter of both takes, the product or the collective.
+def with_kernels(
+    seed: int, *, slowdown: float = 1.0, summed: bool = False, normed: bool = False
+) -> Problem:
+    """As `problem`, where b and c can do a gather of what they read, and a the scattering of what
+    it makes, forward or again; each saves most of what the shorter of both takes, the product or
+    the collective.
 
     Args:
-        summed: what a makes is a sum, of nothing but partial sums, as if the product were b's, as b is slowest.
+        summed: what a makes is a sum, of nothing but partial sums, as if the product were b's, as b
+            is slowest.
         normed: b, as it is slowest, may be done with what a scatters, which saves more.
     """
     p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
     if summed:
-        p = replace(p, ops=(*p.ops[:2], replace(p.ops[2], strategies=p.ops[2].strategies[-1:]), *p.ops[3:]))
+        p = replace(
+            p, ops=(*p.ops[:2], replace(p.ops[2], strategies=p.ops[2].strategies[-1:]), *p.ops[3:])
+        )
     found: dict[tuple[int, bool], list[Kernel]] = {}
 
-    def offer(v: int, late: bool, op: int, again: bool, layouts: Sequence[int], ends: str, kind: str) -> None:
+    def offer(
+        v: int, late: bool, op: int, again: bool, layouts: Sequence[int], ends: str, kind: str
+    ) -> None:
         graph = p.values[p.variants[v].value].graph
         for layout in sorted(set(layouts)):
             strategies = tuple(s for s, at in enumerate(layouts) if at == layout)
-            least = p.ops[op].count * min(p.ops[op].strategies[s].time_s for s in strategies) / p.variants[v].count
-            arcs = [(a, arc) for a, arc in enumerate(graph.arcs) if arc.collective.kind == kind and getattr(arc, ends) == layout]
+            least = (
+                p.ops[op].count
+                * min(p.ops[op].strategies[s].time_s for s in strategies)
+                / p.variants[v].count
+            )
+            arcs = [
+                (a, arc)
+                for a, arc in enumerate(graph.arcs)
+                if arc.collective.kind == kind and getattr(arc, ends) == layout
+            ]
             least = math.inf if summed and kind == "reduce_scatter" else least
-            hides = tuple(Hidden(a, rng.uniform(0.3, 0.99) * min(arc.time_s, least), 1) for a, arc in arcs)
+            hides = tuple(
+                Hidden(a, rng.uniform(0.3, 0.99) * min(arc.time_s, least), 1) for a, arc in arcs
+            )
             if hides:
                 found.setdefault((v, late), []).append(Kernel(op, again, strategies, hides))
 
-    for v, late, op, operand, again in ((A, False, 3, 0, False), (A, True, 4, 0, False), (A, True, 3, 0, True), (B, True, 4, 1, False)):
+    for v, late, op, operand, again in (
+        (A, False, 3, 0, False),
+        (A, True, 4, 0, False),
+        (A, True, 3, 0, True),
+        (B, True, 4, 1, False),
+    ):
         if (again and not p.ops[op].recomputable) or runs_beside(p, v, late):
             continue
         graph = p.values[p.variants[v].value].graph
-        offer(v, late, op, again, [graph.index[s.layouts.inputs[operand]] for s in p.ops[op].strategies], "dst", "all_gather")
+        offer(
+            v,
+            late,
+            op,
+            again,
+            [graph.index[s.layouts.inputs[operand]] for s in p.ops[op].strategies],
+            "dst",
+            "all_gather",
+        )
     for late in (False, True):
         graph = p.values[A].graph
-        offer(A, late, 2, late, [graph.index[s.layouts.outputs[0]] for s in p.ops[2].strategies], "src", "reduce_scatter")
+        offer(
+            A,
+            late,
+            2,
+            late,
+            [graph.index[s.layouts.outputs[0]] for s in p.ops[2].strategies],
+            "src",
+            "reduce_scatter",
+        )
     if summed:
         slowest = max(range(len(p.ops[3].strategies)), key=lambda s: p.ops[3].strategies[s].time_s)
         for where, kernels in found.items():
-            found[where] = [replace(k, added=(3, (slowest,))) if k.op == 2 else k for k in kernels if not (k.op == 2 and k.again)]
+            found[where] = [
+                replace(k, added=(3, (slowest,))) if k.op == 2 else k
+                for k in kernels
+                if not (k.op == 2 and k.again)
+            ]
     for (v, late), kernels in found.items() if normed else ():
         graph = p.values[p.variants[v].value].graph
         reads = [graph.index[s.layouts.inputs[0]] for s in p.ops[3].strategies]
         for kernel, h in [(k, h) for k in kernels for h in k.hides if k.op == 2 and not late]:
-            time_s = {s: p.ops[3].strategies[s].time_s for s, at in enumerate(reads) if at == graph.arcs[h.arc].dst}
+            time_s = {
+                s: p.ops[3].strategies[s].time_s
+                for s, at in enumerate(reads)
+                if at == graph.arcs[h.arc].dst
+            }
             readers = (max(time_s, key=time_s.__getitem__),) if time_s else ()
             more = replace(h, saved_s=(h.saved_s + graph.arcs[h.arc].time_s) / 2)
             kernels += [replace(kernel, hides=(more,), also=((3, readers),))] if readers else []
@@ -79,21 +127,28 @@ class Brute:
     """The least step over everything."""
 
     p: Problem
-    _moves: dict[tuple[object, ...], list[tuple[float, frozenset[tuple[tuple[int, bool], str]]]]] = field(default_factory=dict)
+    _moves: dict[
+        tuple[object, ...], list[tuple[float, frozenset[tuple[tuple[int, bool], str]]]]
+    ] = field(default_factory=dict)
 
     def best_s(self) -> float:
         ops = self.p.ops
         again = [n for n, op in enumerate(ops) if op.recomputable]
         best = math.inf
         for strategies in itertools.product(*(range(len(op.strategies)) for op in ops)):
-            for picked in itertools.product(*([None, *range(len(ops[n].strategies))] for n in again)):
+            for picked in itertools.product(
+                *([None, *range(len(ops[n].strategies))] for n in again)
+            ):
                 recomputed = {n: s for n, s in zip(again, picked, strict=True) if s is not None}
                 best = min(best, self._step_s(strategies, recomputed))
         return best
 
     def _step_s(self, strategies: Sequence[int], recomputed: Mapping[int, int]) -> float:
         ops = self.p.ops
-        own = sum(ops[n].count * ops[n].strategies[s].time_s for n, s in [*enumerate(strategies), *recomputed.items()])
+        own = sum(
+            ops[n].count * ops[n].strategies[s].time_s
+            for n, s in [*enumerate(strategies), *recomputed.items()]
+        )
         fronts = [self._variant(v, strategies, recomputed) for v in range(len(self.p.variants))]
         best = math.inf
         for moves in itertools.product(*fronts):
@@ -106,8 +161,11 @@ class Brute:
         ways: dict[tuple[int, bool], str] = {}
         return all(ways.setdefault(product, way) == way for product, way in products)
 
-    def _variant(self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[tuple[float, frozenset[object]]]:
-        """(seconds of all instances, products that do a collective and which kind) of every way to move a variant in both phases."""
+    def _variant(
+        self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
+    ) -> list[tuple[float, frozenset[object]]]:
+        """(seconds of all instances, products that do a collective and which kind) of every way
+        to move a variant in both phases."""
         variant = self.p.variants[v]
         touching = (variant.value, *(use.op for use in variant.uses))
         key = (v, *((n, strategies[n], recomputed.get(n)) for n in touching))
@@ -115,8 +173,13 @@ class Brute:
             self._moves[key] = _front(self._ways(v, strategies, recomputed))
         return self._moves[key]
 
-    def _ways(self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> Iterator[tuple[float, frozenset[object]]]:
-        return ((time_s, products) for _, time_s, products in self.ways_by_kept(v, strategies, recomputed))
+    def _ways(
+        self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
+    ) -> Iterator[tuple[float, frozenset[object]]]:
+        return (
+            (time_s, products)
+            for _, time_s, products in self.ways_by_kept(v, strategies, recomputed)
+        )
 
     def ways_by_kept(
         self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
@@ -130,32 +193,54 @@ class Brute:
             return graph.index[p.ops[op].strategies[s].layouts.inputs[operand]]
 
         made = graph.index[p.ops[value.op].strategies[strategies[value.op]].layouts.outputs[0]]
-        now = {read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase == value.phase}
-        later = {read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase != value.phase}
-        later |= {read(u.op, u.operand, recomputed[u.op]) for u in variant.uses if u.phase == value.phase and u.op in recomputed}
+        now = {
+            read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase == value.phase
+        }
+        later = {
+            read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase != value.phase
+        }
+        later |= {
+            read(u.op, u.operand, recomputed[u.op])
+            for u in variant.uses
+            if u.phase == value.phase and u.op in recomputed
+        }
         rests = {made} if value.resident else set[int]()
         if value.op in recomputed:
-            rests.add(graph.index[p.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]])
+            rests.add(
+                graph.index[p.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]]
+            )
         hiding = self._kernels(v, True, strategies, recomputed)
         after = cache(lambda kept: list(_trees(graph, {*kept, *rests}, later, hiding)))
-        for time_s, doing, first in _trees(graph, {made}, now, self._kernels(v, False, strategies, recomputed)):
+        for time_s, doing, first in _trees(
+            graph, {made}, now, self._kernels(v, False, strategies, recomputed)
+        ):
             alone = frozenset(first)  # layouts that are nowhere in one piece
             if not later:
                 yield (), variant.count * time_s, doing
                 continue
             sources = {made, *now} - alone
-            for kept in itertools.chain.from_iterable(itertools.combinations(sorted(sources), k) for k in range(len(sources) + 1)):
+            for kept in itertools.chain.from_iterable(
+                itertools.combinations(sorted(sources), k) for k in range(len(sources) + 1)
+            ):
                 for more_s, also, _ in after(kept):
                     yield kept, variant.count * (time_s + more_s), doing | also
 
-    def _kernels(self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[Kernel]:
+    def _kernels(
+        self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]
+    ) -> list[Kernel]:
         kernels = self.p.kernels.get((v, late), ())
-        runs = [k for k in kernels if (recomputed.get(k.op) if k.again else strategies[k.op]) in k.strategies]
+        runs = [
+            k
+            for k in kernels
+            if (recomputed.get(k.op) if k.again else strategies[k.op]) in k.strategies
+        ]
         further = {id(k): [*((k.added,) if k.added else ()), *k.also] for k in runs}
         return [k for k in runs if all(strategies[op] in some for op, some in further[id(k)])]
 
 
-def _front(ways: Iterable[tuple[float, frozenset[object]]]) -> list[tuple[float, frozenset[object]]]:
+def _front(
+    ways: Iterable[tuple[float, frozenset[object]]],
+) -> list[tuple[float, frozenset[object]]]:
     best: dict[frozenset[object], float] = {}
     for time_s, products in ways:
         best[products] = min(time_s, best.get(products, math.inf))
@@ -165,8 +250,9 @@ def _front(ways: Iterable[tuple[float, frozenset[object]]]) -> list[tuple[float,
 def _trees(
     graph: LayoutGraph, sources: set[int], wanted: set[int], kernels: Sequence[Kernel]
 ) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
-    """Every set of collectives that makes what is wanted, with every use of kernels: (seconds, products that do one and of which kind,
-    layouts that are scattered at once, or that a kernel does more with)."""
+    """Every set of collectives that makes what is wanted, with every use of kernels: (seconds,
+    products that do one and of which kind, layouts that are scattered at once, or that a kernel
+    does more with)."""
     arcs = list(enumerate(graph.arcs))
     for num in range(len(wanted - sources) + 2):
         for some in itertools.combinations(arcs, num):
@@ -188,7 +274,9 @@ def _uses(
 ) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
     options: list[list[tuple[Kernel, Hidden] | None]] = []
     for a, arc in some:
-        whole = arc.collective.kind != "reduce_scatter" or (arc.src not in wanted and sum(o.src == arc.src for _, o in some) == 1)
+        whole = arc.collective.kind != "reduce_scatter" or (
+            arc.src not in wanted and sum(o.src == arc.src for _, o in some) == 1
+        )
         options.append([None, *((k, h) for k in kernels for h in k.hides if h.arc == a and whole)])
     for picked in itertools.product(*options):
         taken = [each for each in picked if each is not None]
@@ -196,7 +284,11 @@ def _uses(
         if len(set(products)) == len(products):
             time_s = sum(arc.time_s for _, arc in some) - sum(h.saved_s for _, h in taken)
             kinds = [graph.arcs[h.arc].collective.kind for _, h in taken]
-            alone = [graph.arcs[h.arc].src for _, h in taken if graph.arcs[h.arc].collective.kind == "reduce_scatter"]
+            alone = [
+                graph.arcs[h.arc].src
+                for _, h in taken
+                if graph.arcs[h.arc].collective.kind == "reduce_scatter"
+            ]
             alone += [graph.arcs[h.arc].dst for k, h in taken if k.also]
             yield time_s, frozenset(zip(products, kinds, strict=True)), alone
 
@@ -206,7 +298,10 @@ def best_s(seed: int, *, summed: bool = False, normed: bool = False) -> float:
     return Brute(with_kernels(seed, summed=summed, normed=normed)).best_s()
 
 
-@pytest.mark.parametrize(("seed", "summed"), [*((s, False) for s in SEEDS), *FURTHER, *((s, True) for s in (1, 24, 25, 32))])
+@pytest.mark.parametrize(
+    ("seed", "summed"),
+    [*((s, False) for s in SEEDS), *FURTHER, *((s, True) for s in (1, 24, 25, 32))],
+)
 def test_the_program_with_kernels_finds_what_brute_force_does(seed: int, summed: bool) -> None:
     p = with_kernels(seed, summed=summed)
     found = solve(p, gap=0.0)
@@ -219,13 +314,24 @@ def normed(seed: int, *, read_later: bool = False) -> Problem:
     p = with_kernels(seed, normed=True)
     if read_later:
         return p
-    variants = [replace(v, uses=tuple(u for u in v.uses if u.phase == "forward")) if i == A else v for i, v in enumerate(p.variants)]
-    return replace(p, variants=tuple(variants), kernels={where: kernels for where, kernels in p.kernels.items() if where != (A, True)})
+    variants = [
+        replace(v, uses=tuple(u for u in v.uses if u.phase == "forward")) if i == A else v
+        for i, v in enumerate(p.variants)
+    ]
+    return replace(
+        p,
+        variants=tuple(variants),
+        kernels={where: kernels for where, kernels in p.kernels.items() if where != (A, True)},
+    )
 
 
-@pytest.mark.parametrize(("seed", "read_later"), [(3, False), (25, False), (3, True), pytest.param(25, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "read_later"),
+    [(3, False), (25, False), (3, True), pytest.param(25, True, marks=pytest.mark.slow)],
+)
 def test_so_it_does_where_a_kernel_does_what_a_reader_would(seed: int, read_later: bool) -> None:
-    """What the kernel takes is nowhere by itself, so that backward finds nothing that is kept of it."""
+    """What the kernel takes is nowhere by itself, so that backward finds nothing that is kept of
+    it."""
     p = normed(seed, read_later=read_later)
     found, best = solve(p, gap=0.0), Brute(p).best_s()
     assert found.bound_s <= best * (1 + 1e-9)
@@ -239,8 +345,20 @@ def test_what_a_kernel_does_for_a_reader_pays_where_the_reader_runs_so_and_nowhe
         found = solve(p, gap=0.0)
         e = evaluate(p, found.strategies, found.recomputed, found.kept)
         norms = any(t.norms for r in e.forward.values() for t in r.taken.values())
-        bare = replace(p, kernels={where: tuple(k for k in kernels if not k.also) for where, kernels in p.kernels.items()})
-        careless = replace(p, kernels={where: tuple(replace(k, also=()) for k in kernels) for where, kernels in p.kernels.items()})
+        bare = replace(
+            p,
+            kernels={
+                where: tuple(k for k in kernels if not k.also)
+                for where, kernels in p.kernels.items()
+            },
+        )
+        careless = replace(
+            p,
+            kernels={
+                where: tuple(replace(k, also=()) for k in kernels)
+                for where, kernels in p.kernels.items()
+            },
+        )
         assert norms == (found.objective_s < solve(bare, gap=0.0).objective_s * (1 - 1e-9))
         taken += norms
         refused += solve(careless, gap=0.0).objective_s < found.objective_s * (1 - 1e-9)
@@ -268,23 +386,36 @@ def test_without_kernels_both_brute_forces_agree(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cbc_finds_the_same(seed: int) -> None:
-    assert solve(with_kernels(seed), gap=0.0, solver="cbc").objective_s == pytest.approx(best_s(seed), rel=1e-6)
+    assert solve(with_kernels(seed), gap=0.0, solver="cbc").objective_s == pytest.approx(
+        best_s(seed), rel=1e-6
+    )
 
 
 def test_what_kernels_save_is_what_the_same_choices_cost_less() -> None:
     for seed in MANY:
         p = with_kernels(seed)
         e = evaluate(p, solve(p, gap=0.0).strategies)
-        taken = [(v, t) for phase in (e.forward, e.backward) for v, r in phase.items() for t in r.taken.values()]
-        assert e.saved_s == pytest.approx(sum(p.variants[v].count * t.hidden.saved_s for v, t in taken))
+        taken = [
+            (v, t)
+            for phase in (e.forward, e.backward)
+            for v, r in phase.items()
+            for t in r.taken.values()
+        ]
+        assert e.saved_s == pytest.approx(
+            sum(p.variants[v].count * t.hidden.saved_s for v, t in taken)
+        )
         assert e.objective_s == pytest.approx(e.compute_s + e.communication_s - e.saved_s)
 
 
 @examples(120)
 @given(
-    seed=st.sampled_from(SEEDS), number=st.integers(0, 2**32), size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
-    share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)), further=st.sampled_from(("", "summed", "normed")),
-)  # fmt: skip
+    seed=st.sampled_from(SEEDS),
+    number=st.integers(0, 2**32),
+    size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
+    share=st.sampled_from((0.0, 0.1, 1.0)),
+    shift=st.sampled_from((0.0, 0.3)),
+    further=st.sampled_from(("", "summed", "normed")),
+)
 def test_whatever_the_multipliers_are_no_plan_with_kernels_is_below_the_bound(
     seed: int, number: int, size: float, share: float, shift: float, further: str
 ) -> None:
@@ -302,7 +433,8 @@ def known(seed: int, *, summed: bool = False, normed: bool = False) -> Multiplie
 
 
 def test_the_relaxations_multipliers_prove_nearly_what_it_does() -> None:
-    """Most of them all of it; what single flows pay decides there, and the certificate knows only what they pay together."""
+    """Most of them all of it; what single flows pay decides there, and the certificate knows
+    only what they pay together."""
     shares = []
     for seed in SEEDS:
         p, m = with_kernels(seed), known(seed)
@@ -313,7 +445,8 @@ def test_the_relaxations_multipliers_prove_nearly_what_it_does() -> None:
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4])
 def test_beside_what_is_hidden_the_bound_is_no_more_than_the_plan(slowdown: float) -> None:
-    """Where communication outlasts compute the search may end before the gap is closed, with kernels and without."""
+    """Where communication outlasts compute the search may end before the gap is closed, with
+    kernels and without."""
     dearer = 0
     for seed in MANY:
         p = with_kernels(seed, slowdown=slowdown)
@@ -321,5 +454,7 @@ def test_beside_what_is_hidden_the_bound_is_no_more_than_the_plan(slowdown: floa
         assert found.multipliers is not None
         assert proven(p, found.multipliers) <= found.objective_s * (1 + 1e-9)
         assert found.bound_s <= found.objective_s
-        dearer += found.objective_s > solve(replace(p, kernels={}), gap=0.0).objective_s * (1 + 1e-9)
+        dearer += found.objective_s > solve(replace(p, kernels={}), gap=0.0).objective_s * (
+            1 + 1e-9
+        )
     assert dearer <= 1

@@ -1,4 +1,5 @@
-"""The overlapped products equal their references for every world, split and number of chunks, with ranks in turn and at once."""
+"""The overlapped products equal their references for every world, split and number of chunks,
+with ranks in turn and at once."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from overlap_cases import WORLDS, whole_numbers
 from torch import Tensor
 
 from autopar.kernels import library
-from autopar.kernels.overlapped_references import all_gather_matmul_reference, matmul_reduce_scatter_reference
+from autopar.kernels.fused import gather_all, scatter_all, shards_of
+from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
-from autopar.kernels.together import gather_all, scatter_all, shards_of
 
 PROVIDERS = ("virtual", "threads")
 # equation, whole shapes of both operands, which is sharded along which dim
@@ -60,9 +61,21 @@ def test_all_gather_matmul_is_its_reference_to_the_last_bit(provider: str, size:
                 shards = shards_of(operands[which], dim, size)
                 others = [operands[1 - which] + rank for rank in range(size)]
                 biases = biases_of(equation, left, right, size) if num_chunks == 2 else []
-                found = gather_all(peers, equation, shards, others, which, dim, operands[which].shape[dim], num_chunks, biases)
+                found = gather_all(
+                    peers,
+                    equation,
+                    shards,
+                    others,
+                    which,
+                    dim,
+                    operands[which].shape[dim],
+                    num_chunks,
+                    biases,
+                )
                 for (whole, y), (expected, product) in zip(
-                    found, all_gather_matmul_reference(equation, shards, others, which, dim, biases), strict=True
+                    found,
+                    all_gather_matmul_reference(equation, shards, others, which, dim, biases),
+                    strict=True,
                 ):
                     assert torch.equal(whole, expected)
                     assert torch.equal(y, product)
@@ -74,25 +87,44 @@ def test_matmul_reduce_scatter_is_its_reference_to_the_last_bit(provider: str, s
     with peers_of(provider, size) as peers:
         for equation, left, right, dim in SCATTERED:
             for num_chunks in (1, 2, 3):
-                pairs = [(whole_numbers(left, 2 * rank), whole_numbers(right, 2 * rank + 1)) for rank in range(size)]
+                pairs = [
+                    (whole_numbers(left, 2 * rank), whole_numbers(right, 2 * rank + 1))
+                    for rank in range(size)
+                ]
                 biases = biases_of(equation, left, right, size) if num_chunks == 2 else []
                 found = scatter_all(peers, equation, pairs, dim, num_chunks, (), biases)
-                for part, expected in zip(found, matmul_reduce_scatter_reference(equation, pairs, dim, None, biases), strict=True):
+                for part, expected in zip(
+                    found,
+                    matmul_reduce_scatter_reference(equation, pairs, dim, None, biases),
+                    strict=True,
+                ):
                     assert torch.equal(part, expected)
 
 
-def biases_of(equation: str, left: Sequence[int], right: Sequence[int], size: int) -> list[Tensor | None]:
+def biases_of(
+    equation: str, left: Sequence[int], right: Sequence[int], size: int
+) -> list[Tensor | None]:
     """A bias of each rank's own, of the result's last dim; every third rank has none."""
     letter = equation[-1]
     sizes = dict(zip(equation.partition("->")[0].replace(",", ""), (*left, *right), strict=True))
-    return [None if rank % 3 == 2 else whole_numbers((sizes[letter],), 40 + rank) for rank in range(size)]
+    return [
+        None if rank % 3 == 2 else whole_numbers((sizes[letter],), 40 + rank)
+        for rank in range(size)
+    ]
 
 
 def test_a_bias_is_rounded_with_its_product_in_every_chunk() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w, bias = (torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in ((12, 64), (24, 64), (24,)))
-    for _, y in gather_all(VirtualRanks(2), "mk,nk->mn", shards_of(x, 0, 2), [w] * 2, 0, 0, 12, 2, [bias] * 2):
-        assert_rounded(y, [(torch.cat([x, torch.ones(12, 1)], 1), torch.cat([w, bias[:, None]], 1).t())])
+    x, w, bias = (
+        torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for shape in ((12, 64), (24, 64), (24,))
+    )
+    for _, y in gather_all(
+        VirtualRanks(2), "mk,nk->mn", shards_of(x, 0, 2), [w] * 2, 0, 0, 12, 2, [bias] * 2
+    ):
+        assert_rounded(
+            y, [(torch.cat([x, torch.ones(12, 1)], 1), torch.cat([w, bias[:, None]], 1).t())]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,7 +132,10 @@ def test_a_bias_is_rounded_with_its_product_in_every_chunk() -> None:
 def test_random_products_are_those_in_fp64_but_for_rounding(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(shape, generator=generator).to(dtype) for shape in ((13, 64), (64, 24)))
-    pairs = [tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((13, 64), (64, 24))) for _ in range(size)]
+    pairs = [
+        tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((13, 64), (64, 24)))
+        for _ in range(size)
+    ]
     with HostThreads(size) as peers:
         gathered = gather_all(peers, "mk,kn->mn", shards_of(x, 0, size), [w] * size, 0, 0, 13, 2)
         scattered = torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2))
@@ -110,11 +145,14 @@ def test_random_products_are_those_in_fp64_but_for_rounding(size: int, dtype: to
 
 
 def assert_rounded(found: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Each product is off by at most k roundings of fp32 in its terms and one of the dtype; so is the sum."""
+    """Each product is off by at most k roundings of fp32 in its terms and one of the dtype; so
+    is the sum."""
     exact = sum(a.double() @ b.double() for a, b in pairs)
     sizes = sum(a.double().abs() @ b.double().abs() for a, b in pairs)
     slack = pairs[0][0].shape[1] * torch.finfo(torch.float32).eps * sizes
-    rounding = torch.finfo(found.dtype).eps * (sum((a.double() @ b.double()).abs() for a, b in pairs) + exact.abs())
+    rounding = torch.finfo(found.dtype).eps * (
+        sum((a.double() @ b.double()).abs() for a, b in pairs) + exact.abs()
+    )
     assert ((found.double() - exact).abs() <= slack + rounding).all()
 
 
@@ -132,27 +170,42 @@ def test_many_epochs_use_the_same_memory_without_a_reset_and_ranks_may_be_late(s
             shards = shards_of(x + epoch, 0, size)
             others = [w - epoch % 5] * size
             found = gather_all(peers, "mk,kn->mn", shards, others, 0, 0, 7, 2)
-            assert all(torch.equal(whole, x + epoch) and torch.equal(y, (x + epoch) @ others[0]) for whole, y in found)
+            assert all(
+                torch.equal(whole, x + epoch) and torch.equal(y, (x + epoch) @ others[0])
+                for whole, y in found
+            )
             pairs = [(x + rank, w + epoch) for rank in range(size)]
             expected = sum((a @ b for a, b in pairs), torch.zeros(7, 3))
             assert torch.equal(torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2)), expected)
-        assert all(epochs == 200 for regions in peers._regions.values() for epochs in regions.epochs)
+        assert all(
+            epochs == 200 for regions in peers._regions.values() for epochs in regions.epochs
+        )
         assert len(peers._regions) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", WORLDS)
 def test_sums_are_added_in_the_order_of_the_ranks_each_time(size: int, dtype: torch.dtype) -> None:
-    """Each rank's factor is the unit matrix: a product is its left operand exactly, so only the order of the sum can differ."""
+    """Each rank's factor is the unit matrix: a product is its left operand exactly, so only the
+    order of the sum can differ."""
     generator = torch.Generator().manual_seed(3)
-    values = [(torch.randn(37, 9, generator=generator) * (4096.0 if rank == 0 else 2.0**-10)).to(dtype) for rank in range(size)]
-    values[2:3] = [-values[0]] * len(values[2:3])  # rank 1 gets lost between the two, unless they meet first
+    values = [
+        (torch.randn(37, 9, generator=generator) * (4096.0 if rank == 0 else 2.0**-10)).to(dtype)
+        for rank in range(size)
+    ]
+    values[2:3] = [-values[0]] * len(
+        values[2:3]
+    )  # rank 1 gets lost between the two, unless they meet first
     pairs = [(value, torch.eye(9, dtype=dtype)) for value in values]
     expected = torch.cat(matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
     for provider in PROVIDERS:
         with peers_of(provider, size) as peers:
             for _ in range(5):
-                assert torch.equal(torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2)), expected)
+                assert torch.equal(
+                    torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2)), expected
+                )
     if size > 2 and dtype != torch.float64:
-        other = torch.cat(matmul_reduce_scatter_reference("mk,kn->mn", [pairs[0], *pairs[2:], pairs[1]], 0))
+        other = torch.cat(
+            matmul_reduce_scatter_reference("mk,kn->mn", [pairs[0], *pairs[2:], pairs[1]], 0)
+        )
         assert not torch.equal(other, expected)  # so the data tells orders apart

@@ -1,4 +1,5 @@
-"""Plans with collective-overlap kernels: where they pay, what they compute, what is said of them, and that nothing else is believed."""
+"""Plans with collective-overlap kernels: where they pay, what they compute, what is said of
+them, and that nothing else is believed."""
 
 from __future__ import annotations
 
@@ -16,35 +17,43 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.analysis.sums import product_added
+from autopar.analysis.fusable import product_added
 from autopar.api import what_if
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
 from autopar.constraints import fsdp
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import VerificationError
-from autopar.hardware import HardwareProfile
 from autopar.kernels import fused
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Communication, InKernel, Plan
-from autopar.run import lockstep_ranks
-from autopar.run.lockstep import run_lockstep
-from autopar.strategies import pattern_of
+from autopar.program import interpreter
+from autopar.program.interpreter import run_lockstep
+from autopar.sharding import pattern_of
 
 Built = tuple[nn.Module, dict[str, torch.Tensor], Trace]
 LINE, SQUARE, UNEVEN = Mesh({"gpu": 4}), Mesh({"data": 2, "tensor": 2}), Mesh({"gpu": 3})
 SLOW, NORMS = overlapping(), overlapping(kernels=NORMING)
 PLANS: dict[str, tuple[str, Mesh, PlanOptions]] = {
-    "llama": ("narrow", LINE, PlanOptions()), "gpt2": ("gpt2", LINE, PlanOptions()), "wide": ("llama", LINE, PlanOptions()),
+    "llama": ("narrow", LINE, PlanOptions()),
+    "gpt2": ("gpt2", LINE, PlanOptions()),
+    "wide": ("llama", LINE, PlanOptions()),
     "run again": ("narrow", LINE, PlanOptions(memory_bytes=123_000)),
-    "data and tensor": ("narrow", SQUARE, PlanOptions(gap=0.1, constraints=(fsdp("data"),))),  # all free it takes a minute
+    "data and tensor": (
+        "narrow",
+        SQUARE,
+        PlanOptions(gap=0.1, constraints=(fsdp("data"),)),
+    ),  # all free it takes a minute
     "norms": ("narrow", LINE, PlanOptions()),
     "norms, data and tensor": ("narrow", SQUARE, PlanOptions(gap=0.1, constraints=(fsdp("data"),))),
-}  # fmt: skip
+}
 NORMED = tuple(name for name in PLANS if name.startswith("norms"))
-QUICK = tuple(name for name in PLANS if name != "wide")  # that takes longer than all others together
+QUICK = tuple(
+    name for name in PLANS if name != "wide"
+)  # that takes longer than all others together
 
 
 def profile_of(name: str) -> HardwareProfile:
@@ -60,7 +69,13 @@ def built(kind: str) -> Built:
 
 def narrow() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A Llama all of whose products are as large as what they communicate."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     ids = torch.randint(0, 64, (2, 16))
     config = AutoConfig.for_model("llama", **sizes, vocab_size=64, use_cache=False)
     return AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": ids}
@@ -85,42 +100,88 @@ def test_every_rank_computes_what_the_model_does(name: str) -> None:
 
 
 def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again() -> None:
-    seen = {(c.kernel.name, c.phase, c.kernel.again) for name in QUICK if name not in NORMED for c in kernels(planned(name)) if c.kernel}
-    assert {(name, phase) for name, phase, _ in seen} == {(n, p) for n in SLOW.kernels for p in ("forward", "backward")}
+    seen = {
+        (c.kernel.name, c.phase, c.kernel.again)
+        for name in QUICK
+        if name not in NORMED
+        for c in kernels(planned(name))
+        if c.kernel
+    }
+    assert {(name, phase) for name, phase, _ in seen} == {
+        (n, p) for n in SLOW.kernels for p in ("forward", "backward")
+    }
     assert any(again for _, _, again in seen)
-    assert {c.kernel.num_chunks for name in QUICK for c in kernels(planned(name)) if c.kernel} != {1}
+    assert {c.kernel.num_chunks for name in QUICK for c in kernels(planned(name)) if c.kernel} != {
+        1
+    }
 
 
 def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum() -> None:
-    """Of the gradient of what the gate and the other half of an MLP read, say; its node is the only one of both."""
+    """Of the gradient of what the gate and the other half of an MLP read, say; its node is the
+    only one of both."""
     plan, (model, batch, trace) = planned("llama"), built("narrow")
     summed = [c for c in kernels(plan) if scatters(c) and "/add.Tensor/backward/" in c.node]
     assert len(summed) == 2 and all("/dot/backward/" in c.kernel.node for c in summed if c.kernel)
     for c in summed:
-        assert not [other for other in plan.communications if other.node == c.node and other.kernel is None]
-        total = next(n for n in trace.graph.nodes if n.op == "call_function" and n.meta["key"] == c.node.format(0))
+        assert not [
+            other for other in plan.communications if other.node == c.node and other.kernel is None
+        ]
+        total = next(
+            n
+            for n in trace.graph.nodes
+            if n.op == "call_function" and n.meta["key"] == c.node.format(0)
+        )
         place = product_added(total)
         assert place is not None and c.kernel is not None
         assert pattern_of(total.args[place].meta["key"])[0] == c.kernel.node
     program = emit(trace, plan)
-    nodes = [n for n in program.backward.graph.nodes if n.target is fused.matmul_reduce_scatter and n.args[2] is not None]
+    nodes = [
+        n
+        for n in program.backward.graph.nodes
+        if n.target is fused.matmul_reduce_scatter and n.args[2] is not None
+    ]
     assert len(nodes) == sum(len(c.instances) for c in summed)
-    assert not any(n.meta.get("key") in n2.meta["kernel"].others for n in program.backward.graph.nodes for n2 in nodes)
+    assert not any(
+        n.meta.get("key") in n2.meta["kernel"].others
+        for n in program.backward.graph.nodes
+        for n2 in nodes
+    )
     assert autopar.verify(plan, model, batch).ok
 
 
 @pytest.mark.parametrize("name", NORMED)
-def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_what_that_reaches(name: str) -> None:
-    """After attention and after the MLP of each layer, of the last layer the model's own norm; in one node, which makes all three."""
+def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_what_that_reaches(
+    name: str,
+) -> None:
+    """After attention and after the MLP of each layer, of the last layer the model's own norm;
+    in one node, which makes all three."""
     plan, trace = planned(name), built("narrow")[2]
-    normed = {c.node: c for c in kernels(plan) if c.kernel and c.kernel.name == "matmul_reduce_add_rmsnorm"}
-    assert sorted(node.rpartition("/dot/")[0] for node in normed) == ["model.layers.{0}.mlp.down_proj", "model.layers.{0}.self_attn.o_proj"]
-    nodes = [n for n in emit(trace, plan).forward.graph.nodes if n.target is fused.matmul_reduce_add_rmsnorm]
+    normed = {
+        c.node: c
+        for c in kernels(plan)
+        if c.kernel and c.kernel.name == "matmul_reduce_add_rmsnorm"
+    }
+    assert sorted(node.rpartition("/dot/")[0] for node in normed) == [
+        "model.layers.{0}.mlp.down_proj",
+        "model.layers.{0}.self_attn.o_proj",
+    ]
+    nodes = [
+        n
+        for n in emit(trace, plan).forward.graph.nodes
+        if n.target is fused.matmul_reduce_add_rmsnorm
+    ]
     assert len(nodes) == sum(len(c.instances) for c in normed.values()) == 4
     done = {key for n in nodes for key in n.meta["kernel"].others}
-    norms = [*(f"model.layers.{i}.post_attention_layernorm" for i in range(2)), "model.layers.1.input_layernorm", "model.norm"]
+    norms = [
+        *(f"model.layers.{i}.post_attention_layernorm" for i in range(2)),
+        "model.layers.1.input_layernorm",
+        "model.norm",
+    ]
     sums = [f"model.layers.{i}/add.Tensor/forward/{n}" for i in range(2) for n in range(2)]
-    assert done == {*sums, *(f"{norm}/{op}/forward/0" for norm in norms for op in ("square_sum", "rms_norm"))}
+    assert done == {
+        *sums,
+        *(f"{norm}/{op}/forward/0" for norm in norms for op in ("square_sum", "rms_norm")),
+    }
     others = [n for n in emit(trace, plan).forward.graph.nodes if n.meta.get("key") in done]
     assert all(n.target is operator.getitem for n in others) and len(others) == len(done)
     plain = planned({"norms": "llama"}.get(name, name.removeprefix("norms, ")))
@@ -144,11 +205,22 @@ def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
 def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str) -> None:
     plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
     program = emit(trace, plan)
-    nodes = [n for g in (program.forward, program.backward) for n in g.graph.nodes if n.target in fused.KERNELS]
+    nodes = [
+        n
+        for g in (program.forward, program.backward)
+        for n in g.graph.nodes
+        if n.target in fused.KERNELS
+    ]
     assert len(nodes) == sum(len(c.instances) for c in kernels(plan))
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     known = {t.name: values[t.name] for t in program.parameters}
-    records = run_lockstep(program, known, {t.name: values[t.name] for t in program.buffers}, batch, dtype=torch.float64).records
+    records = run_lockstep(
+        program,
+        known,
+        {t.name: values[t.name] for t in program.buffers},
+        batch,
+        dtype=torch.float64,
+    ).records
     ran = Counter((phase, c.kind, c.axis, c.dim) for phase, _, c in records)
     listed: Counter[tuple[str, str, int, int]] = Counter()
     for c in plan.communications:
@@ -170,7 +242,10 @@ def test_between_nodes_no_kernel_is_on_offer_and_plans_say_why() -> None:
     apart = Mesh({"gpu": 4}, links={"gpu": "inter"})
     plan = make_plan(built("narrow")[2], apart, NORMS, PlanOptions()).plan
     assert not kernels(plan)
-    assert any("axis 'gpu' has ranks of several nodes, which do not share memory" in c.why for c in plan.communications)
+    assert any(
+        "axis 'gpu' has ranks of several nodes, which do not share memory" in c.why
+        for c in plan.communications
+    )
     found = certify(built("narrow")[2], replace(planned("norms"), mesh=apart), NORMS)
     assert "ranks along 'gpu' do not reach each other's memory" in str(found)
 
@@ -184,8 +259,13 @@ def test_a_profile_without_figures_has_no_kernels_and_plans_say_so() -> None:
     h100 = HardwareProfile.load("h100-sxm")
     assert not h100.kernels, "none was measured"
     plan = make_plan(built("gpt2")[2], LINE, h100, PlanOptions()).plan
-    assert "no collective-overlap kernels: the hardware's profile has no figures for them" in plan.proof.covers
-    assert "hide of what their chunks could: all_gather_matmul 0.9" in " ".join(planned("gpt2").proof.covers)
+    assert (
+        "no collective-overlap kernels: the hardware's profile has no figures for them"
+        in plan.proof.covers
+    )
+    assert "hide of what their chunks could: all_gather_matmul 0.9" in " ".join(
+        planned("gpt2").proof.covers
+    )
 
 
 def test_what_a_kernel_reaches_scales_what_it_saves() -> None:
@@ -198,7 +278,9 @@ def what_if_saved(profile: HardwareProfile) -> float:
     """What the kernels of one plan save there, by its step with and without them."""
     none = replace(profile, kernels={}, hash=f"{profile.hash} without")
     model, batch, _ = built("narrow")
-    with_s, without_s = (what_if(planned("llama"), model, batch, hardware=each).step_s for each in (profile, none))
+    with_s, without_s = (
+        what_if(planned("llama"), model, batch, hardware=each).step_s for each in (profile, none)
+    )
     return without_s - with_s
 
 
@@ -207,7 +289,11 @@ def test_where_parts_differ_in_length_no_kernel_is_on_offer() -> None:
     plan = make_plan(trace, UNEVEN, SLOW, PlanOptions()).plan
     assert any("parts differ in length" in c.why for c in plan.communications)
     for c in kernels(plan):
-        tensor = next(n for n in trace.graph.nodes if n.op == "call_function" and n.meta["key"] == c.node.format(*c.instances[0]))
+        tensor = next(
+            n
+            for n in trace.graph.nodes
+            if n.op == "call_function" and n.meta["key"] == c.node.format(*c.instances[0])
+        )
         assert tensor.meta["val"].shape[c.collective.dim] % 3 == 0
 
 
@@ -219,14 +305,25 @@ def test_explain_lists_where_kernels_were_considered_and_why() -> None:
 
 
 def test_explain_says_what_a_kernel_norms_and_else_why_not() -> None:
-    whys = {name: {c.why for c in kernels(planned(name)) if c.why} for name in ("llama", "norms", "gpt2")}
-    assert whys == {"llama": {"its norm apart: the hardware's profile has no figure for reduce_add_rmsnorm"}, "norms": set(), "gpt2": set()}
+    whys = {
+        name: {c.why for c in kernels(planned(name)) if c.why}
+        for name in ("llama", "norms", "gpt2")
+    }
+    assert whys == {
+        "llama": {"its norm apart: the hardware's profile has no figure for reduce_add_rmsnorm"},
+        "norms": set(),
+        "gpt2": set(),
+    }
     assert "its norm apart" in str(autopar.explain(planned("llama")))
     assert "matmul_reduce_add_rmsnorm" in str(autopar.explain(planned("norms")))
     slow = overlapping(kernels={**NORMING, "reduce_add_rmsnorm": 0.01})
     plan = make_plan(built("narrow")[2], LINE, slow, PlanOptions()).plan
-    assert {c.why for c in kernels(plan) if c.why} == {"its norm apart: one pass for all would take longer"}
-    assert "the share of a copy's bandwidth: reduce_add_rmsnorm 0.9" in " ".join(planned("norms").proof.covers)
+    assert {c.why for c in kernels(plan) if c.why} == {
+        "its norm apart: one pass for all would take longer"
+    }
+    assert "the share of a copy's bandwidth: reduce_add_rmsnorm 0.9" in " ".join(
+        planned("norms").proof.covers
+    )
 
 
 class Twice(nn.Module):
@@ -234,19 +331,28 @@ class Twice(nn.Module):
 
     def __init__(self, *, returned: bool = False) -> None:
         super().__init__()
-        self.first, self.up, self.down, self.last = (nn.Linear(a, b, bias=False) for a, b in ((32, 32), (32, 64), (64, 32), (32, 32)))
+        self.first, self.up, self.down, self.last = (
+            nn.Linear(a, b, bias=False) for a, b in ((32, 32), (32, 64), (64, 32), (32, 32))
+        )
         self.norm, self.returned = nn.RMSNorm(32, eps=1e-6), returned
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.first(x)
         h = h + self.down(torch.relu(self.up(h)))
-        made = self.last(self.norm(h)) * nn.functional.rms_norm(h, (32,), None, 1e-6) if not self.returned else self.last(h)
+        made = (
+            self.last(self.norm(h)) * nn.functional.rms_norm(h, (32,), None, 1e-6)
+            if not self.returned
+            else self.last(h)
+        )
         return {"loss": ((made - y) ** 2).mean(), **({"h": h} if self.returned else {})}
 
 
 def planned_twice(*, returned: bool) -> tuple[nn.Module, dict[str, torch.Tensor], Trace, Plan]:
     torch.manual_seed(0)
-    model, batch = Twice(returned=returned), {"x": torch.randn(2, 16, 32), "y": torch.randn(2, 16, 32)}
+    model, batch = (
+        Twice(returned=returned),
+        {"x": torch.randn(2, 16, 32), "y": torch.randn(2, 16, 32)},
+    )
     trace = capture(model, (), batch)
     return model, batch, trace, make_plan(trace, LINE, NORMS, PlanOptions()).plan
 
@@ -261,7 +367,9 @@ def test_of_several_norms_the_first_with_a_weight_is_the_kernels() -> None:
 def test_a_norm_that_is_said_of_a_sum_that_is_only_returned_is_refused() -> None:
     _, _, trace, plan = planned_twice(returned=True)
     assert any(scatters(c) and c.phase == "forward" for c in kernels(plan))
-    false = kernel(lambda c: scatters(c) and c.phase == "forward", name="matmul_reduce_add_rmsnorm")(plan)
+    false = kernel(
+        lambda c: scatters(c) and c.phase == "forward", name="matmul_reduce_add_rmsnorm"
+    )(plan)
     assert "kernels" in {f.claim for f in certify(trace, false, NORMS).findings}
 
 
@@ -300,9 +408,21 @@ def without(plan: Plan) -> Plan:
 
 def another(plan: Plan) -> Plan:
     """A collective that is no product's gets one."""
-    stranger = next(i for i, c in enumerate(plan.communications) if c.kernel is None and c.collective.kind == "all_to_all")
-    taken = InKernel("all_gather_matmul", next(c.kernel.node for c in plan.communications if c.kernel), False, 1, 1e-5)
-    parts = [replace(c, kernel=taken) if i == stranger else c for i, c in enumerate(plan.communications)]
+    stranger = next(
+        i
+        for i, c in enumerate(plan.communications)
+        if c.kernel is None and c.collective.kind == "all_to_all"
+    )
+    taken = InKernel(
+        "all_gather_matmul",
+        next(c.kernel.node for c in plan.communications if c.kernel),
+        False,
+        1,
+        1e-5,
+    )
+    parts = [
+        replace(c, kernel=taken) if i == stranger else c for i, c in enumerate(plan.communications)
+    ]
     return replace(plan, communications=tuple(parts))
 
 
@@ -315,14 +435,22 @@ MUTANTS: dict[str, Change] = {
     "another kernel": kernel(scatters, name="all_gather_matmul"),
     "as it runs again": kernel(scatters, again=True),
     "a kernel forgotten": without,
-    "what adds as the product": kernel(sums, node="model.layers.{0}.mlp.gate_proj/add.Tensor/backward/0"),
-    "a product that is not added": kernel(sums, node="model.layers.{0}.mlp.gate_proj/dot/backward/0"),
+    "what adds as the product": kernel(
+        sums, node="model.layers.{0}.mlp.gate_proj/add.Tensor/backward/0"
+    ),
+    "a product that is not added": kernel(
+        sums, node="model.layers.{0}.mlp.gate_proj/dot/backward/0"
+    ),
     "a sum's product saves more": kernel(sums, saved_s=1e-3),
     "a sum runs again": kernel(sums, again=True),
     "a kernel where none can be": another,
     "a norm where there is none": kernel(sums, name="matmul_reduce_add_rmsnorm"),
-    "a norm that the profile does not offer": kernel(lambda c: "/dot/forward/" in c.node and scatters(c), name="matmul_reduce_add_rmsnorm"),
-    "saves what is not said": lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0)),
+    "a norm that the profile does not offer": kernel(
+        lambda c: "/dot/forward/" in c.node and scatters(c), name="matmul_reduce_add_rmsnorm"
+    ),
+    "saves what is not said": lambda plan: replace(
+        plan, prediction=replace(plan.prediction, in_kernels_s=0.0)
+    ),
 }
 
 
@@ -331,7 +459,9 @@ def test_a_plan_whose_kernels_are_changed_is_not_certified(change: Change) -> No
     plan = change(planned("llama"))
     assert plan != planned("llama")
     found = certify(built("narrow")[2], plan, SLOW)
-    assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "layouts"}, str(found)
+    assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "layouts"}, str(
+        found
+    )
 
 
 def norms(c: Communication) -> bool:
@@ -344,9 +474,13 @@ def lying(pattern: str, layout: str) -> Change:
     def change(plan: Plan) -> Plan:
         at = next(i for i, e in enumerate(plan.entries) if e.nodes and e.nodes[0].node == pattern)
         first, whole = plan.entries[at].nodes[0], Layout.parse(layout)
-        strategy = replace(first.strategy, inputs=(whole, *first.strategy.inputs[1:]), outputs=(whole,))
+        strategy = replace(
+            first.strategy, inputs=(whole, *first.strategy.inputs[1:]), outputs=(whole,)
+        )
         parts = list(plan.entries)
-        parts[at] = replace(parts[at], nodes=(replace(first, strategy=strategy), *parts[at].nodes[1:]))
+        parts[at] = replace(
+            parts[at], nodes=(replace(first, strategy=strategy), *parts[at].nodes[1:])
+        )
         return replace(plan, entries=tuple(parts))
 
     return change
@@ -359,7 +493,9 @@ NORM_MUTANTS: dict[str, Change] = {
     "as it runs again": kernel(norms, again=True),
     "of another product": kernel(norms, node="model.layers.{0}.mlp.gate_proj/dot/forward/0"),
     "the sum lies otherwise": lying("model.layers.{0}/add.Tensor/forward/0", "R"),
-    "the norm lies otherwise": lying("model.layers.{0}.post_attention_layernorm/rms_norm/forward/0", "R"),
+    "the norm lies otherwise": lying(
+        "model.layers.{0}.post_attention_layernorm/rms_norm/forward/0", "R"
+    ),
     "the last norm lies otherwise": lying("model.norm/rms_norm/forward/0", "R"),
     "a norm where nothing is normed": kernel(sums, name="matmul_reduce_add_rmsnorm"),
 }
@@ -373,22 +509,36 @@ def test_a_plan_whose_norms_are_changed_is_not_certified(change: Change) -> None
     assert "kernels" in {f.claim for f in found.findings}, str(found)
 
 
-@pytest.mark.parametrize("without", [(), ("reduce_add_rmsnorm",), ("matmul_reduce_scatter", "reduce_add_rmsnorm")])
-def test_a_plan_with_norms_is_of_the_profile_that_has_figures_for_them(without: tuple[str, ...]) -> None:
-    left = replace(NORMS, kernels={name: share for name, share in NORMS.kernels.items() if name not in without})
+@pytest.mark.parametrize(
+    "without", [(), ("reduce_add_rmsnorm",), ("matmul_reduce_scatter", "reduce_add_rmsnorm")]
+)
+def test_a_plan_with_norms_is_of_the_profile_that_has_figures_for_them(
+    without: tuple[str, ...],
+) -> None:
+    left = replace(
+        NORMS, kernels={name: share for name, share in NORMS.kernels.items() if name not in without}
+    )
     found = certify(built("narrow")[2], planned("norms"), left)
     assert ("kernels" in {f.claim for f in found.findings}) == bool(without), str(found)
 
 
-def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks multiply what one of them has instead of what all have: seen, or the check above could not fail."""
-    plan, (model, batch, _), step = planned("llama"), built("narrow"), lockstep_ranks.step
+def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks multiply what one of them has instead of what all have: seen, or the check above
+    could not fail."""
+    plan, (model, batch, _), step = planned("llama"), built("narrow"), interpreter.step
 
-    def stale(kind: str, parts: list[torch.Tensor], dim: int, to_dim: int, op: str) -> list[torch.Tensor]:
+    def stale(
+        kind: str, parts: list[torch.Tensor], dim: int, to_dim: int, op: str
+    ) -> list[torch.Tensor]:
         same = [parts[0]] * len(parts) if kind == "all_gather" and parts[0].dim() == 3 else parts
         return step(kind, same, dim, to_dim, op)  # type: ignore[arg-type]
 
     assert autopar.verify(plan, model, batch).ok
-    monkeypatch.setattr(lockstep_ranks, "step", stale)
-    with pytest.raises(VerificationError, match=r"first node that differs is .*input_layernorm/rms_norm/forward/0/all_gather"):
+    monkeypatch.setattr(interpreter, "step", stale)
+    with pytest.raises(
+        VerificationError,
+        match=r"first node that differs is .*input_layernorm/rms_norm/forward/0/all_gather",
+    ):
         autopar.verify(plan, model, batch)

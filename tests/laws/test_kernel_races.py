@@ -1,6 +1,8 @@
-"""The protocols of products and routes under ThreadSanitizer: clean as they are, and each planted fault is found.
+"""The protocols of products and routes under ThreadSanitizer: clean as they are, and each planted
+fault is found.
 
-A fault is planted in a copy of the kernels' source; so what is tested is the source itself, without switches in it.
+A fault is planted in a copy of the kernels' source; so what is tested is the source itself, without
+switches in it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ PULLED = """      AP_TRY(place(lane, s, gathered, shard, owner, chunk));
 """
 PUBLISHED = """  AP_TRY(lane.copy(source + source_offset(s, epoch), num_bytes, x, num_bytes, num_bytes, 1));
   AP_TRY(lane.signal(flags + own_flag(), epoch));
-"""
+"""  # noqa: E501
 READY = "    AP_TRY(lane.wait(flags[owner] + own_flag(), epoch));\n"
 MADE = "      AP_TRY(lane.wait(flags[s.rank] + chunk_flag(s, position, chunk), epoch));\n"
 PRODUCED = "return lane.signal(flags + chunk_flag(s, position, chunk), epoch);"
@@ -40,27 +42,48 @@ PUSHING = f"""    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk) {{
 {MADE}\
       AP_TRY(lane.copy(slot + b.in_shard, b.shard_pitch, partial + b.in_whole, b.whole_pitch, b.width, b.height));
     }}
-{PUSHED}"""
+{PUSHED}"""  # noqa: E501
 CAME = "    if (peer != s.rank) AP_TRY(lane.wait_for_pushed(flags + peer_flag(peer), epoch));"
-SOURCE, INBOX = "return int64_t(epoch % 2) * slot_bytes(s);", "return (int64_t(epoch % 2) * s.size + from) * slot_bytes(s);"
+SOURCE, INBOX = (
+    "return int64_t(epoch % 2) * slot_bytes(s);",
+    "return (int64_t(epoch % 2) * s.size + from) * slot_bytes(s);",
+)
 MAPS, ROUTES, BLOCKS = "include/shards.h", "include/routes.h", "include/blocks.h"
 LAST, BARRIER = "% gridDim.x == gridDim.x - 1", "    __syncthreads();\n"
 ANNOUNCED = """    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, num_bytes, from, num_bytes, num_bytes, 1));
     AP_TRY(lane.signal(flags[peer] + counts_flag(r.rank), epoch));
-"""
-COUNTS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + counts_flag(peer), epoch));\n"
-TOLD = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));\n"
-SENT = "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r.size, memory), position));\n"
+"""  # noqa: E501
+COUNTS = (
+    "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] +"
+    " counts_flag(peer), epoch));\n"
+)
+TOLD = (
+    "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r,"
+    " r.rank), epoch));\n"
+)
+SENT = (
+    "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r.size, memory),"
+    " position));\n"
+)
 GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r.size, memory), epoch));\n"
-ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));\n"
+ROWS = (
+    "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] +"
+    " rows_flag(r, peer), epoch));\n"
+)
 TOLD_ALL = "  return tell(lane, r, flags, epoch);\n"
 WRITTEN = {
-    "counts": "  for (int64_t peer = 0; peer < r.size; ++peer) memcpy(tables.at[peer] + size_t(r.rank) * num_bytes, counts, num_bytes);\n",
+    "counts": (
+        "  for (int64_t peer = 0; peer < r.size; ++peer) memcpy(tables.at[peer] + size_t(r.rank) *"
+        " num_bytes, counts, num_bytes);\n"
+    ),
     "rows": "  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r.size, memory)));\n",
     "results": "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r.size, memory)));\n",
 }
 COUNTED = "  AP_TRY(await(lane, r, flags, epoch));\n"
-COME = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags + come_flag(peer), epoch));\n"
+COME = (
+    "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags +"
+    " come_flag(peer), epoch));\n"
+)
 RETURNS = "return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes);"
 
 
@@ -71,7 +94,11 @@ def swapped(lines: str) -> str:
 
 def told_before(what: str) -> tuple[str, str, str]:
     """In expert_rows.cu, the signals before what they announce."""
-    return KERNELS[3], WRITTEN[what] + TOLD_ALL, f"  AP_TRY(tell(lane, r, flags, epoch));\n{WRITTEN[what]}  return AP_OK;\n"
+    return (
+        KERNELS[3],
+        WRITTEN[what] + TOLD_ALL,
+        f"  AP_TRY(tell(lane, r, flags, epoch));\n{WRITTEN[what]}  return AP_OK;\n",
+    )
 
 
 def untold(what: str) -> tuple[str, str, str]:
@@ -85,11 +112,19 @@ EARLY = {
     "a shard is read before it is ready": (KERNELS[0], READY, ""),
     "a source has one slot": (MAPS, SOURCE, SOURCE.replace("% 2", "% 1")),
     "a chunk is pushed before it is made": (KERNELS[1], MADE, ""),
-    "a part is signalled before it is pushed": (KERNELS[1], PUSHING, PUSHED + PUSHING.removesuffix(PUSHED)),
+    "a part is signalled before it is pushed": (
+        KERNELS[1],
+        PUSHING,
+        PUSHED + PUSHING.removesuffix(PUSHED),
+    ),
     "parts are added up before they came": (KERNELS[1], CAME, "    (void)peer;"),
     "an inbox has one slot per rank": (MAPS, INBOX, INBOX.replace("% 2", "% 1")),
     "the first block signals": (BLOCKS, LAST, "% gridDim.x == 0"),
-    "a block arrives before all of its threads have": (BLOCKS, BARRIER + "    const bool is_last", "    const bool is_last"),
+    "a block arrives before all of its threads have": (
+        BLOCKS,
+        BARRIER + "    const bool is_last",
+        "    const bool is_last",
+    ),
     "one thread of a block waits": (BLOCKS, BARRIER + "    return AP_OK;", "    return AP_OK;"),
     "counts are signalled before they are copied": (KERNELS[2], ANNOUNCED, swapped(ANNOUNCED)),
     "rows are pushed before all counts came": (KERNELS[2], COUNTS, ""),
@@ -128,14 +163,19 @@ OFTEN = {
 
 def cases(faults: Mapping[str, tuple[str, str, str]]) -> list[object]:
     """The others are compiled and run in the long tests."""
-    return [pytest.param(*fault, id=name, marks=() if name in OFTEN else pytest.mark.slow) for name, fault in faults.items()]
+    return [
+        pytest.param(*fault, id=name, marks=() if name in OFTEN else pytest.mark.slow)
+        for name, fault in faults.items()
+    ]
 
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the headers; what is compiled in it is not kept."""
     if not build.has_compiler("host"):
-        pytest.skip("no C++ compiler: the kernels' protocols cannot be compiled for ThreadSanitizer")
+        pytest.skip(
+            "no C++ compiler: the kernels' protocols cannot be compiled for ThreadSanitizer"
+        )
     monkeypatch.setenv("AUTOPAR_KERNEL_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "csrc"
     shutil.copytree(build.SOURCES / "include", folder / "include")
@@ -148,23 +188,38 @@ def put_kernels(folder: Path, driver: str) -> None:
         shutil.copy(build.SOURCES / name, folder / name)
 
 
-def watched(folder: Path, driver: str, *arguments: object, variant: str = "thread") -> subprocess.CompletedProcess[str]:
+def watched(
+    folder: Path, driver: str, *arguments: object, variant: str = "thread"
+) -> subprocess.CompletedProcess[str]:
     """The driver's run with ThreadSanitizer, with the kernels in `folder`."""
     program = build.build_program(Path(__file__).with_name(driver), variant, folder)
     environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE_FOUND}:halt_on_error=1"}
     command = [str(program.path), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    if "FATAL: ThreadSanitizer" in done.stderr and shutil.which("setarch"):  # its shadow memory needs addresses that are not random
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    if "FATAL: ThreadSanitizer" in done.stderr and shutil.which(
+        "setarch"
+    ):  # its shadow memory needs addresses that are not random
         command = ["setarch", os.uname().machine, "-R", *command]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
     if "FATAL: ThreadSanitizer" in done.stderr or "setarch: failed" in done.stderr:
-        pytest.skip(f"ThreadSanitizer does not run on this machine: {done.stderr.strip().splitlines()[0]}")
+        pytest.skip(
+            f"ThreadSanitizer does not run on this machine: {done.stderr.strip().splitlines()[0]}"
+        )
     return done
 
 
 def plant(folder: Path, name: str, there: str, planted: str) -> str:
     """Plant the fault among the sources of a driver that meets it; the driver."""
-    others = {KERNELS[2]: "route_driver.cpp", ROUTES: "route_driver.cpp", KERNELS[3]: "rows_driver.cpp", BLOCKS: "blocks_driver.cpp"}
+    others = {
+        KERNELS[2]: "route_driver.cpp",
+        ROUTES: "route_driver.cpp",
+        KERNELS[3]: "rows_driver.cpp",
+        BLOCKS: "blocks_driver.cpp",
+    }
     driver = others.get(name, "overlap_driver.cpp")
     put_kernels(folder, driver)
     text = (folder / name).read_text(encoding="utf-8")
@@ -175,21 +230,27 @@ def plant(folder: Path, name: str, there: str, planted: str) -> str:
 
 @pytest.mark.parametrize("num_epochs", [5, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_protocols_have_no_race_and_right_numbers(planted: Path, driver: str, num_epochs: int) -> None:
+def test_the_protocols_have_no_race_and_right_numbers(
+    planted: Path, driver: str, num_epochs: int
+) -> None:
     put_kernels(planted, driver)
     done = watched(planted, driver, num_epochs)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("name", "there", "fault"), cases(EARLY))
-def test_a_signal_that_comes_too_early_or_is_not_awaited_is_a_race(planted: Path, name: str, there: str, fault: str) -> None:
+def test_a_signal_that_comes_too_early_or_is_not_awaited_is_a_race(
+    planted: Path, name: str, there: str, fault: str
+) -> None:
     done = watched(planted, plant(planted, name, there, fault), 50)
     assert done.returncode == RACE_FOUND, done.stderr
     assert RACE in done.stderr
 
 
 @pytest.mark.parametrize(("name", "there", "fault"), cases(MISSING))
-def test_a_signal_that_is_left_out_ends_in_a_time_out(planted: Path, name: str, there: str, fault: str) -> None:
+def test_a_signal_that_is_left_out_ends_in_a_time_out(
+    planted: Path, name: str, there: str, fault: str
+) -> None:
     done = watched(planted, plant(planted, name, there, fault), 5)
     assert done.returncode == WRONG_STATUS, done.stderr
     assert TIMED_OUT in done.stderr
@@ -197,7 +258,8 @@ def test_a_signal_that_is_left_out_ends_in_a_time_out(planted: Path, name: str, 
 
 @pytest.mark.slow
 def test_rows_that_came_may_not_be_read_once_the_next_step_is_announced(planted: Path) -> None:
-    """The views of routed experts (`autopar.kernels.routes.send`) hold until then: a rank that reads later races with its peers."""
+    """The views of routed experts (`autopar.kernels.routed.send`) hold until then: a rank that
+    reads later races with its peers."""
     put_kernels(planted, "rows_driver.cpp")
     done = watched(planted, "rows_driver.cpp", 50, "late")
     assert done.returncode == RACE_FOUND, done.stderr

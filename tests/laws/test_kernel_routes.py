@@ -1,4 +1,5 @@
-"""Dispatch and combine equal their references for every world, with ranks in turn and at once, and are each other's gradient."""
+"""Dispatch and combine equal their references for every world, with ranks in turn and at once,
+and are each other's gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library, routed
-from autopar.kernels.peers import HostThreads, VirtualRanks
-from autopar.kernels.providers import provided
-from autopar.kernels.routes import Routes
-from autopar.kernels.together import combine_all, dispatch_all
+from autopar.kernels.fused import combine_all, dispatch_all
+from autopar.kernels.peers import HostThreads, VirtualRanks, provided
+from autopar.kernels.routed import Routes
 
 pytestmark = needs_host
 DISPATCH, COMBINE = torch.ops.autopar.moe_dispatch, torch.ops.autopar.moe_combine
@@ -27,7 +27,9 @@ DISPATCH, COMBINE = torch.ops.autopar.moe_dispatch, torch.ops.autopar.moe_combin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("provider", ["virtual", "threads"])
-def test_rows_go_where_the_reference_has_them_and_come_back_added_in_order(provider: str, size: int, dtype: torch.dtype) -> None:
+def test_rows_go_where_the_reference_has_them_and_come_back_added_in_order(
+    provider: str, size: int, dtype: torch.dtype
+) -> None:
     peers = VirtualRanks(size) if provider == "virtual" else HostThreads(size)
     for choices, per_rank in ((1, 1), (2, 3), (3, 2)):
         xs, experts, weights, most = drawn(size, choices, per_rank)
@@ -35,10 +37,18 @@ def test_rows_go_where_the_reference_has_them_and_come_back_added_in_order(provi
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
         found = dispatch_all(peers, xs, experts, size * per_rank, most)
         for job, parts in zip(found, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip((job.rows, job.table, job.position), parts, strict=True))
-        changed = [(rows * (rank + 1), table, position) for rank, (rows, table, position) in enumerate(expected)]
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip((job.rows, job.table, job.position), parts, strict=True)
+            )
+        changed = [
+            (rows * (rank + 1), table, position)
+            for rank, (rows, table, position) in enumerate(expected)
+        ]
         wide = [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
-        wanted = routed.moe_combine_reference([part[0] for part in changed], changed[0][1], [part[2] for part in changed], wide)
+        wanted = routed.moe_combine_reference(
+            [part[0] for part in changed], changed[0][1], [part[2] for part in changed], wide
+        )
         for combined, (y, returned) in zip(combine_all(peers, changed, wide), wanted, strict=True):
             assert torch.equal(combined.returned, returned)
             assert torch.equal(combined.y, y)
@@ -49,7 +59,10 @@ def test_rows_go_where_the_reference_has_them_and_come_back_added_in_order(provi
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_is_the_others_gradient(size: int) -> None:
     xs, experts, weights, most = drawn(size, 2, 2)
-    leaves = [x.round(decimals=1).requires_grad_() for x in xs], [w.requires_grad_() for w in weights]
+    leaves = (
+        [x.round(decimals=1).requires_grad_() for x in xs],
+        [w.requires_grad_() for w in weights],
+    )
 
     def loss(rank: int, y: Tensor, returned: Tensor) -> Tensor:
         return (y * (rank + 1)).square().sum() + (returned * (rank + 2)).sum()
@@ -75,9 +88,13 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_rows() -> None:
     """Only the signals hold ranks back; some are late. The memory is the same in all epochs."""
     size, most = 3, 14
     cases = [drawn(size, 2, 2, seed) for seed in range(5)]
-    expected = [routed.moe_dispatch_reference(xs, experts, 2 * size, most) for xs, experts, _, _ in cases]
+    expected = [
+        routed.moe_dispatch_reference(xs, experts, 2 * size, most) for xs, experts, _, _ in cases
+    ]
     back = [
-        routed.moe_combine_reference([part[0] for part in parts], parts[0][1], [part[2] for part in parts], case[2])
+        routed.moe_combine_reference(
+            [part[0] for part in parts], parts[0][1], [part[2] for part in parts], case[2]
+        )
         for case, parts in zip(cases, expected, strict=True)
     ]
 
@@ -90,7 +107,12 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_rows() -> None:
                 time.sleep(0.0005)
             rows, table, position = DISPATCH(xs[rank], experts[rank], 2 * size, most, *group)
             y, _ = COMBINE(rows, table, position, weights[rank], *group)
-            wrong += [] if torch.equal(rows, expected[epoch % 5][rank][0]) and torch.equal(y, back[epoch % 5][rank][0]) else [epoch]
+            wrong += (
+                []
+                if torch.equal(rows, expected[epoch % 5][rank][0])
+                and torch.equal(y, back[epoch % 5][rank][0])
+                else [epoch]
+            )
         return wrong
 
     with HostThreads(size) as peers, provided("own pace of routes", peers):
@@ -100,10 +122,14 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_rows() -> None:
 
 @pytest.mark.parametrize("choices", [1, 2])
 def test_torch_accepts_both(choices: int) -> None:
-    x, experts, weights, most = (part[0] if isinstance(part, list) else part for part in drawn(1, choices, 4))
+    x, experts, weights, most = (
+        part[0] if isinstance(part, list) else part for part in drawn(1, choices, 4)
+    )
     torch.library.opcheck(DISPATCH, (x.requires_grad_(), experts, 4, most + 2, 1, "", 0))
     rows, table, position = DISPATCH(x.detach(), experts, 4, most + 2, 1, "", 0)
-    torch.library.opcheck(COMBINE, (rows.requires_grad_(), table, position, weights.requires_grad_(), 1, "", 0))
+    torch.library.opcheck(
+        COMBINE, (rows.requires_grad_(), table, position, weights.requires_grad_(), 1, "", 0)
+    )
 
 
 def test_python_and_c_have_the_same_sizes() -> None:
@@ -129,4 +155,6 @@ def test_experts_that_are_not_there_and_uneven_experts_are_refused() -> None:
     assert "not evenly" in refused_of(lambda: DISPATCH(x, wrong, 5, 2, 2, "", 0))
     assert "too many" in refused_of(lambda: DISPATCH(x, wrong, 8, 1, 1, "", 0))
     with HostThreads(2) as peers, provided("refused", peers):
-        assert "argument was refused" in refused_of(lambda: DISPATCH(x, wrong, 4, 2, 2, "refused", 0))
+        assert "argument was refused" in refused_of(
+            lambda: DISPATCH(x, wrong, 4, 2, 2, "refused", 0)
+        )

@@ -1,4 +1,5 @@
-"""Collective-overlap kernels in pipelines: stages split over tensors run as the model does, and nothing else is believed of them."""
+"""Collective-overlap kernels in pipelines: stages split over tensors run as the model does, and
+nothing else is believed of them."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from autopar.capture import capture
 from autopar.constraints import pipeline
 from autopar.cost import kernels as offers
 from autopar.cost.price import price
-from autopar.planning import Planned
+from autopar.planner import Planned
 from autopar.plans import KERNELS_BUFFERS, Communication, Plan
-from autopar.run.lockstep_ranks import Ranks
-from autopar.run.lockstep_staged import run_staged
-from autopar.run.program import StagedProgram
+from autopar.program.interpreter import Ranks
+from autopar.program.interpreter_stages import run_staged
+from autopar.program.program import StagedProgram
+from autopar.sharding import classes_of
 from autopar.stages import cut
-from autopar.strategies import classes_of
 from tests.laws.test_kernel_memory import Sharing, needs_kernels
 from tests.laws.test_kernel_microbatches import built
 from tests.laws.test_kernel_plans import SLOW, Change, kernel, kernels
@@ -42,7 +43,15 @@ def made(schedule: str = "1f1b", hardware: Any = SLOW, budget: int | None = None
     model, batch = built()
     wish = pipeline("stage", microbatches=NUM, schedule=schedule)
     near = {} if budget is None else {"gap": NEAR}
-    return plan_model(model, MESH, example_inputs=batch, hardware=hardware, constraints=(wish,), memory_bytes=budget, **near)[1]
+    return plan_model(
+        model,
+        MESH,
+        example_inputs=batch,
+        hardware=hardware,
+        constraints=(wish,),
+        memory_bytes=budget,
+        **near,
+    )[1]
 
 
 def stages_of(plan: Plan) -> tuple[Plan, ...]:
@@ -55,7 +64,9 @@ def crosses(c: Communication) -> bool:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_every_rank_computes_what_the_model_does_and_each_stage_has_both_kernels(schedule: str) -> None:
+def test_every_rank_computes_what_the_model_does_and_each_stage_has_both_kernels(
+    schedule: str,
+) -> None:
     plan = made(schedule).plan
     for stage in stages_of(plan):
         assert {c.kernel.name for c in kernels(stage) if c.kernel} == set(SLOW.kernels)
@@ -66,7 +77,9 @@ def test_every_rank_computes_what_the_model_does_and_each_stage_has_both_kernels
 def test_a_product_gathers_the_gradient_that_comes_from_the_next_stage() -> None:
     first, last = stages_of(made().plan)
     assert any(crosses(c) and c.phase == "backward" for c in kernels(first))
-    assert not any(crosses(c) and c.phase == "backward" for c in kernels(last)), "what forward received has slack in backward"
+    assert not any(crosses(c) and c.phase == "backward" for c in kernels(last)), (
+        "what forward received has slack in backward"
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -75,13 +88,20 @@ def test_a_plan_is_certified_its_bound_over_all_cuts_included(schedule: str) -> 
     assert Plan.loads(plan.dumps()) == plan
     found = autopar.check(plan, *built(), hardware=SLOW)
     assert found.ok, str(found)
-    assert 0.99 * plan.prediction.step_s <= plan.proof.certified_bound_s <= plan.proof.bound_s <= plan.prediction.step_s
+    assert (
+        0.99 * plan.prediction.step_s
+        <= plan.proof.certified_bound_s
+        <= plan.proof.bound_s
+        <= plan.prediction.step_s
+    )
 
 
 def test_kernels_make_the_step_shorter_than_any_plan_without_them_is() -> None:
     plan, other = made().plan, made(hardware=WITHOUT).plan
     assert plan.prediction.step_s < other.proof.bound_s * (1 - 0.05)
-    assert plan.prediction.in_kernels_s == pytest.approx(NUM * max(s.prediction.in_kernels_s for s in stages_of(plan)))
+    assert plan.prediction.in_kernels_s == pytest.approx(
+        NUM * max(s.prediction.in_kernels_s for s in stages_of(plan))
+    )
     assert what_if(plan, *built(), hardware=SLOW).step_s == pytest.approx(plan.prediction.step_s)
     assert "hide of what their chunks could" in " ".join(stages_of(plan)[0].proof.covers)
     num = sum(len(c.instances) for stage in stages_of(plan) for c in kernels(stage))
@@ -89,7 +109,9 @@ def test_kernels_make_the_step_shorter_than_any_plan_without_them_is() -> None:
 
 
 @needs_kernels
-def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program, (model, batch) = made().program, built()
     assert isinstance(program, StagedProgram)
     tensors = dict(model.named_parameters()), dict(model.named_buffers())
@@ -99,7 +121,9 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
     def run(ranks: Ranks, phase: str, node: fx.Node, env: Any) -> list[Any]:
         if not any(known is ranks for known, _ in sharing):
             sharing.append((ranks, Sharing()))
-        return next(peers for known, peers in sharing if known is ranks).run(ranks, phase, node, env)
+        return next(peers for known, peers in sharing if known is ranks).run(
+            ranks, phase, node, env
+        )
 
     monkeypatch.setattr(Ranks, "_run_kernel", run)
     found = run_staged(program, *tensors, batch)
@@ -113,8 +137,17 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
 def deep() -> tuple[nn.Module, dict[str, Any]]:
     """A Llama of four layers, and eight samples of 16 tokens."""
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config, ids = AutoConfig.for_model("llama", **sizes, vocab_size=64, use_cache=False), torch.randint(0, 64, (8, 16))
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config, ids = (
+        AutoConfig.for_model("llama", **sizes, vocab_size=64, use_cache=False),
+        torch.randint(0, 64, (8, 16)),
+    )
     return AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": ids}
 
 
@@ -124,7 +157,15 @@ def interleaving(hardware: Any = SLOW, budget: int | None = None) -> Planned:
     model, batch = deep()
     wish = pipeline("stage", microbatches=4, schedule="interleaved_1f1b")
     near = {} if budget is None else {"gap": NEAR}
-    return plan_model(model, MESH, example_inputs=batch, hardware=hardware, constraints=(wish,), memory_bytes=budget, **near)[1]
+    return plan_model(
+        model,
+        MESH,
+        example_inputs=batch,
+        hardware=hardware,
+        constraints=(wish,),
+        memory_bytes=budget,
+        **near,
+    )[1]
 
 
 @pytest.mark.slow
@@ -142,7 +183,9 @@ def test_several_stages_on_a_rank_have_kernels_and_share_what_these_share() -> N
 
 @pytest.mark.slow  # as what their routes share is, in test_routes, which always runs
 @needs_kernels
-def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program, (model, batch), plan = interleaving().program, deep(), interleaving().plan
     assert isinstance(program, StagedProgram)
     number: dict[int, int] = {}  # of a stage, by what runs it, in the order in which they first run
@@ -164,7 +207,11 @@ def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certif
     free = interleaving().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2
     plan = interleaving(budget=budget).plan
-    assert plan.pipeline is not None and max(plan.pipeline.rank_bytes) <= budget and plan.prediction.in_kernels_s > 0
+    assert (
+        plan.pipeline is not None
+        and max(plan.pipeline.rank_bytes) <= budget
+        and plan.prediction.in_kernels_s > 0
+    )
     found = autopar.check(plan, *deep(), hardware=SLOW)
     assert found.ok, str(found)
 
@@ -172,8 +219,15 @@ def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certif
 @pytest.mark.slow  # test_interleaved changes what a rank claims to hold, and always runs
 def test_a_rank_that_claims_less_of_what_kernels_share_is_found_out() -> None:
     plan = interleaving().plan
-    less = {**plan.prediction.memory_bytes, KERNELS_BUFFERS: plan.prediction.memory_bytes[KERNELS_BUFFERS] // 2}
-    found = autopar.check(replace(plan, prediction=replace(plan.prediction, memory_bytes=less)), *deep(), hardware=SLOW)
+    less = {
+        **plan.prediction.memory_bytes,
+        KERNELS_BUFFERS: plan.prediction.memory_bytes[KERNELS_BUFFERS] // 2,
+    }
+    found = autopar.check(
+        replace(plan, prediction=replace(plan.prediction, memory_bytes=less)),
+        *deep(),
+        hardware=SLOW,
+    )
     assert any(f.claim == "memory" for f in found.findings), str(found)
 
 
@@ -186,7 +240,9 @@ def test_under_a_budget_each_stage_fits_its_kernels_included_and_is_certified() 
     assert found.ok, str(found)
 
 
-# --- and no other claim is believed ------------------------------------------------------------------------------------------------------
+# --- and no other claim is believed
+# --------------------------------------------------------------------------------------------------
+
 
 def in_stage(number: int, change: Change) -> Change:
     def changed(plan: Plan) -> Plan:
@@ -201,9 +257,15 @@ def in_stage(number: int, change: Change) -> Change:
 MUTANTS: dict[str, Change] = {
     "a kernel at a border saves more": in_stage(0, kernel(crosses, saved_s=1e-3)),
     "a kernel in more chunks": in_stage(1, kernel(lambda c: not crosses(c), num_chunks=8)),
-    "a stage saves nothing": in_stage(1, lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0))),
-    "the step saves more": lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=1.0)),
-    "a bound that is too high": lambda plan: replace(plan, proof=replace(plan.proof, certified_bound_s=plan.proof.objective_s * 1.01)),
+    "a stage saves nothing": in_stage(
+        1, lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0))
+    ),
+    "the step saves more": lambda plan: replace(
+        plan, prediction=replace(plan.prediction, in_kernels_s=1.0)
+    ),
+    "a bound that is too high": lambda plan: replace(
+        plan, proof=replace(plan.proof, certified_bound_s=plan.proof.objective_s * 1.01)
+    ),
 }
 
 
@@ -212,15 +274,26 @@ def test_one_changed_claim_is_found(change: Change) -> None:
     plan = change(made().plan)
     assert plan != made().plan
     found = autopar.check(plan, *built(), hardware=SLOW)
-    assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "bound", "layouts"}, str(found)
+    assert not found.ok and {f.claim for f in found.findings} & {
+        "kernels",
+        "time",
+        "bound",
+        "layouts",
+    }, str(found)
 
 
-def test_a_stage_that_offers_kernels_the_whole_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What crosses, taken for what rests: another factor that is there always, and in backward what a kernel gathers."""
+def test_a_stage_that_offers_kernels_the_whole_lacks_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What crosses, taken for what rests: another factor that is there always, and in backward
+    what a kernel gathers."""
     all_of = offers._Offers.all
 
     def generous(self: Any) -> Any:
-        crossing = {*(i.node for i in self.trace.inputs if i.crosses), *(o.tangent for o in self.trace.outputs if o.crosses)}
+        crossing = {
+            *(i.node for i in self.trace.inputs if i.crosses),
+            *(o.tangent for o in self.trace.outputs if o.crosses),
+        }
         self.phases = {name: phase for name, phase in self.phases.items() if name not in crossing}
         self.sources = [replace(source, crosses=False) for source in self.sources]
         return all_of(self)
@@ -237,4 +310,6 @@ def offers_of(number: int) -> Any:
     pipe, left = made().plan.pipeline, MESH.without("stage")
     assert pipe is not None
     stage = cut(part, pipe.positions).stages[number]
-    return price(stage, classes_of(stage, left.shape), left, SLOW, budget_bytes=2**60, num_microbatches=NUM).problem.kernels
+    return price(
+        stage, classes_of(stage, left.shape), left, SLOW, budget_bytes=2**60, num_microbatches=NUM
+    ).problem.kernels

@@ -1,4 +1,5 @@
-"""Kernels where several products are alike, or are added up: of which product a plan speaks, and what no product may do alone then."""
+"""Kernels where several products are alike, or are added up: of which product a plan speaks, and
+what no product may do alone then."""
 
 from __future__ import annotations
 
@@ -26,14 +27,23 @@ def linear(ins: int, outs: int) -> nn.Linear:
 class Heads(nn.Module):
     """Products of one name, side by side; what they make is added up."""
 
-    def __init__(self, widths: Sequence[int], join: Callable[[list[Tensor], Tensor], Tensor]) -> None:
+    def __init__(
+        self, widths: Sequence[int], join: Callable[[list[Tensor], Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.first, self.join = linear(32, 32), join
-        self.up, self.down = (nn.ModuleList(pair) for pair in zip(*((linear(32, n), linear(n, 32)) for n in widths), strict=True))
+        self.up, self.down = (
+            nn.ModuleList(pair)
+            for pair in zip(*((linear(32, n), linear(n, 32)) for n in widths), strict=True)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).relu()
-        return self.join([down(up(h).relu()) for up, down in zip(self.up, self.down, strict=True)], x).square().mean()
+        return (
+            self.join([down(up(h).relu()) for up, down in zip(self.up, self.down, strict=True)], x)
+            .square()
+            .mean()
+        )
 
 
 def in_a_row(parts: list[Tensor], x: Tensor) -> Tensor:
@@ -48,12 +58,16 @@ def in_pairs(parts: list[Tensor], _: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Layers of which the last may be wider; in each, two products of what comes in are added up."""
+    """Layers of which the last may be wider; in each, two products of what comes in are added
+    up."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         names = ("up", "gate"), ("down", "back")
-        made = ({**{n: linear(32, k) for n in names[0]}, **{n: linear(k, 32) for n in names[1]}} for k in widths)
+        made = (
+            {**{n: linear(32, k) for n in names[0]}, **{n: linear(k, 32) for n in names[1]}}
+            for k in widths
+        )
         self.layers = nn.ModuleList([nn.ModuleDict(each) for each in made])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,14 +78,20 @@ class Blocks(nn.Module):
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "alike, in a row": lambda: Heads((64, 64), in_a_row), "of two widths": lambda: Heads((64, 128), in_a_row),
-    "the wide one first": lambda: Heads((128, 64), in_a_row), "widths mixed": lambda: Heads((64, 128, 64), in_a_row),
-    "one added twice": lambda: Heads((64, 64, 64), in_pairs), "layers": lambda: Blocks((64, 64)), "unlike layers": lambda: Blocks((64, 96)),
-}  # fmt: skip
+    "alike, in a row": lambda: Heads((64, 64), in_a_row),
+    "of two widths": lambda: Heads((64, 128), in_a_row),
+    "the wide one first": lambda: Heads((128, 64), in_a_row),
+    "widths mixed": lambda: Heads((64, 128, 64), in_a_row),
+    "one added twice": lambda: Heads((64, 64, 64), in_pairs),
+    "layers": lambda: Blocks((64, 64)),
+    "unlike layers": lambda: Blocks((64, 96)),
+}
 
 
 @cache
-def made(case: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Plan, nn.Module, dict[str, Tensor]]:
+def made(
+    case: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Plan, nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, batch = CASES[case]().to(dtype), {"x": torch.randn(BATCH, dtype=dtype)}
     return plan_model(model, LINE, example_inputs=batch, hardware=SLOW)[1].plan, model, batch
@@ -82,10 +102,14 @@ def made(case: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Plan, nn.Modul
 def test_a_plan_speaks_of_the_product_that_does_it(case: str, dtype: torch.dtype) -> None:
     """What it saves is what its own product does: certified, priced again the same, and right."""
     plan, model, batch = made(case, dtype)
-    assert kernels(plan) or dtype == torch.float64, "what is twice as wide is sometimes better not moved at all"
+    assert kernels(plan) or dtype == torch.float64, (
+        "what is twice as wide is sometimes better not moved at all"
+    )
     found = autopar.check(plan, model, batch, hardware=SLOW)
     assert found.ok, str(found)
-    assert what_if(plan, model, batch, hardware=SLOW).step_s == pytest.approx(plan.prediction.step_s)
+    assert what_if(plan, model, batch, hardware=SLOW).step_s == pytest.approx(
+        plan.prediction.step_s
+    )
     assert autopar.verify(plan, model, batch).ok
 
 
@@ -94,7 +118,8 @@ def test_among_these_plans_some_scatter_sums() -> None:
 
 
 def test_only_backwards_sums_are_scattered_by_their_products() -> None:
-    """Forward's may run again, from a product that would have to be kept: a plan that does so on three devices is emitted."""
+    """Forward's may run again, from a product that would have to be kept: a plan that does so on
+    three devices is emitted."""
     torch.manual_seed(0)
     model, batch = Blocks((48,)).bfloat16(), {"x": torch.randn(3, 8, 32, dtype=torch.bfloat16)}
     slow = overlapping(link_bytes_per_s=1e7, slowdown=0.0)
@@ -104,13 +129,19 @@ def test_only_backwards_sums_are_scattered_by_their_products() -> None:
         return c.phase == "backward" and c.kernel is not None and not c.kernel.again
 
     assert all(apart(c) for c in kernels(plan) if sums(c))
-    assert autopar.check(plan, model, batch, hardware=slow).ok and autopar.verify(plan, model, batch).ok
+    assert (
+        autopar.check(plan, model, batch, hardware=slow).ok
+        and autopar.verify(plan, model, batch).ok
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128), (64, 64, 128)])
-def test_the_bound_over_cuts_knows_the_kernels_of_every_stage(widths: tuple[int, ...], schedule: str) -> None:
-    """Where layers are unlike, the whole model's sums are of products of several kinds, and a stage's of one."""
+def test_the_bound_over_cuts_knows_the_kernels_of_every_stage(
+    widths: tuple[int, ...], schedule: str
+) -> None:
+    """Where layers are unlike, the whole model's sums are of products of several kinds, and a
+    stage's of one."""
     torch.manual_seed(0)
     model, batch = Blocks(widths).bfloat16(), {"x": torch.randn(BATCH, dtype=torch.bfloat16)}
     wish = pipeline("stage", microbatches=2, schedule=schedule)

@@ -1,4 +1,5 @@
-"""The threaded host path has no data races: ThreadSanitizer watches it, and finds those that are planted."""
+"""The threaded host path has no data races: ThreadSanitizer watches it, and finds those that are
+planted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def program() -> Path:
 
 
 def run(program: Path, mode: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([str(program), mode], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [str(program), mode], capture_output=True, text=True, timeout=120, check=False
+    )
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("ThreadSanitizer does not run under this kernel's memory layout")
     return done

@@ -13,21 +13,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar.capture import Trace, capture
 from autopar.constraints import Constraint, layout
+from autopar.core.problem import Kernels
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.planning.instances import Instances
-from autopar.planning.proving import parted
-from autopar.problem import Kernels
+from autopar.planner.pipeline.bound import parted
+from autopar.planner.pipeline.unfold import Instances
+from autopar.sharding import Forced, classes_of, resolve
 from autopar.stages import cut, seams, usable_points
-from autopar.strategies import Forced, classes_of, resolve
 
 MESH, PROFILE, NUM_LAYERS = autopar.Mesh(2), overlapping(kernels=NORMING), 4
 CONSTRAINTS: dict[str, list[Constraint]] = {
     "all free": [],
-    "one norm whole": [layout("model.layers.3.post_attention_layernorm", input="R")],  # no norm of all layers' products is alike
+    "one norm whole": [
+        layout("model.layers.3.post_attention_layernorm", input="R")
+    ],  # no norm of all layers' products is alike
 }
-Place = tuple[str, bool, str, str, str, bool]  # product, whether run again, tensor, collective, where it lies, whether it norms
+Place = tuple[
+    str, bool, str, str, str, bool
+]  # product, whether run again, tensor, collective, where it lies, whether it norms
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,9 @@ def trace() -> Trace:
     sizes = {"num_hidden_layers": NUM_LAYERS, "hidden_size": 32, "intermediate_size": 64, **heads}
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (2, 16))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=64, use_cache=False))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **sizes, vocab_size=64, use_cache=False)
+    )
     return capture(model, (), {"input_ids": ids, "labels": ids})
 
 
@@ -50,20 +56,37 @@ def places(trace: Trace, priced: Priced, kernels: Kernels) -> Iterator[tuple[Pla
             classes = priced.sources[kernel.product[0]].cluster
             assert classes is not None
             products = [cluster.members[0].key for cluster in classes.instances]
-            for product, (name, _), hidden, s in itertools.product(products, priced.refs[v], kernel.hides, kernel.product[1]):
+            for product, (name, _), hidden, s in itertools.product(
+                products, priced.refs[v], kernel.hides, kernel.product[1]
+            ):
                 arc = graph.arcs[hidden.arc]
-                moved = f"{arc.collective.kind}: {graph.layouts[arc.src]} to {graph.layouts[arc.dst]}"
+                moved = (
+                    f"{arc.collective.kind}: {graph.layouts[arc.src]} to {graph.layouts[arc.dst]}"
+                )
                 lies = str(classes.strategies[s].members[0])
-                yield (product, kernel.again, keys[name], moved, lies, bool(kernel.also)), hidden.saved_s
+                yield (
+                    (product, kernel.again, keys[name], moved, lies, bool(kernel.also)),
+                    hidden.saved_s,
+                )
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(trace: Trace, name: str) -> None:
+def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(
+    trace: Trace, name: str
+) -> None:
     points, placing = usable_points(trace)
     sewn = seams(trace, placing)
     resolved = resolve(trace, CONSTRAINTS[name], MESH)
     forced = parted(resolved, sewn)
-    whole = price(trace, classes_of(trace, MESH.shape, forced), MESH, PROFILE, budget_bytes=2**60, forced=forced, exposed=sewn.exposed)
+    whole = price(
+        trace,
+        classes_of(trace, MESH.shape, forced),
+        MESH,
+        PROFILE,
+        budget_bytes=2**60,
+        forced=forced,
+        exposed=sewn.exposed,
+    )
     again = {i.op for i in Instances(trace, whole, placing, forced).found if i.again}
     most: dict[tuple[object, ...], float] = {}
     for (*place, _), saved_s in places(trace, whole, in_any_stage(trace, whole, again)):
@@ -79,5 +102,12 @@ def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(tr
 
 def kernels_of(stage: Trace, forced: Forced) -> list[tuple[Place, float]]:
     """Those that a stage may have."""
-    priced = price(stage, classes_of(stage, MESH.shape, forced), MESH, PROFILE, budget_bytes=2**60, forced=forced)
+    priced = price(
+        stage,
+        classes_of(stage, MESH.shape, forced),
+        MESH,
+        PROFILE,
+        budget_bytes=2**60,
+        forced=forced,
+    )
     return [*places(stage, priced, priced.problem.kernels)]

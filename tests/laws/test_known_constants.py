@@ -1,4 +1,5 @@
-"""Values of buffers, attributes and arguments that decide branches, and kinds of tensors that are refused."""
+"""Values of buffers, attributes and arguments that decide branches, and kinds of tensors that
+are refused."""
 
 from __future__ import annotations
 
@@ -89,9 +90,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_known_values_decide_branches_and_shapes(name: str) -> None:
     make, batch = CASES[name]
-    plan = autopar.plan(
-        make(), 2, example_inputs=batch, hardware="cpu-gloo", constraints=[ddp()]
-    )
+    plan = autopar.plan(make(), 2, example_inputs=batch, hardware="cpu-gloo", constraints=[ddp()])
     found = autopar.verify(plan, make(), batch)
     assert found.ok and found.max_error < 1e-12, str(found)
 
@@ -135,9 +134,13 @@ def test_other_kinds_of_tensors_are_refused_by_name_with_a_remedy_that_works(nam
 def test_packed_positions_mean_what_they_mean_to_the_plain_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (4, 16))
     packed = torch.cat([torch.arange(5), torch.arange(11)])[None].expand(4, 16).clone()

@@ -1,4 +1,5 @@
-"""Equal layers in groups that decide apart: faster where memory suits some of the layers only, proven, and right."""
+"""Equal layers in groups that decide apart: faster where memory suits some of the layers only,
+proven, and right."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from torch import nn
 
 import autopar
 from autopar.capture import Trace, capture
-from autopar.choices import Apart, Choices
-from autopar.cost.moments import Liveness
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.core.solution import Apart, Choices
+from autopar.cost.memory import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, job, make_plan, solving
+from autopar.planner import Planned, PlanOptions, make_plan, rounds
 from autopar.plans import Plan
-from autopar.problem import Problem
-from autopar.run.memory import trace_peak
-from autopar.solve import choices_or_least, evaluate, search, solve
-from autopar.solve.climbing import Climb
-from autopar.solve.incumbent import Incumbent
-from autopar.strategies import Forced, Starts, apart, classes_of
+from autopar.program.memory import trace_peak
+from autopar.sharding import Forced, Starts, apart, classes_of
+from autopar.solve import branch_and_cut, choices_or_least, evaluate, solve
+from autopar.solve.bounds import Incumbent
+from autopar.solve.restricted import Climb
 from autopar.verification import verify_program
 
 NUM_LAYERS, LIST, GAP, NAME = 8, "model.layers", 5e-4, "LlamaForCausalLM"
@@ -47,7 +48,13 @@ def budget() -> int:
 
 
 def planned() -> Planned:
-    return make_plan(traced()[0], MESH, PROFILE, PlanOptions(memory_bytes=budget(), optimizer="sgd", gap=GAP), model_name=NAME)
+    return make_plan(
+        traced()[0],
+        MESH,
+        PROFILE,
+        PlanOptions(memory_bytes=budget(), optimizer="sgd", gap=GAP),
+        model_name=NAME,
+    )
 
 
 @cache
@@ -60,7 +67,9 @@ def solved(starts: Starts, gap: float = GAP) -> Choices:
     trace = traced()[0]
     forced = replace(Forced.nothing(), starts=starts)
     classes = apart(classes_of(trace, MESH.shape), starts)
-    priced = price(trace, classes, MESH, PROFILE, budget_bytes=budget(), optimizer="sgd", forced=forced)
+    priced = price(
+        trace, classes, MESH, PROFILE, budget_bytes=budget(), optimizer="sgd", forced=forced
+    )
     problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
     return solve(problem, gap=gap)
 
@@ -70,7 +79,10 @@ def test_the_plan_says_which_layers_decide_together_and_they_differ() -> None:
     assert list(plan.starts) == [LIST]
     [line] = [line for line in plan.proof.covers if LIST in line]
     first = plan.starts[LIST][0]
-    assert line.endswith(f"from {plan.starts[LIST][-1]} on") and (f"{LIST} 0–{first - 1}, " if first > 1 else f"{LIST} 0, ") in line
+    assert (
+        line.endswith(f"from {plan.starts[LIST][-1]} on")
+        and (f"{LIST} 0–{first - 1}, " if first > 1 else f"{LIST} 0, ") in line
+    )
     per_layer = [decisions_of(plan, layer) for layer in range(NUM_LAYERS)]
     borders = [layer for layer in range(1, NUM_LAYERS) if per_layer[layer] != per_layer[layer - 1]]
     assert borders == list(plan.starts[LIST]), "layers of one group are alike, those of two are not"
@@ -79,8 +91,15 @@ def test_the_plan_says_which_layers_decide_together_and_they_differ() -> None:
 def decisions_of(plan: Plan, layer: int) -> dict[str, Any]:
     """What a layer's nodes do, by their names within the layer."""
     inside = f"{LIST}.{layer}."
-    kept = {f"{node}#{result}": tuple(map(str, layouts)) for (node, result), layouts in plan.kept_layouts().items()}
-    said = {**plan.node_choices(), **{f"again {k}": v for k, v in plan.recomputed_choices().items()}, **kept}
+    kept = {
+        f"{node}#{result}": tuple(map(str, layouts))
+        for (node, result), layouts in plan.kept_layouts().items()
+    }
+    said = {
+        **plan.node_choices(),
+        **{f"again {k}": v for k, v in plan.recomputed_choices().items()},
+        **kept,
+    }
     return {key.replace(inside, ""): str(choice) for key, choice in said.items() if inside in key}
 
 
@@ -95,8 +114,10 @@ def test_it_is_faster_than_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch
     plan = grouped().plan
     assert plan.proof.gap <= GAP
     best_there = solved(plan.starts, gap=1e-5).objective_s
-    assert plan.proof.bound_s <= best_there * (1 + 1e-9), "the bound is one for plans with these groups"
-    monkeypatch.setattr(job, "starts_of", lambda priced, choices: {})
+    assert plan.proof.bound_s <= best_there * (1 + 1e-9), (
+        "the bound is one for plans with these groups"
+    )
+    monkeypatch.setattr(rounds, "starts_of", lambda priced, choices: {})
     alike = planned().plan
     assert not alike.starts
     assert plan.proof.objective_s < alike.proof.objective_s
@@ -104,28 +125,38 @@ def test_it_is_faster_than_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_layers_are_cut_anew_under_the_moments_that_were_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first where it helps least; the program is then over the budget, and what is learnt of it is taken over to the other groups."""
+def test_layers_are_cut_anew_under_the_moments_that_were_learnt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At first where it helps least; the program is then over the budget, and what is learnt of
+    it is taken over to the other groups."""
     trace, model, batch = traced()
     tight = PlanOptions(memory_bytes=int(budget() * 0.5 / BETWEEN), optimizer="sgd", gap=GAP)
-    cuts, starts_of = list[Starts](), job.starts_of
+    cuts, starts_of = list[Starts](), rounds.starts_of
 
     def first_the_first_layer(priced: Priced, choices: Choices) -> Starts:
         cuts.append({LIST: (1,)} if not cuts else starts_of(priced, choices))
         return cuts[-1]
 
-    monkeypatch.setattr(job, "starts_of", first_the_first_layer)
+    monkeypatch.setattr(rounds, "starts_of", first_the_first_layer)
     plan = make_plan(trace, MESH, PROFILE, tight, model_name=NAME).plan
     assert len(cuts) == 2 and plan.starts == cuts[1] != cuts[0]
-    assert autopar.check(plan, model, batch).ok, "its bound is proven with the multipliers of these groups"
+    assert autopar.check(plan, model, batch).ok, (
+        "its bound is proven with the multipliers of these groups"
+    )
     cuts.clear()
-    monkeypatch.setattr(job.PlannerLoop, "_regroup", job.PlannerLoop._next_round)
-    assert plan.proof.objective_s < make_plan(trace, MESH, PROFILE, tight, model_name=NAME).plan.proof.objective_s
+    monkeypatch.setattr(rounds.PlannerLoop, "_regroup", rounds.PlannerLoop._next_round)
+    assert (
+        plan.proof.objective_s
+        < make_plan(trace, MESH, PROFILE, tight, model_name=NAME).plan.proof.objective_s
+    )
 
 
 @pytest.mark.slow
 def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_them() -> None:
-    whole, finer, finest = (solved({LIST: cuts} if cuts else {}, gap=1e-4) for cuts in ((), (3,), (2, 3, 6)))
+    whole, finer, finest = (
+        solved({LIST: cuts} if cuts else {}, gap=1e-4) for cuts in ((), (3,), (2, 3, 6))
+    )
     for fewer, more in ((whole, finer), (finer, finest)):
         assert more.bound_s <= fewer.objective_s * (1 + 1e-9)
         assert more.objective_s <= fewer.objective_s * (1 + 1e-4)
@@ -134,7 +165,10 @@ def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_the
 def test_it_computes_the_model_in_the_predicted_memory() -> None:
     made, (trace, model, batch) = grouped(), traced()
     assert verify_program(trace, made.stage_program(), model, (), batch).ok
-    peak = trace_peak(made.stage_program(), outputs="dtensor").peak_bytes + made.plan.prediction.memory_bytes["optimizer"]
+    peak = (
+        trace_peak(made.stage_program(), outputs="dtensor").peak_bytes
+        + made.plan.prediction.memory_bytes["optimizer"]
+    )
     assert peak == made.plan.prediction.peak_bytes <= budget()
 
 
@@ -144,7 +178,9 @@ def test_it_is_certified_and_not_without_its_groups() -> None:
     [start] = plan.starts[LIST][:1]
     for starts in ({}, {LIST: (start + 1, *plan.starts[LIST][1:])}):
         refused = autopar.check(replace(plan, starts=starts), model, batch)
-        assert any("one decision" in finding.what for finding in refused.findings), "classes are other ones"
+        assert any("one decision" in finding.what for finding in refused.findings), (
+            "classes are other ones"
+        )
 
 
 def test_it_is_read_back_as_it_was_written() -> None:
@@ -187,25 +223,39 @@ def test_it_is_priced_on_another_mesh_beside_the_best_plan_there() -> None:
 
 def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
     trace = traced()[0]
-    priced = price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd")
+    priced = price(
+        trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
+    )
     problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
     early = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False)
     assert isinstance(early, Choices)
     assert early.mixed
-    assert all(problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares) for n, shares in early.mixed.items())
+    assert all(
+        problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares)
+        for n, shares in early.mixed.items()
+    )
     assert early.gap > 1e-5
 
 
-def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_looking_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_looking_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trace, best_s = traced()[0], solved({}).objective_s
-    priced = price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd")
+    priced = price(
+        trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
+    )
     problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
-    monkeypatch.setattr(search, "SMALL", 0)
+    monkeypatch.setattr(branch_and_cut, "SMALL", 0)
     monkeypatch.setattr(Incumbent, "_consider", meeting_none)
     monkeypatch.setattr(Climb, "over", lambda climb, columns: pytest.fail("a plan is looked for"))
-    found = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False, only_plan=True)
+    found = choices_or_least(
+        problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False, only_plan=True
+    )
     assert isinstance(found, Apart)
-    assert all(problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares) for n, shares in found.mixed.items())
+    assert all(
+        problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares)
+        for n, shares in found.mixed.items()
+    )
     assert found.mixed and found.bound_s <= best_s * (1 + 1e-9)
 
 
@@ -216,9 +266,9 @@ def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
 
 
 def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
-    """Have searches say which ops would decide apart without a plan, and the next one give a plan so many times as slow; whether each was
-    for all layers alike."""
-    alike, answer = list[bool](), solving.choices_or_least
+    """Have searches say which ops would decide apart without a plan, and the next one give a plan
+    so many times as slow; whether each was for all layers alike."""
+    alike, answer = list[bool](), rounds.choices_or_least
 
     def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
         found = answer(problem, whole=whole, **how)
@@ -226,29 +276,42 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
             alike.append(True)
             return Apart(found.mixed, found.bound_s)
         alike.append(len(problem.ops) == len(ungrouped().ops))
-        return replace(found, objective_s=found.objective_s * poorer) if len(alike) == 2 and isinstance(found, Choices) else found
+        return (
+            replace(found, objective_s=found.objective_s * poorer)
+            if len(alike) == 2 and isinstance(found, Choices)
+            else found
+        )
 
-    monkeypatch.setattr(solving, "choices_or_least", without_plan)
+    monkeypatch.setattr(rounds, "choices_or_least", without_plan)
     return alike
 
 
 @cache
 def ungrouped() -> Problem:
     trace = traced()[0]
-    return price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd").problem
+    return price(
+        trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
+    ).problem
 
 
 @pytest.mark.slow
-def test_layers_are_cut_into_the_same_groups_where_no_plan_was_met_for_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_cut_into_the_same_groups_where_no_plan_was_met_for_all_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     expected, alike = grouped().plan, told_apart(monkeypatch, 1.0)
     found = planned().plan
     assert found.starts == expected.starts
-    assert found.proof.objective_s == expected.proof.objective_s and found.proof.bound_s == expected.proof.bound_s
+    assert (
+        found.proof.objective_s == expected.proof.objective_s
+        and found.proof.bound_s == expected.proof.bound_s
+    )
     assert alike[:2] == [True, False]
 
 
 @pytest.mark.slow
-def test_groups_whose_plan_is_far_from_the_bound_are_compared_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_whose_plan_is_far_from_the_bound_are_compared_with_all_layers_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alike = told_apart(monkeypatch, 2.0)
     assert not planned().plan.starts
     assert alike[:3] == [True, False, True]

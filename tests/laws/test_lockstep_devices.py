@@ -1,4 +1,5 @@
-"""Graphs are captured on the CPU; in lockstep, and as traced, they run where their operands are: shown on meta."""
+"""Graphs are captured on the CPU; in lockstep, and as traced, they run where their operands are:
+shown on meta."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autopar import random_ops
 from autopar.capture.execute import execute
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.run.lockstep_ranks import Ranks
-from autopar.run.splitting import split
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.ops import random
+from autopar.program.interpreter import Ranks
+from autopar.program.splitting import split
 from benchmarks import zoo
 from benchmarks.random_plans import prepare, random_plan
 
@@ -32,7 +33,7 @@ def test_all_that_a_graph_makes_is_where_its_operands_are(name: str) -> None:
     ready = prepare(model, batch, Mesh({"a": 2, "b": 2}), HardwareProfile.load("h100-sxm"))
     _, program = random_plan(ready, 0, recompute_share=0.5)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors[random_ops.STATE] = random_ops.initial_state(0)
+    tensors[random.STATE] = random.initial_state(0)
     with torch.no_grad():
         there = {key: torch.empty_like(x, device=META) for key, x in tensors.items()}
         inputs = {i.path: torch.empty_like(batch[i.path], device=META) for i in ready.trace.inputs}
@@ -40,7 +41,15 @@ def test_all_that_a_graph_makes_is_where_its_operands_are(name: str) -> None:
         run = Ranks(program.mesh, None, lambda _, node, found: on_meta(node, found), META)
         borders = (*program.parameters, *program.buffers, *program.inputs)
         given = {**there, **inputs}
-        results = run(program.forward, "forward", [split(given[t.name], t.layout, program.mesh, t.view) for t in borders])
+        results = run(
+            program.forward,
+            "forward",
+            [split(given[t.name], t.layout, program.mesh, t.view) for t in borders],
+        )
         saved = results[len(results) - program.num_saved :]
-        tangents = [[torch.ones((), device=META)] * program.mesh.num_devices for t in program.outputs if t.has_gradient]
+        tangents = [
+            [torch.ones((), device=META)] * program.mesh.num_devices
+            for t in program.outputs
+            if t.has_gradient
+        ]
         run(program.backward, "backward", [*saved, *tangents])

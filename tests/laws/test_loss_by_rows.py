@@ -1,4 +1,5 @@
-"""The planner computes a loss by rows where that is what memory is worth, and the program is what the plain model computes."""
+"""The planner computes a loss by rows where that is what memory is worth, and the program is
+what the plain model computes."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.constraints import megatron, pipeline
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError
-from autopar.run.live import LiveBytes
-from autopar.run.module import ParallelModule
+from autopar.program.abstract_executor import LiveBytes
+from autopar.runtime.module import ParallelModule
 
 WIDE = {"vocab_size": 4096}  # logits weigh more than all else
 HOW: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "loss", "optimizer": "none"}
@@ -37,11 +38,27 @@ def squeezed() -> tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]:
     assert ample.loss_rows == 0
     budget = ample.prediction.peak_bytes * 2 // 3
     with pytest.raises(InfeasibleError):
-        autopar.plan(model, 1, example_inputs=batch, memory_bytes=budget, loss_rows=0, num_microbatches=1, **HOW)
-    return model, batch, autopar.plan(model, 1, example_inputs=batch, memory_bytes=budget, num_microbatches=1, **HOW)
+        autopar.plan(
+            model,
+            1,
+            example_inputs=batch,
+            memory_bytes=budget,
+            loss_rows=0,
+            num_microbatches=1,
+            **HOW,
+        )
+    return (
+        model,
+        batch,
+        autopar.plan(
+            model, 1, example_inputs=batch, memory_bytes=budget, num_microbatches=1, **HOW
+        ),
+    )
 
 
-def test_it_is_chosen_where_logits_do_not_fit(squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]) -> None:
+def test_it_is_chosen_where_logits_do_not_fit(
+    squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
+) -> None:
     model, batch, plan = squeezed
     assert 0 < plan.loss_rows < 480
     assert any("rows of logits" in covered for covered in plan.proof.covers)
@@ -51,19 +68,25 @@ def test_it_is_chosen_where_logits_do_not_fit(squeezed: tuple[nn.Module, dict[st
     assert autopar.check(plan, model, batch).ok
 
 
-def test_its_peak_and_its_gradients_are_as_promised(squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]) -> None:
+def test_its_peak_and_its_gradients_are_as_promised(
+    squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
+) -> None:
     model, batch, plan = squeezed
     plain = copy.deepcopy(model)
     module = autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="loss")
     assert isinstance(module, ParallelModule)
-    assert any(node.target is torch.ops.aten.mul.out for node in module.program.backward.graph.nodes)
+    assert any(
+        node.target is torch.ops.aten.mul.out for node in module.program.backward.graph.nodes
+    )
     with LiveBytes() as live:
         gc.collect()
         live.register([*module.parameters(), *module.buffers(), *batch.values()])
         live.reset_peak()
         result = module(**batch)
         (result.loss * 3).backward()
-        assert abs(live.peak_bytes - plan.prediction.peak_bytes) <= 0.01 * plan.prediction.peak_bytes
+        assert (
+            abs(live.peak_bytes - plan.prediction.peak_bytes) <= 0.01 * plan.prediction.peak_bytes
+        )
     assert result.logits is None
     expected = plain(**batch).loss
     (expected * 3).backward()
@@ -73,7 +96,9 @@ def test_its_peak_and_its_gradients_are_as_promised(squeezed: tuple[nn.Module, d
         torch.testing.assert_close(p.grad.full_tensor(), theirs[name].grad, rtol=1e-4, atol=1e-6)
 
 
-def test_without_gradients_none_are_made(squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]) -> None:
+def test_without_gradients_none_are_made(
+    squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
+) -> None:
     model, batch, plan = squeezed
     module = autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="loss")
     with FlopCounterMode(display=False) as trained:
@@ -100,7 +125,15 @@ def test_microbatches_and_stages_keep_it(axis: str) -> None:
     force = (pipeline("stage", microbatches=2),) if axis else ()
     mesh = {"stage": 2, "data": 2} if axis else {"data": 2}
     num: Any = "auto" if axis else 2
-    plan = autopar.plan(model, mesh, example_inputs=batch, loss_rows=4, constraints=force, num_microbatches=num, **HOW)
+    plan = autopar.plan(
+        model,
+        mesh,
+        example_inputs=batch,
+        loss_rows=4,
+        constraints=force,
+        num_microbatches=num,
+        **HOW,
+    )
     assert plan.loss_rows == 4 and plan.pipeline is not None and plan.pipeline.num_microbatches == 2
     assert autopar.verify(plan, model, batch).ok
     assert autopar.check(plan, model, batch).ok
@@ -140,9 +173,18 @@ def test_beside_tensor_parallelism_its_weight_stays_whole_and_a_table_that_is_ti
     how: dict[str, Any] = {"hardware": "h100-sxm", "outputs": "loss", "constraints": (asked,)}
     plan = autopar.plan(model, autopar.Mesh(mesh), example_inputs=batch, loss_rows=2, **how)
     assert plan.loss_rows == 2
-    assert "leaves whole the weight of a loss by rows" in caplog.text and "lm_head/linear_cross_entropy" in caplog.text
+    assert (
+        "leaves whole the weight of a loss by rows" in caplog.text
+        and "lm_head/linear_cross_entropy" in caplog.text
+    )
     parts = plan.pipeline.stages if plan.pipeline else (plan,)
-    rest = {n.node: str(n.strategy) for part in parts for e in part.entries if e.kind == "parameter" for n in e.nodes}
+    rest = {
+        n.node: str(n.strategy)
+        for part in parts
+        for e in part.entries
+        if e.kind == "parameter"
+        for n in e.nodes
+    }
     assert rest["transformer.wte.weight/parameter"] == ("R -> R" if tied else "S(0) -> S(0)")
     assert tied or rest["lm_head.weight/parameter"] == "R -> R"
     assert rest["transformer.h.{0}.mlp.c_fc.weight/parameter"].endswith("S(1)")

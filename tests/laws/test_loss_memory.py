@@ -15,12 +15,15 @@ from torch.nn import functional as F
 import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import ddp
-from autopar.mesh import Mesh
-from autopar.run.memory import trace_peak
+from autopar.core.mesh import Mesh
+from autopar.program.memory import trace_peak
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "mse": F.mse_loss, "smooth l1": partial(F.smooth_l1_loss, beta=0.5), "soft margin": F.soft_margin_loss, "huber": F.huber_loss,
-}  # fmt: skip
+    "mse": F.mse_loss,
+    "smooth l1": partial(F.smooth_l1_loss, beta=0.5),
+    "soft margin": F.soft_margin_loss,
+    "huber": F.huber_loss,
+}
 
 
 class Scored(nn.Module):
@@ -40,9 +43,16 @@ class Scored(nn.Module):
 def test_a_loss_holds_no_more_than_itself(name: str, num: int, reduction: str) -> None:
     """torch reduces some of these into the memory of the unreduced loss."""
     torch.manual_seed(0)
-    model, batch = Scored(LOSSES[name], reduction), {"x": torch.randn(64, 8), "y": torch.randn(64, 64).sign()}
+    model, batch = (
+        Scored(LOSSES[name], reduction),
+        {"x": torch.randn(64, 8), "y": torch.randn(64, 64).sign()},
+    )
     asked: dict[str, Any] = {"hardware": "h100-sxm", "constraints": (ddp(),)}
-    program = plan_model(model, Mesh({"gpu": num}), example_inputs=batch, **asked)[1].stage_program()
+    program = plan_model(model, Mesh({"gpu": num}), example_inputs=batch, **asked)[
+        1
+    ].stage_program()
     measured, _ = measured_peak(program, batch)
     assert measured == trace_peak(program).peak_bytes
-    assert autopar.verify(autopar.plan(model, num, example_inputs=batch, **asked), model, batch, dtype=None).ok
+    assert autopar.verify(
+        autopar.plan(model, num, example_inputs=batch, **asked), model, batch, dtype=None
+    ).ok

@@ -1,4 +1,5 @@
-"""Losses over microbatches: every loss of torch and reduction, and what is divided by sums and averages of the whole batch."""
+"""Losses over microbatches: every loss of torch and reduction, and what is divided by sums and
+averages of the whole batch."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ LOSSES: dict[str, Loss] = {
     "soft margin": lambda z, t, r: F.soft_margin_loss(z, t * 2 - 1, reduction=r),
     "bce": lambda z, t, r: F.binary_cross_entropy(z.sigmoid(), t, reduction=r),
     "bce with logits": lambda z, t, r: F.binary_cross_entropy_with_logits(z, t, reduction=r),
-    "bce with weights": lambda z, t, r: F.binary_cross_entropy_with_logits(z, t, t + 0.5, pos_weight=torch.full((3,), 2.0), reduction=r),
+    "bce with weights": lambda z, t, r: F.binary_cross_entropy_with_logits(
+        z, t, t + 0.5, pos_weight=torch.full((3,), 2.0), reduction=r
+    ),
     "l1": lambda z, t, r: F.l1_loss(z, t, reduction=r),
-    "kl": lambda z, t, r: F.kl_div(z.log_softmax(-1), t, reduction="batchmean" if r == "mean" else r),
+    "kl": lambda z, t, r: F.kl_div(
+        z.log_softmax(-1), t, reduction="batchmean" if r == "mean" else r
+    ),
 }
 
 
@@ -38,11 +43,22 @@ class Net(nn.Module):
         return self.loss(self.linear(x), y)
 
 
-def planned(loss: Callable[[Tensor, Tensor], Tensor], num: int = 2) -> tuple[nn.Module, dict[str, Tensor], autopar.Plan]:
+def planned(
+    loss: Callable[[Tensor, Tensor], Tensor], num: int = 2
+) -> tuple[nn.Module, dict[str, Tensor], autopar.Plan]:
     torch.manual_seed(0)
     model = Net(loss).double()
-    batch = {"x": torch.randn(6, 4, dtype=torch.float64), "y": torch.eye(3, dtype=torch.float64).repeat(2, 1)}
-    plan = autopar.plan(model, autopar.Mesh({"gpu": 1}), example_inputs=batch, hardware="cpu-gloo", num_microbatches=num)
+    batch = {
+        "x": torch.randn(6, 4, dtype=torch.float64),
+        "y": torch.eye(3, dtype=torch.float64).repeat(2, 1),
+    }
+    plan = autopar.plan(
+        model,
+        autopar.Mesh({"gpu": 1}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        num_microbatches=num,
+    )
     assert (plan.pipeline.num_microbatches if plan.pipeline else 1) == num
     return model, batch, plan
 
@@ -62,7 +78,9 @@ QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a factor": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum(),
     "a factor of each term": lambda z, t: (z * mask(t) - z.sin() * (t > 0)).sum() / (t > 0).sum(),
     "filled": lambda z, t: z.square().masked_fill(~(t > 0), 0.0).sum() / (t > 0).sum(),
-    "filled by the opposite": lambda z, t: z.square().masked_fill(t <= 0, 0.0).sum() / (t > 0).sum(),
+    "filled by the opposite": lambda z, t: (
+        z.square().masked_fill(t <= 0, 0.0).sum() / (t > 0).sum()
+    ),
     "chosen": lambda z, t: torch.where(t > 0, z, 0.0).sum() / (t > 0).sum(),
     "chosen elsewhere": lambda z, t: torch.where(t <= 0, 0.0, z).sum() / (t > 0).sum(),
     "of rows": lambda z, t: (z.square().mean(-1) * mask(t[:, 0])).sum() / mask(t[:, 0]).sum(),
@@ -95,13 +113,22 @@ def count(t: Tensor) -> Tensor:
 MADE_OF_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "no less than one": lambda z, t: (z.square() * mask(t)).sum() / count(t).clamp(min=1),
     "no less than many": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum().clamp(min=2.5),
-    "no less than little": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum().clamp(min=1e-6),
+    "no less than little": lambda z, t: (
+        (z.square() * mask(t)).sum() / mask(t).sum().clamp(min=1e-6)
+    ),
     "between two": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum().clamp(0.5, 3.5),
-    "the greater": lambda z, t: (z.square() * mask(t)).sum() / torch.maximum(mask(t).sum(), torch.tensor(2.0)),
+    "the greater": lambda z, t: (
+        (z.square() * mask(t)).sum() / torch.maximum(mask(t).sum(), torch.tensor(2.0))
+    ),
     "and a little": lambda z, t: (z.square() * mask(t)).sum() / (mask(t).sum() + 1e-8),
-    "of two sums": lambda z, t: (z.square() * mask(t)).sum() / torch.maximum(mask(t).sum(), t.square().sum() * 0.75).clamp(min=1),
+    "of two sums": lambda z, t: (
+        (z.square() * mask(t)).sum()
+        / torch.maximum(mask(t).sum(), t.square().sum() * 0.75).clamp(min=1)
+    ),
     "not only what counts": lambda z, t: z.square().sum() / count(t).clamp(min=1),
-    "of two terms": lambda z, t: (z * mask(t)).sum() / (n := count(t).clamp(min=1)) - 0.5 * (z.sin().sum() / n),
+    "of two terms": lambda z, t: (
+        (z * mask(t)).sum() / (n := count(t).clamp(min=1)) - 0.5 * (z.sin().sum() / n)
+    ),
 }
 
 
@@ -109,7 +136,12 @@ MADE_OF_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", MADE_OF_SUMS)
 def test_a_sum_is_divided_by_what_is_made_of_the_batchs_sums(name: str, num: int) -> None:
     model, batch, plan = planned(MADE_OF_SUMS[name], num)
-    for counted in (range(6), (1, 3, 4), (4,), ()):  # in the last three the first microbatch of six has nothing to count
+    for counted in (
+        range(6),
+        (1, 3, 4),
+        (4,),
+        (),
+    ):  # in the last three the first microbatch of six has nothing to count
         labels = torch.zeros_like(batch["y"])
         for sample in counted:
             labels[sample, sample % 3] = 1.0
@@ -121,31 +153,52 @@ def entropy(z: Tensor, labels: Tensor, **how: Any) -> Tensor:
 
 
 JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "two counts": lambda z, t: (z * mask(t)).sum() / mask(t).sum() + (z.square() * (t < 0.5)).sum() / (t < 0.5).sum(),
+    "two counts": lambda z, t: (
+        (z * mask(t)).sum() / mask(t).sum() + (z.square() * (t < 0.5)).sum() / (t < 0.5).sum()
+    ),
     "two entropies": lambda z, t: entropy(z, t.argmax(-1)) + 0.3 * entropy(z.sin(), t.argmin(-1)),
     "entropies of classes that weigh otherwise": lambda z, t: (
-        entropy(z, t.argmax(-1), weight=torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)) + entropy(z.sin(), t.argmin(-1))
+        entropy(z, t.argmax(-1), weight=torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64))
+        + entropy(z.sin(), t.argmin(-1))
     ),
-    "a count and what is clamped": lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + z.sum() / count(t),
+    "a count and what is clamped": lambda z, t: (
+        (z * mask(t)).sum() / count(t).clamp(min=1) + z.sum() / count(t)
+    ),
     "a count and a sum": lambda z, t: (z * mask(t)).sum() / mask(t).sum() + z.square().sum(),
     "a count and an average": lambda z, t: entropy(z, t.argmax(-1)) + 0.1 * F.mse_loss(z, t),
-    "what is clamped, and whole": lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + torch.ones(3).sum(),
+    "what is clamped, and whole": lambda z, t: (
+        (z * mask(t)).sum() / count(t).clamp(min=1) + torch.ones(3).sum()
+    ),
     "two counts, an average and what is whole": lambda z, t: (
         entropy(z, t.argmax(-1)) - (z * t).sum() / (t.sum() + 1) + z.sin().mean() + 2.0
     ),
-    "times a count": lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) * count(t).clamp(min=1),
+    "times a count": lambda z, t: (
+        (z * mask(t)).sum() / count(t).clamp(min=1) * count(t).clamp(min=1)
+    ),
     "times one over a count": lambda z, t: (z * mask(t)).sum() * (1.0 / mask(t).sum()) + z.mean(),
-    "each element by a count": lambda z, t: (z * mask(t) / mask(t).sum()).sum() + (z.square() / count(t)).sum(),
-    "0 where nothing counts": lambda z, t: torch.where(count(t) > 0, (z * mask(t)).sum() / count(t), 0.0 * z.sum()) + z.square().sum(),
-    "classes that are rare weigh more": lambda z, t: (F.cross_entropy(z, t.argmax(-1), reduction="none") * (t / t.sum(0)).sum(-1)).sum(),
+    "each element by a count": lambda z, t: (
+        (z * mask(t) / mask(t).sum()).sum() + (z.square() / count(t)).sum()
+    ),
+    "0 where nothing counts": lambda z, t: (
+        torch.where(count(t) > 0, (z * mask(t)).sum() / count(t), 0.0 * z.sum()) + z.square().sum()
+    ),
+    "classes that are rare weigh more": lambda z, t: (
+        F.cross_entropy(z, t.argmax(-1), reduction="none") * (t / t.sum(0)).sum(-1)
+    ).sum(),
     "a count for each class": lambda z, t: (z.sum(0) / t.sum(0)).sum(),
     "less the batch's average of labels": lambda z, t: F.mse_loss(z, t - t.mean(0)),
-    "by the batch's deviation of labels": lambda z, t: (z.square() / (t - t.mean(0)).square().mean()).sum(),
+    "by the batch's deviation of labels": lambda z, t: (
+        z.square() / (t - t.mean(0)).square().mean()
+    ).sum(),
     "a sum and a number": lambda z, t: (z * mask(t)).sum() + 3.0,
     "a number less a sum": lambda z, t: 3.0 - (z * mask(t)).sum(),
     "a sum and two averages": lambda z, t: z.sum() + z.mean() + t.sum() * t.mean(),
-    "a sum by a count, a sum and an average": lambda z, t: (z * mask(t)).sum() / count(t) + z.sum() + z.mean(),
-    "a sum and an average by a count": lambda z, t: (z * mask(t)).sum() / count(t) + z.mean() / count(t),
+    "a sum by a count, a sum and an average": lambda z, t: (
+        (z * mask(t)).sum() / count(t) + z.sum() + z.mean()
+    ),
+    "a sum and an average by a count": lambda z, t: (
+        (z * mask(t)).sum() / count(t) + z.mean() / count(t)
+    ),
     "what does not count": lambda z, t: z.square().sum() / (t.numel() - count(t)) + z.mean(),
 }
 
@@ -154,7 +207,9 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", JOINED)
 def test_terms_of_different_counts_are_joined_as_in_the_whole_batch(name: str, num: int) -> None:
     model, batch, plan = planned(JOINED[name], num)
-    batch["y"] = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 0, 1, 2, 0, 2])]  # unlike numbers of each class
+    batch["y"] = torch.eye(3, dtype=torch.float64)[
+        torch.tensor([0, 0, 1, 2, 0, 2])
+    ]  # unlike numbers of each class
     assert_equal(plan, model, batch)
 
 
@@ -174,11 +229,18 @@ def summed(z: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(z, t, reduction="sum")
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, JOINED["two entropies"], summed], ids=["mean", "counts", "sum"])
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, JOINED["two entropies"], summed], ids=["mean", "counts", "sum"]
+)
 @pytest.mark.parametrize("num", [2, 6])
-def test_a_penalty_stands_beside_averages_quotients_and_sums(loss: Callable[[Tensor, Tensor], Tensor], num: int) -> None:
+def test_a_penalty_stands_beside_averages_quotients_and_sums(
+    loss: Callable[[Tensor, Tensor], Tensor], num: int
+) -> None:
     model = Penalised(loss).double()
-    batch = {"x": torch.randn(6, 4, dtype=torch.float64), "y": torch.eye(3, dtype=torch.float64).repeat(2, 1)}
+    batch = {
+        "x": torch.randn(6, 4, dtype=torch.float64),
+        "y": torch.eye(3, dtype=torch.float64).repeat(2, 1),
+    }
     plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num)
     assert_equal(plan, model, batch)
 
@@ -187,9 +249,17 @@ def test_a_refusal_says_what_the_op_reads_where_it_stands_and_what_to_do() -> No
     with pytest.raises(CoupledError) as refused:
         planned(lambda z, t: (z - z.mean(0)).square().sum())
     said = str(refused.value)
-    assert "reads a part of the samples, along dim 0 and an average over samples" in said and "sub" in said
-    assert "test_microbatch_quotients.py:" in said and "what to do: pass microbatches=1 or num_microbatches=1" in said
-    with pytest.raises(CoupledError, match="what it makes follows from the number of samples") as refused:
+    assert (
+        "reads a part of the samples, along dim 0 and an average over samples" in said
+        and "sub" in said
+    )
+    assert (
+        "test_microbatch_quotients.py:" in said
+        and "what to do: pass microbatches=1 or num_microbatches=1" in said
+    )
+    with pytest.raises(
+        CoupledError, match="what it makes follows from the number of samples"
+    ) as refused:
         planned(lambda z, t: (z.sum(1) * torch.linspace(0, 1, len(z))).sum())
     assert "test_microbatch_quotients.py:" in str(refused.value)
 

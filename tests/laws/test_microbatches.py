@@ -1,4 +1,5 @@
-"""Law: microbatches, weighed as inferred from the graphs, make the batch's loss, outputs and gradients."""
+"""Law: microbatches, weighed as inferred from the graphs, make the batch's loss, outputs and
+gradients."""
 
 from __future__ import annotations
 
@@ -12,57 +13,86 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar import random_ops
 from autopar.analysis.microbatches import Microbatching, microbatching, ready
 from autopar.api.planning import plan_model
 from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
-from autopar.emit.staged import microbatches_of
+from autopar.core.mesh import Mesh
+from autopar.emit.build import microbatches_of
 from autopar.errors import AutoparError, ConstraintError, CoupledError, VerificationError
 from autopar.kernels.collectives import fake_groups
-from autopar.mesh import Mesh
-from autopar.run.executor import Executor
-from autopar.run.program import StagedProgram
-from autopar.run.stage_work import StageWork
+from autopar.ops import random
+from autopar.program.executor import Executor
+from autopar.program.program import StagedProgram
+from autopar.program.stage_work import StageWork
 from benchmarks import zoo
 
 NUM = 4
 
 
-def traced(model: nn.Module, batch: dict[str, Any], **how: Any) -> tuple[Trace, Trace, Microbatching]:
+def traced(
+    model: nn.Module, batch: dict[str, Any], **how: Any
+) -> tuple[Trace, Trace, Microbatching]:
     whole = capture(model, (), batch)
     part = capture(model, *microbatch_of((), batch, NUM))
     return whole, *ready(part, microbatching(whole, part, NUM, **how))
 
 
 def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
-    """The largest error of outputs and gradients that microbatches make, in float64, against the whole batch's."""
+    """The largest error of outputs and gradients that microbatches make, in float64, against the
+    whole batch's."""
     whole, part, inferred = traced(model, batch, **how)
-    tensors = {n: x.detach() for n, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
-    tensors = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()} | {random_ops.STATE: random_ops.initial_state(0)}
+    tensors = {
+        n: x.detach()
+        for n, x in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    }
+    tensors = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()} | {
+        random.STATE: random.initial_state(0)
+    }
     leaves = dict(flatten_call((), batch)[0])
-    inputs = {i.path: leaves[i.path].double() if leaves[i.path].is_floating_point() else leaves[i.path] for i in whole.inputs}
-    expected, gradients, _ = execute(whole, tensors, tensors, list(inputs.values()), dtype=torch.float64)
+    inputs = {
+        i.path: leaves[i.path].double() if leaves[i.path].is_floating_point() else leaves[i.path]
+        for i in whole.inputs
+    }
+    expected, gradients, _ = execute(
+        whole, tensors, tensors, list(inputs.values()), dtype=torch.float64
+    )
     batches = microbatches_of(part, inferred)
     parts = batches.parts(inputs, tensors)
     made: dict[str, list[Tensor]] = {}
     sums: dict[str, Tensor] = {}
     tangent = torch.tensor(batches.weight, dtype=torch.float64)
     for one in parts:
-        got, grads, _ = execute(part, tensors, tensors, [one[i.path] for i in part.inputs], tangent, dtype=torch.float64)
+        got, grads, _ = execute(
+            part, tensors, tensors, [one[i.path] for i in part.inputs], tangent, dtype=torch.float64
+        )
         for o, x in zip(part.outputs, got, strict=True):
             made.setdefault(o.path, []).append(x)
         sums = {n: sums[n] + g if n in sums else g for n, g in grads.items()}
     scale = max(float(g.abs().max()) for g in gradients.values())
     worst = max(float((sums[n] - g).abs().max()) for n, g in gradients.items()) / scale
     for o, x in zip(whole.outputs, expected, strict=True):
-        worst = max(worst, float((batches.join(o.path, made[o.path]) - x).abs().max()) / float(x.abs().max()))
+        worst = max(
+            worst,
+            float((batches.join(o.path, made[o.path]) - x).abs().max()) / float(x.abs().max()),
+        )
     return worst
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "unet2d", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "vit", "dlrm"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "bert",
+        "unet2d",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "vit", "dlrm")),
+    ],
+)
 def test_microbatches_make_the_batch(name: str) -> None:
     model, batch = zoo.build(name)
     assert error(model, batch) < 1e-12
@@ -88,7 +118,10 @@ class Head(nn.Module):
 
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(8, 3, generator=generator), "y": torch.randn(8, 5, generator=generator)}
+    return {
+        "x": torch.randn(8, 3, generator=generator),
+        "y": torch.randn(8, 5, generator=generator),
+    }
 
 
 LOSSES = {
@@ -96,15 +129,24 @@ LOSSES = {
     "mean": (lambda z, y: ((z - y) ** 2).mean(), "mean"),
     "mse": (F.mse_loss, "mean"),
     "per sample": (lambda z, y: ((z - y) ** 2).sum() / z.shape[0], "mean"),
-    "a tensor filled with a constant": (lambda z, y: (z.sum(1) * torch.full((z.shape[0],), 0.5)).sum(), "sum"),
+    "a tensor filled with a constant": (
+        lambda z, y: (z.sum(1) * torch.full((z.shape[0],), 0.5)).sum(),
+        "sum",
+    ),
     "a constant divisor": (lambda z, y: ((z - y) ** 2).sum() / 3.0, "sum"),
     "two means": (lambda z, y: F.mse_loss(z, y) + 0.1 * z.abs().mean(), "mean"),
     "one less a mean": (lambda z, y: 1 - (z * y).mean() * 2.0, "mean"),
     "sum of means": (lambda z, y: ((z - y) ** 2).mean(1).sum(), "sum"),
     "one sample's weight": (lambda z, y: (z * y).mean(0).sum() * 2.0, "mean"),
-    "a linear of an average": (lambda z, y: F.linear((z * y).mean(0, keepdim=True), torch.ones(2, 5), torch.ones(2)).sum(), "mean"),
+    "a linear of an average": (
+        lambda z, y: F.linear((z * y).mean(0, keepdim=True), torch.ones(2, 5), torch.ones(2)).sum(),
+        "mean",
+    ),
     "a sum and a mean": (lambda z, y: ((z - y) ** 2).sum() + z.abs().mean(), "mean"),
-    "a linear of a sum": (lambda z, y: F.linear((z * y).sum(0, keepdim=True), torch.ones(2, 5), torch.ones(2)).sum(), "mean"),
+    "a linear of a sum": (
+        lambda z, y: F.linear((z * y).sum(0, keepdim=True), torch.ones(2, 5), torch.ones(2)).sum(),
+        "mean",
+    ),
     "one less a sum": (lambda z, y: 1 - z.sum(), "mean"),
 }
 
@@ -124,11 +166,19 @@ COUPLED = {
     "a product of means": lambda z, y: z.mean() * F.mse_loss(z, y),
     "a square of a mean": lambda z, y: z.mean().square(),
     "a constant for each pair": lambda z, y: (z.sum(1) * torch.ones(z.shape[0], z.shape[0])).sum(),
-    "a tensor filled with a share of the batch": lambda z, y: (z.sum(1) * torch.full((z.shape[0],), 1 / z.shape[0])).sum(),
-    "a number made of the number of samples": lambda z, y: (z.sum(1) * torch.tensor(1 / z.shape[0])).sum(),
-    "a new tensor filled with it": lambda z, y: (z.sum(1) * z.new_full((z.shape[0],), 1 / z.shape[0])).sum(),
+    "a tensor filled with a share of the batch": (
+        lambda z, y: (z.sum(1) * torch.full((z.shape[0],), 1 / z.shape[0])).sum()
+    ),
+    "a number made of the number of samples": (
+        lambda z, y: (z.sum(1) * torch.tensor(1 / z.shape[0])).sum()
+    ),
+    "a new tensor filled with it": (
+        lambda z, y: (z.sum(1) * z.new_full((z.shape[0],), 1 / z.shape[0])).sum()
+    ),
     "a position in the batch": lambda z, y: (z.sum(1) * torch.arange(z.shape[0])).sum(),
-    "a sum and a regulariser": lambda z, y: (z * y).sum() + (torch.ones(5) * 2).sum() * z.sum().square(),
+    "a sum and a regulariser": lambda z, y: (
+        (z * y).sum() + (torch.ones(5) * 2).sum() * z.sum().square()
+    ),
 }
 
 
@@ -139,7 +189,12 @@ def test_losses_that_couple_samples_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "op"), [("cnn", "features.1"), ("clip", "/dot/forward"), pytest.param("mixtral", "/forward/", marks=pytest.mark.slow)]
+    ("name", "op"),
+    [
+        ("cnn", "features.1"),
+        ("clip", "/dot/forward"),
+        pytest.param("mixtral", "/forward/", marks=pytest.mark.slow),
+    ],
 )
 def test_models_that_couple_samples_are_refused_and_the_op_named(name: str, op: str) -> None:
     model, data = zoo.build(name)
@@ -183,7 +238,9 @@ class Scaled(Weighted):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         weights = self.weights[y]
-        return (nn.functional.cross_entropy(self.net(x), y, reduction="none") * weights).sum() / weights.sum()
+        return (
+            nn.functional.cross_entropy(self.net(x), y, reduction="none") * weights
+        ).sum() / weights.sum()
 
 
 def test_losses_weigh_by_what_buffers_say_of_classes_as_they_are_in_each_call() -> None:
@@ -206,7 +263,10 @@ def test_losses_weigh_by_what_buffers_say_of_classes_as_they_are_in_each_call() 
 def test_losses_that_weigh_by_parameters_are_refused() -> None:
     torch.manual_seed(0)
     model, data = Scaled(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
-    with pytest.raises(ConstraintError, match="the batch's follows from parameter 'weights', and is not known before"):
+    with pytest.raises(
+        ConstraintError,
+        match="the batch's follows from parameter 'weights', and is not known before",
+    ):
         traced(model, data)
 
 
@@ -223,14 +283,18 @@ class Whole(nn.Module):
 
 
 class Averages(nn.Module):
-    """A loss, and another average: over the same labels, or over others; and where the samples are."""
+    """A loss, and another average: over the same labels, or over others; and where the samples
+    are."""
 
     def __init__(self, *, same: bool) -> None:
         super().__init__()
         self.loss, self.other, self.same = nn.Linear(8, 4), nn.Linear(8, 4), same
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Tensor]:
-        return {"loss": F.cross_entropy(self.loss(x), y), "other": F.cross_entropy(self.other(x), y if self.same else z)}
+        return {
+            "loss": F.cross_entropy(self.loss(x), y),
+            "other": F.cross_entropy(self.other(x), y if self.same else z),
+        }
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -238,7 +302,12 @@ def test_an_average_beside_the_loss_is_that_of_the_batch_whatever_it_counts(same
     torch.manual_seed(0)
     y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
     model, batch = Averages(same=same), {"x": torch.randn(8, 8), "y": y, "z": z}
-    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "num_microbatches": 2, "outputs": "full"}
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "hardware": "cpu-gloo",
+        "num_microbatches": 2,
+        "outputs": "full",
+    }
     expected = model(**batch)
     found = autopar.verify(autopar.plan(model, 1, **options), model, batch)
     assert found.ok and "other" in found.outputs
@@ -256,14 +325,22 @@ class Masked(nn.Module):
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         scores = self.net(self.drop(x))
         seen = (torch.rand_like(x[:, 0]) > 0.4).to(x.dtype)
-        return F.cross_entropy(scores, y) + F.cross_entropy(scores.sin(), z) + (scores.sum(1) * seen).sum() / seen.sum()
+        return (
+            F.cross_entropy(scores, y)
+            + F.cross_entropy(scores.sin(), z)
+            + (scores.sum(1) * seen).sum() / seen.sum()
+        )
 
 
-def test_each_sample_has_the_random_numbers_of_its_microbatch_and_what_they_count_is_of_the_batch() -> None:
+def test_each_sample_has_the_random_numbers_of_its_microbatch_and_what_they_count_is_of_the_batch() -> (  # noqa: E501
+    None
+):
     torch.manual_seed(0)
     y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
     batch = {"x": torch.randn(8, 8), "y": y, "z": z}
-    plan = autopar.plan(Masked(), 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=NUM)
+    plan = autopar.plan(
+        Masked(), 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=NUM
+    )
     found = autopar.verify(plan, Masked(), batch)
     assert found.ok and found.max_error < 1e-12, str(found)
 
@@ -279,12 +356,20 @@ class Connections(nn.Module):
         return self.loss(F.linear(x, F.dropout(self.weight, 0.5)), y)
 
 
-def test_numbers_that_no_sample_has_are_verified_microbatch_by_microbatch_where_nothing_is_counted() -> None:
-    options: dict[str, Any] = {"example_inputs": batch(), "hardware": "cpu-gloo", "num_microbatches": NUM}
+def test_numbers_that_no_sample_has_are_verified_microbatch_by_microbatch_where_nothing_is_counted() -> (  # noqa: E501
+    None
+):
+    options: dict[str, Any] = {
+        "example_inputs": batch(),
+        "hardware": "cpu-gloo",
+        "num_microbatches": NUM,
+    }
     model = Connections(F.mse_loss)
     assert autopar.verify(autopar.plan(model, 1, **options), model, batch()).ok
     counted = Connections(lambda z, y: (z * (y > 0)).sum() / (y > 0).sum())
-    with pytest.raises(VerificationError, match="draw random numbers of their own that no sample has"):
+    with pytest.raises(
+        VerificationError, match="draw random numbers of their own that no sample has"
+    ):
         autopar.verify(autopar.plan(counted, 1, **options), counted, batch())
 
 
@@ -294,14 +379,21 @@ class Positions(nn.Module):
 
 
 def test_positions_in_the_batch_are_not_put_together_of_microbatches() -> None:
-    options: dict[str, Any] = {"example_inputs": {"x": torch.randn(8, 8)}, "hardware": "cpu-gloo", "num_microbatches": 2, "outputs": "full"}
+    options: dict[str, Any] = {
+        "example_inputs": {"x": torch.randn(8, 8)},
+        "hardware": "cpu-gloo",
+        "num_microbatches": 2,
+        "outputs": "full",
+    }
     with pytest.raises(CoupledError, match="'at' has positions in the batch"):
         autopar.plan(Positions(), 1, inference=True, **options)
 
 
 def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled() -> None:
     model, data = Whole(), {"x": torch.randn(8, 6)}
-    with pytest.raises(CoupledError, match="the model takes the whole batch, and no part of 2 samples"):
+    with pytest.raises(
+        CoupledError, match="the model takes the whole batch, and no part of 2 samples"
+    ):
         trace_part(model, capture(model, (), data), (), data, NUM)
 
 
@@ -309,7 +401,10 @@ def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled()
     "loss",
     [
         lambda z, y: F.cross_entropy(z, y, reduction="sum") / (y != -100).sum(),
-        lambda z, y: (F.cross_entropy(z, y.clamp(min=0), reduction="none") * (y != -100)).sum() / (y != -100).sum(),
+        lambda z, y: (
+            (F.cross_entropy(z, y.clamp(min=0), reduction="none") * (y != -100)).sum()
+            / (y != -100).sum()
+        ),
         lambda z, y: F.cross_entropy(z, y, reduction="sum") / (y != -100).sum().clamp(min=1),
     ],
     ids=["sum over count", "masked", "sum over clamped count"],
@@ -343,7 +438,9 @@ def test_the_loss_of_microbatches_is_scaled_in_place_as_the_plain_ones_is() -> N
 def nan_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of gradients begin with what would spoil them."""
     plain = Executor.new_sums
-    monkeypatch.setattr(Executor, "new_sums", lambda self: [total.fill_(math.nan) for total in plain(self)])
+    monkeypatch.setattr(
+        Executor, "new_sums", lambda self: [total.fill_(math.nan) for total in plain(self)]
+    )
 
 
 @pytest.mark.parametrize("ignored", [(), (0,), (0, 1), (1, 3), (0, 1, 2, 3)], ids=str)
@@ -365,15 +462,23 @@ def test_the_first_microbatch_that_counts_writes_the_sums_whatever_was_in_them(
             each(**given)["loss"].backward()
         for name, parameter in model.named_parameters():
             ours = pm.get_parameter(name).grad.full_tensor()
-            torch.testing.assert_close(ours, torch.zeros_like(parameter) if len(ignored) == NUM else parameter.grad)
+            torch.testing.assert_close(
+                ours, torch.zeros_like(parameter) if len(ignored) == NUM else parameter.grad
+            )
 
 
-def test_gradients_are_zero_where_no_microbatch_weighs_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_zero_where_no_microbatch_weighs_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nan_sums(monkeypatch)
-    made = plan_model(Head(F.mse_loss), Mesh(1), example_inputs=batch(), hardware="cpu-gloo", num_microbatches=NUM)[1]
+    made = plan_model(
+        Head(F.mse_loss), Mesh(1), example_inputs=batch(), hardware="cpu-gloo", num_microbatches=NUM
+    )[1]
     assert isinstance(made.program, StagedProgram)
     (stage,) = made.program.stages
-    work = StageWork(stage, Executor(stage, fake_groups(stage.mesh), outputs="local"), torch.device("cpu"))
+    work = StageWork(
+        stage, Executor(stage, fake_groups(stage.mesh), outputs="local"), torch.device("cpu")
+    )
     parts = [{name: x[2 * n : 2 * n + 2] for name, x in batch().items()} for n in range(NUM)]
     work.begin([], [torch.randn(t.shape) for t in stage.parameters], [], parts, 0.0, keep=True)
     for number in range(NUM):

@@ -1,4 +1,5 @@
-"""Causal attention of mirrored parts: each rank computes as much, numbers are right, and what is sent is what is stated.
+"""Causal attention of mirrored parts: each rank computes as much, numbers are right, and what is
+sent is what is stated.
 
 On hardware whose attention is slow, so that models as small as these gain from it.
 """
@@ -24,14 +25,14 @@ from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.certificate import certify
 from autopar.constraints import context_parallel, megatron
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.ops import attention_kernels
-from autopar.planning import Planned
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.ops import softmax_attention
+from autopar.planner import Planned
 from autopar.plans import Plan
+from autopar.program.memory import trace_peak
+from autopar.program.program import Program
 from autopar.rules import call_on, strategies
-from autopar.run.memory import trace_peak
-from autopar.run.program import Program
 
 LAYERS, B, S = 2, zoo_small.BATCH, zoo_small.SEQUENCE
 LINE = Mesh({"context": 2})
@@ -46,21 +47,40 @@ WAYS: dict[str, tuple[Mesh, tuple[Any, ...]]] = {
     "in stages": (Mesh({"stage": 2, "context": 2}), (megatron(pp=2, cp=2, microbatches=2),)),
     "freely": (Mesh({"a": 3}), ()),
 }
-SLOW = {("gpt2", way) for way in WAYS if way not in ("two", "in stages")} | {("llama", "recomputed"), ("llama", "six")}
-CASES = [pytest.param(k, w, marks=[pytest.mark.slow] * ((k, w) in SLOW), id=f"{k} {w}") for k in ("gpt2", "llama") for w in WAYS]
+SLOW = {("gpt2", way) for way in WAYS if way not in ("two", "in stages")} | {
+    ("llama", "recomputed"),
+    ("llama", "six"),
+}
+CASES = [
+    pytest.param(k, w, marks=[pytest.mark.slow] * ((k, w) in SLOW), id=f"{k} {w}")
+    for k in ("gpt2", "llama")
+    for w in WAYS
+]
 
 
 @cache
 def planned(kind: str, way: str) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)(num_layers=LAYERS)
     mesh, force = WAYS[way]
-    return plan_model(model, mesh, example_inputs=batch, hardware=slow_attention(), constraints=force)[1], model, batch
+    return (
+        plan_model(model, mesh, example_inputs=batch, hardware=slow_attention(), constraints=force)[
+            1
+        ],
+        model,
+        batch,
+    )
 
 
 def attentions(plan: Plan) -> list[str]:
     """How queries lie, of each attention and its backward."""
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
-    chosen = [c for each in plans for e in each.entries for c in (*e.nodes, *e.recompute) if "/attention" in c.node]
+    chosen = [
+        c
+        for each in plans
+        for e in each.entries
+        for c in (*e.nodes, *e.recompute)
+        if "/attention" in c.node
+    ]
     return [str(c.strategy.outputs[0]) for c in chosen]
 
 
@@ -75,19 +95,31 @@ def test_gradients_are_the_models_and_the_plan_is_certified(kind: str, way: str)
     assert certificate.ok, str(certificate)
 
 
-def test_each_query_and_output_is_swapped_once_in_either_phase_and_what_is_kept_rests_mirrored() -> None:
+def test_each_query_and_output_is_swapped_once_in_either_phase_and_what_is_kept_rests_mirrored() -> (  # noqa: E501
+    None
+):
     made, model, _ = planned("llama", "two")
     config: Any = model.config
     steps = [(step.phase, step.collective) for _, step in made.plan.steps()]
     swaps = Counter((phase, c.axis, c.dim, c.bytes) for phase, c in steps if c.kind == "swap")
-    part = B * config.num_attention_heads * (config.hidden_size // config.num_attention_heads) * S // 2 * 4
+    part = (
+        B
+        * config.num_attention_heads
+        * (config.hidden_size // config.num_attention_heads)
+        * S
+        // 2
+        * 4
+    )
     assert swaps == {("forward", 0, 2, part): 2 * LAYERS, ("backward", 0, 2, part): 2 * LAYERS}
     kept = [k for k in made.plan.kept if any("~mirrored" in str(at) for at in k.layouts)]
     assert len(kept) >= 3, "queries, outputs and their sums"
 
 
-def counted(program: Program, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pairs of query and key that each rank computes in a step, of a square with a causal mask half of them."""
+def counted(
+    program: Program, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """Pairs of query and key that each rank computes in a step, of a square with a causal mask
+    half of them."""
     pairs = 0.0
 
     def seen(kernel: Any, first: int) -> Any:
@@ -99,8 +131,10 @@ def counted(program: Program, batch: dict[str, Any], monkeypatch: pytest.MonkeyP
 
         return run
 
-    monkeypatch.setattr(attention_kernels, "attend", seen(attention_kernels.attend, 0))
-    monkeypatch.setattr(attention_kernels, "attend_backward", seen(attention_kernels.attend_backward, 1))
+    monkeypatch.setattr(softmax_attention, "attend", seen(softmax_attention.attend, 0))
+    monkeypatch.setattr(
+        softmax_attention, "attend_backward", seen(softmax_attention.attend_backward, 1)
+    )
     found = []
     for rank in range(program.mesh.num_devices):
         pairs = 0.0
@@ -110,7 +144,9 @@ def counted(program: Program, batch: dict[str, Any], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("way", ["two", "three", "beside data, sharded"])
-def test_all_ranks_compute_as_many_pairs_together_the_whole(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_compute_as_many_pairs_together_the_whole(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, model, batch = planned("llama", way)
     config: Any = model.config
     ranks = counted(made.stage_program(), batch, monkeypatch)
@@ -121,7 +157,9 @@ def test_all_ranks_compute_as_many_pairs_together_the_whole(way: str, monkeypatc
 def test_of_plain_parts_the_last_rank_computes_most(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_small.llama(num_layers=LAYERS)
     mesh, force = Mesh({"context": 4}), (context_parallel("context"),)
-    made = plan_model(model, mesh, example_inputs=batch, hardware=slow_attention(), constraints=force)[1]
+    made = plan_model(
+        model, mesh, example_inputs=batch, hardware=slow_attention(), constraints=force
+    )[1]
     assert set(attentions(made.plan)) == {"S(2)"}, "parts of three tokens have no halves"
     ranks = counted(made.stage_program(), batch, monkeypatch)
     assert ranks == sorted(ranks) and ranks[3] == pytest.approx(7 * ranks[0])
@@ -132,24 +170,46 @@ def test_attention_takes_its_share_of_the_whole_and_less_than_the_last_plain_par
     for size in (1, 2, 4):
         model, batch = zoo_small.llama(num_layers=LAYERS)
         force = (context_parallel("context"),) if size > 1 else ()
-        plan = autopar.plan(model, Mesh({"context": size}), example_inputs=batch, hardware=slow_attention(), constraints=force)
-        times[str(size)] = {e.phase: e.time_s for e in plan.entries for c in e.nodes if "/attention" in c.node}
+        plan = autopar.plan(
+            model,
+            Mesh({"context": size}),
+            example_inputs=batch,
+            hardware=slow_attention(),
+            constraints=force,
+        )
+        times[str(size)] = {
+            e.phase: e.time_s for e in plan.entries for c in e.nodes if "/attention" in c.node
+        }
     for phase, whole_s in times["1"].items():
         overhead_s = slow_attention().launch_overhead_s
         assert times["2"][phase] - overhead_s == pytest.approx((whole_s - overhead_s) / 2, rel=1e-3)
-        assert times["4"][phase] - overhead_s == pytest.approx((whole_s - overhead_s) / 4 * (2 - 1 / 4), rel=1e-3), "the last plain part"
+        assert times["4"][phase] - overhead_s == pytest.approx(
+            (whole_s - overhead_s) / 4 * (2 - 1 / 4), rel=1e-3
+        ), "the last plain part"
 
 
 def test_where_attention_is_quick_parts_stay_plain() -> None:
     model, batch = zoo_small.llama(num_layers=LAYERS)
-    plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(context_parallel("context"),))
+    plan = autopar.plan(
+        model,
+        LINE,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=(context_parallel("context"),),
+    )
     assert set(attentions(plan)) == {"S(2)"}, "swaps would cost more than they save"
 
 
 @pytest.mark.parametrize("way", ["two", "three"])
 def test_memory_is_predicted_to_the_byte(way: str) -> None:
     batch, (mesh, force) = {"x": torch.randn(2, 36, 8)}, WAYS[way]
-    made = plan_model(Attending(is_causal=True), mesh, example_inputs=batch, hardware=slow_attention(), constraints=force)[1]
+    made = plan_model(
+        Attending(is_causal=True),
+        mesh,
+        example_inputs=batch,
+        hardware=slow_attention(),
+        constraints=force,
+    )[1]
     assert all("mirrored" in at for at in attentions(made.plan))
     program = made.stage_program()
     ranks = range(program.mesh.num_devices)
@@ -168,13 +228,25 @@ class Attending(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal).pow(2).sum()
+        return (
+            nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=self.is_causal
+            )
+            .pow(2)
+            .sum()
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_that_is_not_causal_has_plain_parts(masked: bool) -> None:
     batch, force = {"x": torch.randn(1, 16, 8)}, (context_parallel("context"),)
-    made = plan_model(Attending(masked=masked), LINE, example_inputs=batch, hardware=slow_attention(), constraints=force)[1]
+    made = plan_model(
+        Attending(masked=masked),
+        LINE,
+        example_inputs=batch,
+        hardware=slow_attention(),
+        constraints=force,
+    )[1]
     assert attentions(made.plan) and not any("mirrored" in at for at in attentions(made.plan))
 
 
@@ -182,8 +254,14 @@ def test_causal_attention_that_has_a_mask_too_or_other_keys_is_offered_no_mirror
     q = torch.randn(1, 1, 8, 4)
     result = ops.attention(q, q, q, None, True, 0.5)
     offered = {}
-    for name, keys, mask in (("plain", 8, None), ("masked", 8, torch.ones(1, 1, 8, 8)), ("fewer keys", 6, None)):
-        call, _ = call_on(ops.attention, (q, q[:, :, :keys], q[:, :, :keys], mask, True, 0.5), {}, result)
+    for name, keys, mask in (
+        ("plain", 8, None),
+        ("masked", 8, torch.ones(1, 1, 8, 8)),
+        ("fewer keys", 6, None),
+    ):
+        call, _ = call_on(
+            ops.attention, (q, q[:, :, :keys], q[:, :, :keys], mask, True, 0.5), {}, result
+        )
         offered[name] = any(s.outputs[0].special for s in strategies(call, (2,)))
     assert offered == {"plain": True, "masked": False, "fewer keys": False}
 
@@ -198,43 +276,77 @@ def with_attention(plan: Plan, change: Any) -> Plan:
     def of(c: Any) -> Any:
         if "/attention/" not in c.node:
             return c
-        inputs, outputs = (tuple(map(change, layouts)) for layouts in (c.strategy.inputs, c.strategy.outputs))
+        inputs, outputs = (
+            tuple(map(change, layouts)) for layouts in (c.strategy.inputs, c.strategy.outputs)
+        )
         return replace(c, strategy=replace(c.strategy, inputs=inputs, outputs=outputs))
 
-    return replace(plan, entries=tuple(replace(e, nodes=tuple(map(of, e.nodes))) for e in plan.entries))
+    return replace(
+        plan, entries=tuple(replace(e, nodes=tuple(map(of, e.nodes))) for e in plan.entries)
+    )
 
 
 def with_swaps(plan: Plan, change: Any) -> Plan:
-    return replace(plan, communications=tuple(change(c) if c.collective.kind == "swap" else c for c in plan.communications))
+    return replace(
+        plan,
+        communications=tuple(
+            change(c) if c.collective.kind == "swap" else c for c in plan.communications
+        ),
+    )
 
 
 def in_half(plan: Plan) -> Plan:
-    entries = (replace(e, time_s=e.time_s / 2) if any("/attention" in c.node for c in e.nodes) else e for e in plan.entries)
+    entries = (
+        replace(e, time_s=e.time_s / 2) if any("/attention" in c.node for c in e.nodes) else e
+        for e in plan.entries
+    )
     return replace(plan, entries=tuple(entries))
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "plain parts, not swapped": (lambda p: with_attention(p, plainly), "(?s)moves: .*"),
     "keys that are mirrored": (
-        lambda p: with_attention(p, lambda at: Layout.parse("S(2)~mirrored") if str(at) == "R" else at), "no rule lets it run",
+        lambda p: with_attention(
+            p, lambda at: Layout.parse("S(2)~mirrored") if str(at) == "R" else at
+        ),
+        "no rule lets it run",
     ),
-    "a swap left out": (lambda p: replace(p, communications=tuple(c for c in p.communications if c.collective.kind != "swap")), "moves: "),
-    "a swap that leads nowhere": (lambda p: with_swaps(p, lambda c: replace(c, target=c.source)), "moves: "),
+    "a swap left out": (
+        lambda p: replace(
+            p, communications=tuple(c for c in p.communications if c.collective.kind != "swap")
+        ),
+        "moves: ",
+    ),
+    "a swap that leads nowhere": (
+        lambda p: with_swaps(p, lambda c: replace(c, target=c.source)),
+        "moves: ",
+    ),
     "a swap from a whole": (
-        lambda p: with_swaps(p, lambda c: replace(c, source=Layout.parse("R"))), "does not lead there|starts from what nothing makes",
+        lambda p: with_swaps(p, lambda c: replace(c, source=Layout.parse("R"))),
+        "does not lead there|starts from what nothing makes",
     ),
     "a swap of another dim": (
-        lambda p: with_swaps(p, lambda c: replace(c, collective=replace(c.collective, dim=1))), "a swap of dim 1 .* does not lead there",
+        lambda p: with_swaps(p, lambda c: replace(c, collective=replace(c.collective, dim=1))),
+        "a swap of dim 1 .* does not lead there",
     ),
     "a swap called an all-to-all": (
-        lambda p: with_swaps(p, lambda c: replace(c, collective=replace(c.collective, kind="all_to_all", to_dim=1))), "does not lead there",
+        lambda p: with_swaps(
+            p, lambda c: replace(c, collective=replace(c.collective, kind="all_to_all", to_dim=1))
+        ),
+        "does not lead there",
     ),
     "half of a swap's bytes": (
-        lambda p: with_swaps(p, lambda c: replace(c, collective=replace(c.collective, bytes=c.collective.bytes // 2))), "puts in",
+        lambda p: with_swaps(
+            p, lambda c: replace(c, collective=replace(c.collective, bytes=c.collective.bytes // 2))
+        ),
+        "puts in",
     ),
-    "a swap in no time": (lambda p: with_swaps(p, lambda c: replace(c, time_s=c.time_s / 2)), "it takes"),
+    "a swap in no time": (
+        lambda p: with_swaps(p, lambda c: replace(c, time_s=c.time_s / 2)),
+        "it takes",
+    ),
     "attention in half of its time": (in_half, "one instance takes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)

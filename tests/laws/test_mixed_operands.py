@@ -1,4 +1,5 @@
-"""Operands of several floating dtypes in one call: computed as torch's kernels compute them, or refused before anything runs."""
+"""Operands of several floating dtypes in one call: computed as torch's kernels compute them, or
+refused before anything runs."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.capture.mixed import tried
+from autopar.capture.precision import tried
+from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError, VerificationError
-from autopar.mesh import Mesh
-from autopar.run.memory import trace_peak
+from autopar.program.memory import trace_peak
 from autopar.verification import relative_error
 
 BF16 = torch.bfloat16
@@ -44,11 +45,15 @@ class Chain(nn.Module):
 
 def spectral() -> tuple[Chain, dict[str, Tensor]]:
     torch.manual_seed(0)
-    return Chain(spectral_norm(nn.Linear(16, 16)), nn.ReLU(), spectral_norm(nn.Linear(16, 8))), {"x": torch.randn(8, 16)}
+    return Chain(spectral_norm(nn.Linear(16, 16)), nn.ReLU(), spectral_norm(nn.Linear(16, 8))), {
+        "x": torch.randn(8, 16)
+    }
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_under_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buffers(training: bool) -> None:
+def test_under_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buffers(
+    training: bool,
+) -> None:
     model, batch = spectral()
     model.train(training)
     plain = copy.deepcopy(model)
@@ -57,13 +62,18 @@ def test_under_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buf
     pm = autopar.compile(model, 1, example_inputs=batch, plan=plan)
     loss = pm(**batch)
     loss.backward()
-    read = {name: p.to(BF16).float() for name, p in plain.named_parameters()}  # the weights that are read, computed with in fp32
+    read = {
+        name: p.to(BF16).float() for name, p in plain.named_parameters()
+    }  # the weights that are read, computed with in fp32
     wanted = torch.func.functional_call(plain, read, (), batch)
     wanted.backward()
     assert loss.dtype == BF16 and loss.item() == pytest.approx(wanted.item(), rel=2e-2)
     for name, p in plain.named_parameters():
         gradient = pm.get_parameter(name).grad
-        assert gradient.dtype == torch.float32 and relative_error(gradient.full_tensor(), p.grad) < 5e-2
+        assert (
+            gradient.dtype == torch.float32
+            and relative_error(gradient.full_tensor(), p.grad) < 5e-2
+        )
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(dict(pm.named_buffers())[name], buffer, rtol=1e-5, atol=1e-6)
 
@@ -72,14 +82,28 @@ def test_the_plain_model_cannot_be_the_reference_where_it_cannot_run_in_the_prec
     model, batch = spectral()
     plan = autopar.plan(model, LINE, example_inputs=batch, precision="bf16", hardware="cpu-gloo")
     assert autopar.verify(plan, model, batch).ok
-    with pytest.raises(VerificationError, match=r"the plain model fails with parameters in .*same dtype(.|\n)*float64"):
+    with pytest.raises(
+        VerificationError,
+        match=r"the plain model fails with parameters in .*same dtype(.|\n)*float64",
+    ):
         autopar.verify(plan, model, batch, dtype=None)
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16)], ids=lambda layer: type(layer).__name__)
-def test_under_a_precision_what_depends_on_the_batch_and_meets_another_dtype_is_refused_with_the_line(layer: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_under_a_precision_what_depends_on_the_batch_and_meets_another_dtype_is_refused_with_the_line(  # noqa: E501
+    layer: nn.Module,
+) -> None:
     model, batch = Chain(layer, table=torch.randn(16)), {"x": torch.randn(8, 16)}
-    with pytest.raises(CaptureError, match=r"bfloat16 and float32(.|\n)*layers\.0(.|\n)*test_mixed_operands(.|\n)*to\(x\.dtype\)"):
+    with pytest.raises(
+        CaptureError,
+        match=(
+            r"bfloat16 and float32(.|\n)*layers\.0(.|\n)*test_mixed_operands(.|\n)*to\(x\.dtype\)"
+        ),
+    ):
         capture(model, (), batch, precision=BF16)
     assert capture(model, (), batch).precision is None
     model.table = model.table.to(BF16)
@@ -118,7 +142,10 @@ def test_what_torch_computes_with_two_dtypes_passes() -> None:
 
 def test_a_trial_of_a_call_leaves_the_random_numbers_as_they_were() -> None:
     state = torch.random.get_rng_state()
-    mean, deviation = torch.empty(3, device="meta"), torch.empty(3, dtype=torch.float64, device="meta")
+    mean, deviation = (
+        torch.empty(3, device="meta"),
+        torch.empty(3, dtype=torch.float64, device="meta"),
+    )
     found = tried(torch.ops.aten.normal.Tensor_Tensor, (mean, deviation), {}, mean)
     assert found is not None and not found.refusal and found.dtypes == (torch.float32,)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -126,33 +153,53 @@ def test_a_trial_of_a_call_leaves_the_random_numbers_as_they_were() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 8), (3, 40, 50), (512, 4096, 4096)])
 def test_a_trial_tells_what_a_call_of_any_size_gives(shape: tuple[int, ...]) -> None:
-    rows, weight = torch.empty(shape, dtype=BF16, device="meta"), torch.empty(shape[-1], device="meta")
+    rows, weight = (
+        torch.empty(shape, dtype=BF16, device="meta"),
+        torch.empty(shape[-1], device="meta"),
+    )
     statistics = torch.empty((*shape[:-1], 1), dtype=BF16, device="meta")
     args = (rows, [shape[-1]], weight, weight, 1e-5)
-    found = tried(torch.ops.aten.native_layer_norm.default, args, {}, (rows, statistics, statistics))
+    found = tried(
+        torch.ops.aten.native_layer_norm.default, args, {}, (rows, statistics, statistics)
+    )
     assert found is not None and found.dtypes == (BF16, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("size", [20, 200])
 def test_a_trial_keeps_sizes_that_belong_together(size: int) -> None:
     """Of a group norm the number of places in an image is an argument."""
-    x, weight = torch.empty(96, 32, size, size, dtype=BF16, device="meta"), torch.empty(32, device="meta")
+    x, weight = (
+        torch.empty(96, 32, size, size, dtype=BF16, device="meta"),
+        torch.empty(32, device="meta"),
+    )
     statistics = torch.empty(96, 4, dtype=BF16, device="meta")
-    found = tried(torch.ops.aten.native_group_norm.default, (x, weight, weight, 96, 32, size**2, 4, 1e-5), {}, (x, statistics, statistics))
+    found = tried(
+        torch.ops.aten.native_group_norm.default,
+        (x, weight, weight, 96, 32, size**2, 4, 1e-5),
+        {},
+        (x, statistics, statistics),
+    )
     assert found is not None and found.dtypes == (BF16, torch.float32, torch.float32)
 
 
 def test_of_a_call_whose_results_have_other_shapes_nothing_is_known() -> None:
     x, weight = torch.empty(4, 8, dtype=BF16, device="meta"), torch.empty(8, device="meta")
-    assert tried(torch.ops.aten.native_layer_norm.default, (x, [8], weight, None, 1e-5), {}, (x, x, x)) is None
+    assert (
+        tried(torch.ops.aten.native_layer_norm.default, (x, [8], weight, None, 1e-5), {}, (x, x, x))
+        is None
+    )
 
 
 def images(norm: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-    return Chain(nn.Conv2d(3, 16, 3), norm(), nn.ReLU(), nn.Conv2d(16, 16, 3), norm()), {"x": torch.randn(4, 3, 20, 24)}
+    return Chain(nn.Conv2d(3, 16, 3), norm(), nn.ReLU(), nn.Conv2d(16, 16, 3), norm()), {
+        "x": torch.randn(4, 3, 20, 24)
+    }
 
 
 def rows(norm: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-    return Chain(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), norm()))), {"x": torch.randn(64, 4, 16)}
+    return Chain(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), norm()))), {
+        "x": torch.randn(64, 4, 16)
+    }
 
 
 NORMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
@@ -166,7 +213,9 @@ NORMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_under_autocast_statistics_of_norms_count_in_the_dtype_that_kernels_give_them(kind: str) -> None:
+def test_under_autocast_statistics_of_norms_count_in_the_dtype_that_kernels_give_them(
+    kind: str,
+) -> None:
     """fp32 over 16-bit values with fp32 weights, where torch's fake kernels say 16-bit."""
     model, batch = NORMS[kind]()
     with torch.autocast("cpu", dtype=BF16):

@@ -1,6 +1,8 @@
-"""Parameters that rest in one dtype and are read in a narrower one: what moves, what rests, and that the numbers are the model's.
+"""Parameters that rest in one dtype and are read in a narrower one: what moves, what rests, and
+that the numbers are the model's.
 
-The reference is a model whose parameters are cast where they are read, as autograd sees it: gradients arrive in the dtype of rest.
+The reference is a model whose parameters are cast where they are read, as autograd sees it:
+gradients arrive in the dtype of rest.
 """
 
 from __future__ import annotations
@@ -22,22 +24,30 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture, execute
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tensor_parallel
-from autopar.cost import builder
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.cost import price
 from autopar.emit import emit
-from autopar.emit.job import CAST
-from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError, VerificationError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.emit.context import CAST
+from autopar.errors import (
+    AutoparError,
+    EmissionError,
+    InfeasibleError,
+    PlanError,
+    VerificationError,
+)
+from autopar.planner import Planned
 from autopar.plans import Plan
-from autopar.run.memory import trace_peak
-from autopar.run.program import Program
+from autopar.program.memory import trace_peak
+from autopar.program.program import Program
 from autopar.verification import relative_error, verify_program
 from benchmarks.random_plans import prepared_trace, random_plan
 
 BF16 = torch.bfloat16
 LEARNING_RATE = 1e-5
-ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")  # nothing is hidden
+ALONE = replace(
+    HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone"
+)  # nothing is hidden
 LINE, SQUARE = Mesh({"gpu": 2}), Mesh({"a": 2, "b": 2})
 KINDS = ("gpt2", "llama", "bert", "vit", "mixtral")
 WAYS: dict[str, tuple[Mesh, tuple[Constraint, ...], dict[str, Any]]] = {
@@ -56,12 +66,19 @@ WAYS: dict[str, tuple[Mesh, tuple[Constraint, ...], dict[str, Any]]] = {
 def planned(kind: str, way: str, **options: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
     mesh, constraints, more = WAYS[way]
-    asked: dict[str, Any] = {"hardware": "h100-sxm", "constraints": constraints, "precision": "bf16", **more, **options}
+    asked: dict[str, Any] = {
+        "hardware": "h100-sxm",
+        "constraints": constraints,
+        "precision": "bf16",
+        **more,
+        **options,
+    }
     return plan_model(model, mesh, example_inputs=batch, **asked)[1], model, batch
 
 
 def steps_of(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Phase, key, kind and dtype of every collective; the key of a parameter's summed gradient ends in ``/sum``."""
+    """Phase, key, kind and dtype of every collective; the key of a parameter's summed gradient
+    ends in ``/sum``."""
     for stage in plan.pipeline.stages if plan.pipeline else (plan,):
         for (node, _), s in keyed(stage):
             key = f"{node}/sum" if node.endswith("/storage") and s.result == 1 else node
@@ -69,7 +86,9 @@ def steps_of(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
 
 
 def keyed(plan: Plan) -> Iterator[tuple[tuple[str, int], Any]]:
-    yield from ((node if isinstance(node, tuple) else (node, 0), step) for node, step in plan.steps())
+    yield from (
+        (node if isinstance(node, tuple) else (node, 0), step) for node, step in plan.steps()
+    )
 
 
 def programs(made: Planned) -> tuple[Program, ...]:
@@ -77,11 +96,14 @@ def programs(made: Planned) -> tuple[Program, ...]:
 
 
 def cast_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the model with its parameters and floating inputs cast where they are read."""
+    """Loss and gradients of the model with its parameters and floating inputs cast where they
+    are read."""
     plain = copy.deepcopy(model)
     named = dict(plain.named_parameters())
     given = {name: x.to(BF16) if x.is_floating_point() else x for name, x in batch.items()}
-    loss = torch.func.functional_call(plain, {name: p.to(BF16) for name, p in named.items()}, (), given).loss
+    loss = torch.func.functional_call(
+        plain, {name: p.to(BF16) for name, p in named.items()}, (), given
+    ).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in named.items() if p.grad is not None}
 
@@ -121,7 +143,9 @@ def test_plans_compute_what_the_model_computes_and_are_certified(kind: str, way:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_plans_compute_what_the_model_computes(kind: str, seed: int) -> None:
     model, batch = getattr(zoo_small, kind)()
-    ready = prepared_trace(capture(model, (), batch, precision=BF16), SQUARE, HardwareProfile.load("cpu-gloo"))
+    ready = prepared_trace(
+        capture(model, (), batch, precision=BF16), SQUARE, HardwareProfile.load("cpu-gloo")
+    )
     _, program = random_plan(ready, seed, loudness=(1.0, 1.0), recompute_share=0.3)
     assert verify_program(ready.trace, program, model, (), batch).ok
     if kind != "mixtral":
@@ -130,13 +154,23 @@ def test_random_plans_compute_what_the_model_computes(kind: str, seed: int) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_move_in_the_narrow_dtype_and_gradients_are_summed_in_their_own(kind: str, way: str) -> None:
+def test_parameters_move_in_the_narrow_dtype_and_gradients_are_summed_in_their_own(
+    kind: str, way: str
+) -> None:
     made, model, batch = planned(kind, way)
     moved = list(steps_of(made.plan))
-    gathers = {dtype for _, key, name, dtype in moved if name == "all_gather" and key.endswith(("/parameter", "/storage"))}
+    gathers = {
+        dtype
+        for _, key, name, dtype in moved
+        if name == "all_gather" and key.endswith(("/parameter", "/storage"))
+    }
     assert gathers <= {"bfloat16"}
     wide, narrow = gradients_of(capture(model, (), batch, precision=BF16))
-    sums = [(phase, key, dtype) for phase, key, name, dtype in moved if name in ("reduce_scatter", "all_reduce")]
+    sums = [
+        (phase, key, dtype)
+        for phase, key, name, dtype in moved
+        if name in ("reduce_scatter", "all_reduce")
+    ]
     assert {dtype for phase, key, dtype in sums if phase == "step" or key in wide} <= {"float32"}
     assert not [key for _, key, _ in sums if key in narrow]
     if way in ("fsdp", "ZeRO-1", "ZeRO-2", "microbatches"):
@@ -144,7 +178,8 @@ def test_parameters_move_in_the_narrow_dtype_and_gradients_are_summed_in_their_o
 
 
 class Large(nn.Module):
-    """Products of so many rows that time is compute and bandwidth: what is reduced before it is cast is half as many bytes."""
+    """Products of so many rows that time is compute and bandwidth: what is reduced before it is
+    cast is half as many bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,25 +194,45 @@ def large() -> tuple[Large, dict[str, Tensor]]:
         return Large(), {"x": torch.empty(256, 1024, 1024)}
 
 
-@pytest.mark.parametrize(("mesh", "num_microbatches"), [(Mesh({"gpu": 4}), 1), (SQUARE, 1), (SQUARE, 4)])
-def test_no_gradient_is_reduced_before_it_is_cast_though_that_would_be_faster(mesh: Mesh, num_microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches"), [(Mesh({"gpu": 4}), 1), (SQUARE, 1), (SQUARE, 4)]
+)
+def test_no_gradient_is_reduced_before_it_is_cast_though_that_would_be_faster(
+    mesh: Mesh, num_microbatches: int
+) -> None:
     model, batch = large()
-    asked: dict[str, Any] = {"hardware": ALONE, "precision": "bf16", "num_microbatches": num_microbatches}
+    asked: dict[str, Any] = {
+        "hardware": ALONE,
+        "precision": "bf16",
+        "num_microbatches": num_microbatches,
+    }
     plan = autopar.plan(model, mesh, example_inputs=batch, **asked)
-    summed = [(key, dtype) for _, key, kind, dtype in steps_of(plan) if kind in ("reduce_scatter", "all_reduce")]
+    summed = [
+        (key, dtype)
+        for _, key, kind, dtype in steps_of(plan)
+        if kind in ("reduce_scatter", "all_reduce")
+    ]
     assert summed and {dtype for _, dtype in summed} == {"float32"}
     assert {key.split(".")[0].split("/")[0] for key, _ in summed} >= {"up", "down"}
 
 
-def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = large()
     links = {name: replace(link, latency_s=0.0, curves={}) for name, link in ALONE.links.items()}
-    by_bytes = replace(ALONE, links=links, launch_overhead_s=0.0, hash="by bytes")  # so that nothing is gained by buckets
+    by_bytes = replace(
+        ALONE, links=links, launch_overhead_s=0.0, hash="by bytes"
+    )  # so that nothing is gained by buckets
     with monkeypatch.context() as patch:
-        patch.setattr(builder, "cast_alone", lambda trace: {})
-        plan = autopar.plan(model, Mesh({"gpu": 4}), example_inputs=batch, hardware=by_bytes, precision="bf16")
+        patch.setattr(price, "cast_alone", lambda trace: {})
+        plan = autopar.plan(
+            model, Mesh({"gpu": 4}), example_inputs=batch, hardware=by_bytes, precision="bf16"
+        )
     found = autopar.check(plan, model, batch, hardware=by_bytes)
-    assert any("it moves bfloat16, the tensor asks for torch.float32" in f.what for f in found.findings), str(found)
+    assert any(
+        "it moves bfloat16, the tensor asks for torch.float32" in f.what for f in found.findings
+    ), str(found)
 
 
 def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
@@ -192,7 +247,10 @@ def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
             if node.target is torch.ops.aten.add.Tensor:
                 left += node.args
             else:
-                assert node.target is torch.ops.aten._to_copy.default and node.meta["val"].dtype == torch.float32
+                assert (
+                    node.target is torch.ops.aten._to_copy.default
+                    and node.meta["val"].dtype == torch.float32
+                )
                 narrow |= {node.args[0].meta["key"]} if len(node.args[0].users) == 1 else set()
     assert len(narrow) >= len(trace.parameters) // 2
     return wide, narrow
@@ -243,21 +301,31 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+        self.layers = nn.Sequential(
+            *[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).pow(2).mean()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bounds_and_the_least_memory_that_would_do_hold_for_plans_that_were_made(autocast: bool) -> None:
+def test_bounds_and_the_least_memory_that_would_do_hold_for_plans_that_were_made(
+    autocast: bool,
+) -> None:
     torch.manual_seed(0)
     model, batch = Tower(), {"x": torch.randn(16, 64)}
 
     def plan(memory_bytes: int | None) -> Plan:
         with torch.autocast("cpu", dtype=BF16, enabled=autocast):
-            options: dict[str, Any] = {"hardware": "h100-sxm", "memory_bytes": memory_bytes, "num_microbatches": 1}
-            return autopar.plan(model, 1, example_inputs=batch, precision=None if autocast else "bf16", **options)
+            options: dict[str, Any] = {
+                "hardware": "h100-sxm",
+                "memory_bytes": memory_bytes,
+                "num_microbatches": 1,
+            }
+            return autopar.plan(
+                model, 1, example_inputs=batch, precision=None if autocast else "bf16", **options
+            )
 
     made = [plan(None)]
     for share in (1.0, 0.98, 0.95, 0.8):
@@ -277,7 +345,9 @@ def test_training_keeps_what_bf16_would_round_away(kind: str) -> None:
     """Steps far below what bf16 resolves add up in the weights, as they do in the reference."""
     model, batch = getattr(zoo_small, kind)()
     reference = copy.deepcopy(model)
-    module = autopar.compile(model, Mesh(1), example_inputs=batch, hardware="h100-sxm", precision="bf16")
+    module = autopar.compile(
+        model, Mesh(1), example_inputs=batch, hardware="h100-sxm", precision="bf16"
+    )
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     ours = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     before = {name: p.detach().clone() for name, p in reference.named_parameters()}
@@ -290,7 +360,9 @@ def test_training_keeps_what_bf16_would_round_away(kind: str) -> None:
                 p -= LEARNING_RATE * gradients[name]
         ours.step()
         ours.zero_grad()
-    moved = max(float((p.detach() - before[name]).abs().max()) for name, p in reference.named_parameters())
+    moved = max(
+        float((p.detach() - before[name]).abs().max()) for name, p in reference.named_parameters()
+    )
     assert moved > 0
     kept = {name: p.detach().full_tensor() for name, p in module.named_parameters()}
     for name, p in reference.named_parameters():
@@ -310,7 +382,9 @@ class Twice(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.norm(self.up(self.table(ids)))
-        return nn.functional.cross_entropy((x @ self.table.weight.T).float().flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            (x @ self.table.weight.T).float().flatten(0, 1), labels.flatten()
+        )
 
 
 def twice() -> tuple[Twice, dict[str, Tensor]]:
@@ -327,17 +401,27 @@ def under_autocast(fold: bool = True) -> Trace:
 
 def test_under_autocast_what_is_read_in_bf16_alone_moves_in_bf16() -> None:
     narrow = {p.name: p.is_narrowed for p in under_autocast().parameters}
-    assert narrow == {"table.weight": False, "up.weight": True, "up.bias": True, "norm.weight": False, "norm.bias": False}
+    assert narrow == {
+        "table.weight": False,
+        "up.weight": True,
+        "up.bias": True,
+        "norm.weight": False,
+        "norm.bias": False,
+    }
     model, batch = twice()
     with torch.autocast("cpu", dtype=BF16):
-        plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(fsdp(),))
+        plan = autopar.plan(
+            model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(fsdp(),)
+        )
         found = autopar.check(plan, model, batch)
         assert found.ok, str(found)
         assert autopar.verify(plan, model, batch).ok
         assert autopar.verify(plan, model, batch, dtype=None).ok
     gathers = {key: dtype for _, key, kind, dtype in steps_of(plan) if kind == "all_gather"}
     assert gathers["up.weight/parameter"] == "bfloat16"
-    assert {gathers[f"{name}/parameter"] for name in ("table.weight", "norm.weight", "norm.bias")} == {"float32"}
+    assert {
+        gathers[f"{name}/parameter"] for name in ("table.weight", "norm.weight", "norm.bias")
+    } == {"float32"}
 
 
 class Router(nn.Module):
@@ -358,11 +442,19 @@ def test_what_leaves_autocast_is_computed_as_it_says(num_microbatches: int) -> N
     torch.manual_seed(0)
     model, batch = Router(), {"x": torch.randn(4, 5, 8)}
     with torch.autocast("cpu", dtype=BF16):
-        plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num_microbatches)
+        plan = autopar.plan(
+            model,
+            LINE,
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            num_microbatches=num_microbatches,
+        )
         assert autopar.check(plan, model, batch).ok
         assert autopar.verify(plan, model, batch).ok
         assert autopar.verify(plan, model, batch, dtype=None).ok
-        module = autopar.compile(model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num_microbatches)
+        module = autopar.compile(
+            model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num_microbatches
+        )
         assert module(**batch).item() == pytest.approx(model(**batch).item(), rel=1e-2)
 
 
@@ -385,20 +477,32 @@ def test_backward_of_what_leaves_autocast_leaves_it_too() -> None:
     with torch.autocast("cpu", dtype=BF16):
         pm = autopar.compile(model, Mesh(1), example_inputs=batch, hardware="cpu-gloo")
         loss, wanted = pm(**batch), plain(**batch)
-        assert autopar.verify(pm.plan, plain, batch, dtype=None).ok and autopar.verify(pm.plan, plain, batch).ok
+        assert (
+            autopar.verify(pm.plan, plain, batch, dtype=None).ok
+            and autopar.verify(pm.plan, plain, batch).ok
+        )
     loss.backward()
     wanted.backward()
-    torch.testing.assert_close(pm.get_parameter("scores.weight").grad.full_tensor(), plain.scores.weight.grad)
+    torch.testing.assert_close(
+        pm.get_parameter("scores.weight").grad.full_tensor(), plain.scores.weight.grad
+    )
 
 
 def test_where_the_plain_model_cannot_be_run_in_the_precision_verify_says_so() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), _Island())  # torch takes no statistics of another dtype than the weights'
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.BatchNorm1d(16), _Island()
+    )  # torch takes no statistics of another dtype than the weights'
     model[2].scores = nn.Linear(16, 16)
     batch = (torch.randn(8, 16),)
     plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo", precision="bf16")
     assert autopar.verify(plan, model, batch).ok
-    with pytest.raises(VerificationError, match=r"with parameters in torch\.bfloat16 and buffers as they are(?s:.*)dtype=torch\.float64"):
+    with pytest.raises(
+        VerificationError,
+        match=(
+            r"with parameters in torch\.bfloat16 and buffers as they are(?s:.*)dtype=torch\.float64"
+        ),
+    ):
         autopar.verify(plan, model, batch, dtype=None)
 
 
@@ -456,17 +560,37 @@ def test_changed_plans_are_refused(change: tuple[str, str]) -> None:
 def test_a_copy_that_backward_reads_and_the_plan_does_not_keep_is_refused() -> None:
     made, model, batch = planned("llama", "fsdp")
     first = next(n for n, k in enumerate(made.plan.kept) if k.node.endswith("/parameter"))
-    found = autopar.check(replace(made.plan, kept=(*made.plan.kept[:first], *made.plan.kept[first + 1 :])), model, batch)
+    found = autopar.check(
+        replace(made.plan, kept=(*made.plan.kept[:first], *made.plan.kept[first + 1 :])),
+        model,
+        batch,
+    )
     assert any("nothing makes that" in str(each) for each in found.findings)
 
 
 @pytest.mark.parametrize("constraints", [(), (fsdp(),), (ddp(),)], ids=["free", "fsdp", "ddp"])
-def test_a_small_model_fits_a_budget_with_its_narrow_copies(constraints: tuple[Constraint, ...]) -> None:
+def test_a_small_model_fits_a_budget_with_its_narrow_copies(
+    constraints: tuple[Constraint, ...],
+) -> None:
     model, batch = zoo_small.llama()
-    ample = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=constraints, precision="bf16")
+    ample = autopar.plan(
+        model,
+        LINE,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=constraints,
+        precision="bf16",
+    )
     tight = int(ample.prediction.peak_bytes * 0.9)
     plan = autopar.plan(
-        model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=constraints, precision="bf16", memory_bytes=tight, gap=0.1
+        model,
+        LINE,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=constraints,
+        precision="bf16",
+        memory_bytes=tight,
+        gap=0.1,
     )
     assert plan.prediction.peak_bytes <= tight
     assert autopar.verify(plan, model, batch).ok
@@ -476,7 +600,9 @@ def test_emission_is_the_same_after_a_round_trip() -> None:
     made, model, batch = planned("llama", "fsdp")
     trace = capture(model, (), batch, precision=BF16)
     again = emit(trace, Plan.loads(made.plan.dumps()))
-    assert [n.meta.get("key") for n in again.forward.graph.nodes] == [n.meta.get("key") for n in made.stage_program().forward.graph.nodes]
+    assert [n.meta.get("key") for n in again.forward.graph.nodes] == [
+        n.meta.get("key") for n in made.stage_program().forward.graph.nodes
+    ]
 
 
 @pytest.mark.parametrize("stored", [BF16, torch.float32], ids=str)
@@ -484,8 +610,16 @@ def test_a_norm_without_eps_takes_that_which_torch_takes(stored: torch.dtype) ->
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 4), Squared()).to(stored)
     batch = (0.01 * torch.randn(8, 16, dtype=stored),)
-    plan = autopar.plan(model, 2, example_inputs=batch, hardware="h100-sxm", precision="bf16" if stored == torch.float32 else None)
-    assert autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+    plan = autopar.plan(
+        model,
+        2,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        precision="bf16" if stored == torch.float32 else None,
+    )
+    assert (
+        autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+    )
 
 
 class Squared(nn.Module):

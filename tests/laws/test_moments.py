@@ -1,4 +1,5 @@
-"""Moments: what the problem says is live while an op runs, against what an emitted program holds."""
+"""Moments: what the problem says is live while an op runs, against what an emitted program
+holds."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from shown import shown
 from torch import nn
 
 from autopar.capture import capture
-from autopar.capture.loss_head import loss_alone, loss_by_rows
-from autopar.choices import Choices
-from autopar.cost.moments import Liveness
-from autopar.cost.surely import surely
-from autopar.cost.widening import WIDENED
-from autopar.mesh import Mesh
-from autopar.planning.learnt import Seen, by_trace_node, explained, over_budget
+from autopar.capture.chunked_loss import loss_alone, loss_by_rows
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Moment
+from autopar.core.solution import Choices
+from autopar.cost.gradient_dtypes import WIDENED
+from autopar.cost.memory import Liveness
+from autopar.cost.memory_lower_bound import surely
+from autopar.planner.learned_moments import Seen, by_trace_node, explained, over_budget
 from autopar.plans import Plan
-from autopar.problem import Moment
-from autopar.run.memory import node_peaks, trace_peak
+from autopar.program.memory import node_peaks, trace_peak
 from autopar.solve import Evaluation
-from autopar.solve.memory import budget_rows
+from autopar.solve.memory_rows import budget_rows
 from benchmarks import zoo
 from benchmarks.common import load_profile
 from benchmarks.random_plans import Prepared, finish, prepare, prepared_trace, random_choices
@@ -32,9 +33,16 @@ CAST = "a cast"  # run again from what is kept in 16 bits, and read by one op al
 SHOWN = "a head"  # in 16 bits, which returns more than the loss
 NARROW = "gpt2, read in 16 bits"  # whose weights' copies are there until their last reader
 CASES = (
-    ("llama", "1"), (CAST, "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"), (SHOWN, "a=2,b=2"),
-    (NARROW, "1"), (NARROW, "a=2,b=2"),
-)  # fmt: skip
+    ("llama", "1"),
+    (CAST, "1"),
+    ("mixtral", "1"),
+    ("bert", "a=2,b=2"),
+    ("cnn", "a=2,b=2"),
+    (BY_ROWS, "1"),
+    (SHOWN, "a=2,b=2"),
+    (NARROW, "1"),
+    (NARROW, "a=2,b=2"),
+)
 
 
 class Cast(nn.Module):
@@ -43,14 +51,18 @@ class Cast(nn.Module):
         self.up = nn.Linear(8, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x).float().sin().sum()  # backward asks for the cast alone, which then is there beside its cosine
+        return (
+            self.up(x).float().sin().sum()
+        )  # backward asks for the cast alone, which then is there beside its cosine
 
 
 @cache
 def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
     grid, profile = Mesh.parse(mesh), load_profile("cpu-gloo-frictionless")
     if name == CAST:
-        made = prepare(Cast().bfloat16(), {"x": torch.ones(64, 8, dtype=torch.bfloat16)}, grid, profile)
+        made = prepare(
+            Cast().bfloat16(), {"x": torch.ones(64, 8, dtype=torch.bfloat16)}, grid, profile
+        )
     elif name == NARROW:
         model, batch = zoo.build("gpt2")
         made = prepared_trace(capture(model, (), batch, precision=torch.bfloat16), grid, profile)
@@ -64,16 +76,28 @@ def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
     return made, Liveness(made.trace, made.priced)
 
 
-def sizes(made: Prepared, moments: tuple[Moment, ...], choices: Choices, evaluation: Evaluation, uncounted: set[int]) -> list[int]:
-    """Left sides of the moments' rows; what is kept of the variants `uncounted` is taken for nothing."""
+def sizes(
+    made: Prepared,
+    moments: tuple[Moment, ...],
+    choices: Choices,
+    evaluation: Evaluation,
+    uncounted: set[int],
+) -> list[int]:
+    """Left sides of the moments' rows; what is kept of the variants `uncounted` is taken for
+    nothing."""
     problem = replace(made.priced.problem, moments=moments)
     held = {}
     for v, layouts in evaluation.kept.items():
         value = problem.values[problem.variants[v].value]
         own = evaluation.forward[v].sources if value.resident else ()
-        held[v] = 0 if v in uncounted else sum(value.graph.bytes[n] for n in layouts if n not in own)
+        held[v] = (
+            0 if v in uncounted else sum(value.graph.bytes[n] for n in layouts if n not in own)
+        )
     rows = budget_rows(problem)[2:]
-    return [row.size(evaluation.static_bytes, choices.strategies, choices.recomputed, held) for row in rows]
+    return [
+        row.size(evaluation.static_bytes, choices.strategies, choices.recomputed, held)
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
@@ -84,19 +108,31 @@ def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -
     num_widened = 0
     keys = {n.name: n.meta["key"] for n in made.trace.graph.nodes if n.op == "call_function"}
     for seed, share in enumerate((0.0, 0.5, 1.0, 1.0, 0.9, 0.8)):
-        choices, evaluation = random_choices(made, seed, recompute_share=share, recompute_otherwise=seed == 3)
+        choices, evaluation = random_choices(
+            made, seed, recompute_share=share, recompute_otherwise=seed == 3
+        )
         plan, program = finish(made, choices, evaluation, "random")
         seen: dict[str, int] = {}  # while a node itself runs, without what runs again for it
         for peak in node_peaks(program, outputs="dtensor"):
             if "collective" not in peak.node.meta and not peak.node.meta.get("recomputed"):
                 key = peak.node.meta.get("key", "")
-                seen[key] = max(seen.get(key, 0), peak.peak_bytes + plan.prediction.memory_bytes["optimizer"])
-        # of a value and a view of it that are both kept, only one has memory; the planner's own plans make the view again
-        views = {v for v, refs in enumerate(made.priced.refs) if any(liveness.is_view(name) for name, _ in refs)}
+                seen[key] = max(
+                    seen.get(key, 0), peak.peak_bytes + plan.prediction.memory_bytes["optimizer"]
+                )
+        # of a value and a view of it that are both kept, only one has memory; the planner's own
+        # plans make the view again
+        views = {
+            v
+            for v, refs in enumerate(made.priced.refs)
+            if any(liveness.is_view(name) for name, _ in refs)
+        }
         rows = sizes(made, certain, choices, evaluation, views)
         for moment, size in zip(certain, rows, strict=True):
             node = moment.key.removesuffix(WIDENED)
-            if moment.key == node or not liveness.widened[node][1][choices.strategies[liveness.owner[node]]]:
+            if (
+                moment.key == node
+                or not liveness.widened[node][1][choices.strategies[liveness.owner[node]]]
+            ):
                 assert size <= seen[keys[node]], f"{moment.key} under seed {seed}"
             else:
                 num_widened += 1
@@ -116,10 +152,14 @@ def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
         assert [name for phase, name in named if phase == "forward"][: len(order)] == order
 
 
-def seen_under(made: Prepared, liveness: Liveness, choices: Choices, evaluation: Evaluation) -> tuple[Plan, Seen, int]:
+def seen_under(
+    made: Prepared, liveness: Liveness, choices: Choices, evaluation: Evaluation
+) -> tuple[Plan, Seen, int]:
     """The plan, what is seen of its program at each node, and the peak."""
     plan, program = finish(made, choices, evaluation, "random")
-    seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
+    seen = by_trace_node(
+        liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"]
+    )
     return plan, seen, max(sight.peak_bytes for sight in seen.values())
 
 
@@ -140,23 +180,44 @@ def test_what_ran_again_is_said_by_ops_not_held_back() -> None:
     made, liveness = prepared("llama", "1")
     choices, evaluation = random_choices(made, 1, recompute_share=1.0)
     _, seen, largest = seen_under(made, liveness, choices, evaluation)
-    nodes = [node for node in over_budget(liveness, seen, int(largest * 0.7)) if seen[node].phase == "backward"]
-    assert len(nodes) > 20 and all(liveness.trace.node(n).meta["phase"] == "forward" for node in nodes for n in seen[node].again)
+    nodes = [
+        node
+        for node in over_budget(liveness, seen, int(largest * 0.7))
+        if seen[node].phase == "backward"
+    ]
+    assert len(nodes) > 20 and all(
+        liveness.trace.node(n).meta["phase"] == "forward"
+        for node in nodes
+        for n in seen[node].again
+    )
 
     def held_back(sights: Seen) -> float:
-        return max(moment.reserve_bytes for moment in explained(liveness, choices, sights, nodes).values()) / largest
+        return (
+            max(
+                moment.reserve_bytes
+                for moment in explained(liveness, choices, sights, nodes).values()
+            )
+            / largest
+        )
 
     without = held_back({node: sight._replace(again=frozenset()) for node, sight in seen.items()})
-    assert held_back(seen) < 0.1 and without > 0.15, "most of a layer runs again before its first reader does"
+    assert held_back(seen) < 0.1 and without > 0.15, (
+        "most of a layer runs again before its first reader does"
+    )
 
 
 def test_what_is_kept_counts_until_its_last_reader_and_what_runs_again_from_the_first() -> None:
     made, liveness = prepared("llama", "1")
     problem = made.priced.problem
     backward = [
-        n.name for n in made.trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == "backward" and n.name in liveness.owner
+        n.name
+        for n in made.trace.graph.nodes
+        if n.op == "call_function" and n.meta["phase"] == "backward" and n.name in liveness.owner
     ]
-    first, last = liveness.moment(backward[0], "backward"), liveness.moment(backward[-1], "backward")
+    first, last = (
+        liveness.moment(backward[0], "backward"),
+        liveness.moment(backward[-1], "backward"),
+    )
     kept = sum(n for v, n in first.held if not problem.values[problem.variants[v].value].resident)
     left = sum(n for v, n in last.held if not problem.values[problem.variants[v].value].resident)
     assert kept > 10 * max(left, 1), "little of what was kept is left when the last op runs"
@@ -164,6 +225,9 @@ def test_what_is_kept_counts_until_its_last_reader_and_what_runs_again_from_the_
     gradients = {op for op, _ in last.live if problem.ops[op].kind == "parameter"}
     trained = {i for i, op in enumerate(problem.ops) if op.kind == "parameter"}
     assert len(gradients) >= len(trained) - 2, "all gradients but those that the last ops make"
-    middle = [liveness.moment(name, "backward") for name in backward[len(backward) // 3 : -len(backward) // 3]]
+    middle = [
+        liveness.moment(name, "backward")
+        for name in backward[len(backward) // 3 : -len(backward) // 3]
+    ]
     assert any(moment.again for moment in middle)
     assert all(problem.ops[op].recomputable for moment in middle for op, _ in moment.again)

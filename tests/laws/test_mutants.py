@@ -1,7 +1,8 @@
-"""The law tested by machine: every option of every row, with one placement changed, is refused, or is right as well.
+"""The law tested by machine: every option of every row, with one placement changed, is refused, or
+is right as well.
 
-An op may write beyond its memory on parts that do not belong together, so each runs in a child process; that it dies there is a
-refusal.
+An op may write beyond its memory on parts that do not belong together, so each runs in a child
+process; that it dies there is a refusal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.rules import AxisOption, axis_options, call_on, discovery
 from autopar.rules.call import NO_TENSOR, Call, TensorInfo, op_name
 from autopar.rules.discovery import _in_child
 from autopar.rules.law import check_option
-from autopar.rules.samples import RECIPES, tensors_for
+from autopar.rules.small_calls import RECIPES, tensors_for
 from autopar.rules.trial import run
 
 CASES = {op: cases for op, cases in {**COMMON_CASES, **FURTHER_CASES}.items() if cases}
@@ -66,13 +67,19 @@ RIGHT: Mapping[str, tuple[Any, ...]] = {
         aten.nll_loss_forward.default,
         aten.linalg_inv_ex.default,
     ),
-    "an extreme of what all ranks have is what they have": (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default),
+    "an extreme of what all ranks have is what they have": (
+        aten.max.default,
+        aten.min.default,
+        aten.amax.default,
+        aten.amin.default,
+    ),
     "without NaNs it is a sum": (aten.nansum.default,),
 }
 
 
 def mutants(call: Call) -> Iterator[AxisOption]:
-    """Every option with one placement changed that is no option itself. A maximum of what all ranks have is what they have."""
+    """Every option with one placement changed that is no option itself. A maximum of what all
+    ranks have is what they have."""
     infos, count, seen = (*call.inputs, *call.outputs), len(call.inputs), set(axis_options(call))
     for option in axis_options(call):
         placements = (*option.inputs, *option.outputs)
@@ -90,17 +97,29 @@ def _others(info: TensorInfo, is_result: bool, before: Placement) -> list[Placem
         return []
     shards = [Shard(d) for d, size in enumerate(info.shape) if size > 1]
     adds = info.dtype != torch.bool if is_result else info.dtype.is_floating_point
-    extremes = [Partial("max"), Partial("min")] if is_result and adds and before == Partial("sum") else []
-    return [p for p in (Replicate(), *shards, *([Partial("sum")] if adds else []), *extremes) if p != before]
+    extremes = (
+        [Partial("max"), Partial("min")] if is_result and adds and before == Partial("sum") else []
+    )
+    return [
+        p
+        for p in (Replicate(), *shards, *([Partial("sum")] if adds else []), *extremes)
+        if p != before
+    ]
 
 
 def numbers(call: Call, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The case's own, and others that the op takes: also zeros, one among zeros, and a zero among ones."""
+    """The case's own, and others that the op takes: also zeros, one among zeros, and a zero
+    among ones."""
     yield tensors
     lone = [_lone(t) if t.is_floating_point() else t for t in tensors]
     made = [tensors_for(call.inputs, recipe, 2) for recipe in RECIPES]
-    made += [[a + b * t if t.is_floating_point() else t for t in lone] for a, b in ((0, 0), (0, 1), (1, -1))]
-    for other in ([m if t.is_floating_point() else t for m, t in zip(ms, tensors, strict=True)] for ms in made):
+    made += [
+        [a + b * t if t.is_floating_point() else t for t in lone]
+        for a, b in ((0, 0), (0, 1), (1, -1))
+    ]
+    for other in (
+        [m if t.is_floating_point() else t for m, t in zip(ms, tensors, strict=True)] for ms in made
+    ):
         try:
             results = run(call.target, call.args, call.kwargs, other, (), ())
         except RuntimeError:  # it wants numbers of some range
@@ -117,11 +136,11 @@ def _lone(like: torch.Tensor) -> torch.Tensor:
 
 
 def survivors(op: Any, number: int, progress: Path) -> str:
-    """Mutants of one case that the law lets pass, as JSON; goes on behind the mutant in which an earlier child died or
-    stood still.
+    """Mutants of one case that the law lets pass, as JSON; goes on behind the mutant in which an
+    earlier child died or stood still.
 
-    What one writes beyond its memory may let the child die in a later one. So a mutant is refused by that only if it is its child's first;
-    else the next child begins with it.
+    What one writes beyond its memory may let the child die in a later one. So a mutant is refused
+    by that only if it is its child's first; else the next child begins with it.
     """
     torch.manual_seed(0)
     case = CASES[op][number] if isinstance(CASES[op], list) else CASES[op]
@@ -138,7 +157,9 @@ def survivors(op: Any, number: int, progress: Path) -> str:
             file.truncate(progress.stat().st_size - 1)
             file.write(found)
     passed = progress.read_bytes()
-    return json.dumps([str(m) for m, p in zip(every, passed, strict=True) if p == ord("1")] + [len(every)])
+    return json.dumps(
+        [str(m) for m, p in zip(every, passed, strict=True) if p == ord("1")] + [len(every)]
+    )
 
 
 def _passes(call: Call, tensors: list[torch.Tensor], option: AxisOption) -> bool:
@@ -155,7 +176,11 @@ def tried(op: Any, folder: Path) -> tuple[list[str], int]:
     for number in range(len(CASES[op]) if isinstance(CASES[op], list) else 1):
         progress = folder / f"{number}.json"
         progress.unlink(missing_ok=True)
-        while (text := _in_child(lambda number=number, progress=progress: survivors(op, number, progress))) in ENDED:  # type: ignore[misc]
+        while (
+            text := _in_child(
+                lambda number=number, progress=progress: survivors(op, number, progress)
+            )
+        ) in ENDED:  # type: ignore[misc]
             assert progress.exists(), f"{op} dies before any mutant"
         *passed, total = json.loads(text)
         found, count = found + passed, count + total
@@ -171,5 +196,7 @@ def test_every_mutant_is_refused(op: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mutant_that_is_not_refused_is_right(tmp_path: Path) -> None:
     results = {op: tried(op, tmp_path) for op in CASES}
-    assert {str(op) for op, (found, _) in results.items() if found} == {str(op) for group in RIGHT.values() for op in group}
+    assert {str(op) for op, (found, _) in results.items() if found} == {
+        str(op) for group in RIGHT.values() for op in group
+    }
     assert sum(count for _, count in results.values()) > 10_000

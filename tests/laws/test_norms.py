@@ -1,4 +1,5 @@
-"""Batch, instance and group norms under any layout: outputs, gradients and running statistics are the plain model's."""
+"""Batch, instance and group norms under any layout: outputs, gradients and running statistics
+are the plain model's."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import norm_ops
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.ops import norms
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -19,13 +20,21 @@ from benchmarks.random_plans import prepare, random_plan
 
 
 class Norms(nn.Module):
-    """Every kind of batch norm: affine or not, with running statistics or not, instances seen as one batch; and groups."""
+    """Every kind of batch norm: affine or not, with running statistics or not, instances seen as
+    one batch; and groups."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.linear = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8)
-        self.batch, self.instance, self.group = nn.BatchNorm2d(8), nn.InstanceNorm2d(8, affine=True), nn.GroupNorm(4, 8)
-        self.plain, self.last = nn.BatchNorm2d(8, track_running_stats=False), nn.BatchNorm1d(8, affine=False)
+        self.batch, self.instance, self.group = (
+            nn.BatchNorm2d(8),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.GroupNorm(4, 8),
+        )
+        self.plain, self.last = (
+            nn.BatchNorm2d(8, track_running_stats=False),
+            nn.BatchNorm1d(8, affine=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.group(self.plain(self.instance(self.batch(self.conv(x))))))
@@ -44,7 +53,9 @@ def test_norms_of_a_split_batch_are_those_of_the_whole(mesh: str, training: bool
         _, program = random_plan(ready, seed)
         found = verify_program(ready.trace, program, model, (), batch)
         assert found.num_collectives and found.max_error < 1e-9
-        assert set(found.buffers) == ({f"{m}.{b}" for m in ("batch", "last") for b in STATISTICS} if training else set())
+        assert set(found.buffers) == (
+            {f"{m}.{b}" for m in ("batch", "last") for b in STATISTICS} if training else set()
+        )
 
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -53,11 +64,24 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_in_small_dtypes_are_as_precise_as_torchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, weight, bias = (torch.randn(16, 4, 32) + 3).to(dtype), torch.rand(4).to(dtype) + 0.5, torch.randn(4).to(dtype)
+    x, weight, bias = (
+        (torch.randn(16, 4, 32) + 3).to(dtype),
+        torch.rand(4).to(dtype) + 0.5,
+        torch.randn(4).to(dtype),
+    )
     wide = x.double()
-    mean = norm_ops.channel_sum(x) / 512
-    rstd = (norm_ops.squared_deviation(x, mean) / 512 + 1e-5).rsqrt()
-    exact = torch.nn.functional.batch_norm(wide, None, None, weight.double(), bias.double(), training=True)
-    ours = (norm_ops.normalize(x, mean, rstd, weight, bias).double() - exact).abs().max()
-    theirs = (torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True).double() - exact).abs().max()
+    mean = norms.channel_sum(x) / 512
+    rstd = (norms.squared_deviation(x, mean) / 512 + 1e-5).rsqrt()
+    exact = torch.nn.functional.batch_norm(
+        wide, None, None, weight.double(), bias.double(), training=True
+    )
+    ours = (norms.normalize(x, mean, rstd, weight, bias).double() - exact).abs().max()
+    theirs = (
+        (
+            torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True).double()
+            - exact
+        )
+        .abs()
+        .max()
+    )
     assert ours <= 1.5 * theirs

@@ -1,7 +1,7 @@
 """Models that are not transformers: whatever a plan does with them, it computes the model.
 
-Shared and scalar parameters, masks, views, lookups, batch statistics, complex numbers, 16-bit parts; random legal plans on meshes
-whose sizes divide few dims.
+Shared and scalar parameters, masks, views, lookups, batch statistics, complex numbers, 16-bit
+parts; random legal plans on meshes whose sizes divide few dims.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -39,7 +39,9 @@ class Model(nn.Module):
                 self.register_buffer(name, part)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> Any:
-        return self.step(self, x, *(() if ids is None else (ids,)), *(() if mask is None else (mask,)))
+        return self.step(
+            self, x, *(() if ids is None else (ids,)), *(() if mask is None else (mask,))
+        )
 
 
 def activation() -> Tensor:
@@ -47,23 +49,29 @@ def activation() -> Tensor:
 
 
 def shared() -> Made:
-    """One weight in two products, transposed in one; a tied table; scalar and unused parameters; a frozen one."""
+    """One weight in two products, transposed in one; a tied table; scalar and unused parameters;
+    a frozen one."""
 
     def step(m: Any, x: Tensor, ids: Tensor) -> Tensor:
         hidden = torch.tanh(m.inner(m.table(ids) + x)) @ m.inner.weight
         return F.cross_entropy((m.head(hidden) * m.gain).flatten(0, 1), ids.flatten())
 
     model = Model(
-        step, table=nn.Embedding(12, 8), inner=nn.Linear(8, 8), head=nn.Linear(8, 12), gain=nn.Parameter(torch.tensor(1.5)),
+        step,
+        table=nn.Embedding(12, 8),
+        inner=nn.Linear(8, 8),
+        head=nn.Linear(8, 12),
+        gain=nn.Parameter(torch.tensor(1.5)),
         unused=nn.Linear(2, 2),
-    )  # fmt: skip
+    )
     model.head.weight = model.table.weight
     model.inner.bias.requires_grad_(False)
     return model, {"x": activation(), "ids": torch.randint(0, 12, (4, 6))}
 
 
 def masked() -> Made:
-    """A boolean mask that is indexed with, filled with, and weighs; labels of which most are ignored."""
+    """A boolean mask that is indexed with, filled with, and weighs; labels of which most are
+    ignored."""
 
     def step(m: Any, x: Tensor, ids: Tensor, mask: Tensor) -> dict[str, Any]:
         hidden = m.inner(x).clone()
@@ -71,22 +79,34 @@ def masked() -> Made:
         scores = hidden.masked_fill(~mask[..., None], -1e4).softmax(1)
         weighed = (torch.where(mask[..., None], x, hidden) * scores).sum() / mask.sum()
         labels = torch.where(ids > 1, -100, ids)
-        return {"rest": [weighed, None], "loss": weighed + F.cross_entropy(hidden.flatten(0, 1), labels.flatten())}
+        return {
+            "rest": [weighed, None],
+            "loss": weighed + F.cross_entropy(hidden.flatten(0, 1), labels.flatten()),
+        }
 
     ids = torch.full((4, 6), 5)
     ids[0, :2] = torch.tensor([0, 1])
-    return Model(step, inner=nn.Linear(8, 8)), {"x": activation(), "ids": ids, "mask": torch.rand(4, 6) > 0.4}
+    return Model(step, inner=nn.Linear(8, 8)), {
+        "x": activation(),
+        "ids": ids,
+        "mask": torch.rand(4, 6) > 0.4,
+    }
 
 
 def statistics() -> Made:
-    """Batch statistics written to buffers in forward, and a buffer that the model itself updates."""
+    """Batch statistics written to buffers in forward, and a buffer that the model itself
+    updates."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         hidden = m.second(torch.relu(m.first(m.inner(x))))
         m.mean.mul_(0.9).add_(hidden.detach().mean((0, 2)), alpha=0.1)
         return (hidden * m.mean[:, None]).pow(2).mean()
 
-    parts = {"inner": nn.Linear(8, 8), "first": nn.BatchNorm1d(6), "second": nn.BatchNorm1d(6, momentum=0.3)}
+    parts = {
+        "inner": nn.Linear(8, 8),
+        "first": nn.BatchNorm1d(6),
+        "second": nn.BatchNorm1d(6, momentum=0.3),
+    }
     return Model(step, **parts, mean=torch.ones(6)), {"x": activation()}
 
 
@@ -95,12 +115,31 @@ def rearranged() -> Made:
 
     def step(m: Any, x: Tensor, ids: Tensor) -> Tensor:
         y = m.inner(x)
-        turned = y.view(4, 3, 2, 2, 4).permute(3, 0, 2, 1, 4).reshape(8, 6, 4).transpose(1, 2).flip(1)[:, 1:3]
-        picked = y.gather(1, ids[..., None].expand(4, 6, 8) % 6) + torch.zeros_like(y).scatter_add(1, ids[..., None].expand(4, 6, 8) % 6, y)
-        extremes = y.amax(0).sum() + y.min(1).values.mean() + y.max() + y.cumsum(1).softmax(0).pow(2).sum()
-        return turned.pow(2).mean() + picked.pow(2).mean() + extremes + y[ids[0] % 4, ids[1] % 6].pow(2).sum() + y[:, ids[0] % 6].mean()
+        turned = (
+            y.view(4, 3, 2, 2, 4)
+            .permute(3, 0, 2, 1, 4)
+            .reshape(8, 6, 4)
+            .transpose(1, 2)
+            .flip(1)[:, 1:3]
+        )
+        picked = y.gather(1, ids[..., None].expand(4, 6, 8) % 6) + torch.zeros_like(y).scatter_add(
+            1, ids[..., None].expand(4, 6, 8) % 6, y
+        )
+        extremes = (
+            y.amax(0).sum() + y.min(1).values.mean() + y.max() + y.cumsum(1).softmax(0).pow(2).sum()
+        )
+        return (
+            turned.pow(2).mean()
+            + picked.pow(2).mean()
+            + extremes
+            + y[ids[0] % 4, ids[1] % 6].pow(2).sum()
+            + y[:, ids[0] % 6].mean()
+        )
 
-    return Model(step, inner=nn.Linear(8, 8)), {"x": activation(), "ids": torch.randint(0, 12, (4, 6))}
+    return Model(step, inner=nn.Linear(8, 8)), {
+        "x": activation(),
+        "ids": torch.randint(0, 12, (4, 6)),
+    }
 
 
 def gated() -> Made:
@@ -111,24 +150,44 @@ def gated() -> Made:
         turned = torch.view_as_real(torch.view_as_complex(hidden.view(4, 6, 4, 2)) * m.turns)
         (a, b), (c, d) = m.left(hidden).chunk(2, -1), m.right(hidden).chunk(2, -1)
         keys = (a * b.sigmoid() + c * d.tanh()).view(4, 6, 2, 2).transpose(1, 2)
-        return F.scaled_dot_product_attention(turned.transpose(1, 2), keys, keys, is_causal=True, enable_gqa=True).pow(2).mean()
+        return (
+            F.scaled_dot_product_attention(
+                turned.transpose(1, 2), keys, keys, is_causal=True, enable_gqa=True
+            )
+            .pow(2)
+            .mean()
+        )
 
     turns = torch.polar(torch.ones(6, 4), torch.rand(6, 4))
-    return Model(step, inner=nn.Linear(8, 8), left=nn.Linear(8, 8), right=nn.Linear(8, 8, bias=False), turns=turns), {"x": activation()}
+    return Model(
+        step,
+        inner=nn.Linear(8, 8),
+        left=nn.Linear(8, 8),
+        right=nn.Linear(8, 8, bias=False),
+        turns=turns,
+    ), {"x": activation()}
 
 
 def convolved() -> Made:
-    """Grouped, depthwise and transposed convolutions, without a rule for the pooling between them."""
+    """Grouped, depthwise and transposed convolutions, without a rule for the pooling between
+    them."""
 
     def step(m: Any, x: Tensor) -> Tensor:
-        return m.up(F.max_pool2d(m.deep(m.grouped(x.view(4, 4, 6, 2).expand(4, 4, 6, 2))), 2, 1)).pow(2).mean()
+        return (
+            m.up(F.max_pool2d(m.deep(m.grouped(x.view(4, 4, 6, 2).expand(4, 4, 6, 2))), 2, 1))
+            .pow(2)
+            .mean()
+        )
 
     grouped, deep = nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.Conv2d(8, 16, 1, groups=8)
-    return Model(step, grouped=grouped, deep=deep, up=nn.ConvTranspose2d(16, 4, 2)), {"x": activation()}
+    return Model(step, grouped=grouped, deep=deep, up=nn.ConvTranspose2d(16, 4, 2)), {
+        "x": activation()
+    }
 
 
 def pieces() -> Made:
-    """Lists of one tensor; a sum over an order; a complex constant; slices cut down to a norm that most of them exceed."""
+    """Lists of one tensor; a sum over an order; a complex constant; slices cut down to a norm
+    that most of them exceed."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         y = m.inner(x)
@@ -138,7 +197,9 @@ def pieces() -> Made:
         return (torch.renorm(y * 1000, 2, 1, 50.0) * waves).mean() + (y * places).square().mean()
 
     edges = torch.randn(16)
-    return Model(step, inner=nn.Linear(8, 8), edges=edges, order=edges.argsort()), {"x": activation()}
+    return Model(step, inner=nn.Linear(8, 8), edges=edges, order=edges.argsort()), {
+        "x": activation()
+    }
 
 
 class Recurrent(nn.Module):
@@ -173,15 +234,22 @@ def tied() -> Made:
 
 
 def scored() -> Made:
-    """Losses of the same scores: a sum beside the mean that is differentiated, and a mean of other labels before it."""
+    """Losses of the same scores: a sum beside the mean that is differentiated, and a mean of
+    other labels before it."""
 
     def step(m: Any, x: Tensor, ids: Tensor) -> dict[str, Any]:
         scores = F.log_softmax(m.head(x).flatten(0, 1), -1)
         labels = ids.flatten()
-        total, other = F.nll_loss(scores, labels, reduction="sum"), F.nll_loss(scores, labels.flip(0), ignore_index=3)
+        total, other = (
+            F.nll_loss(scores, labels, reduction="sum"),
+            F.nll_loss(scores, labels.flip(0), ignore_index=3),
+        )
         return {"total": total, "other": other, "loss": F.nll_loss(scores, labels)}
 
-    return Model(step, head=nn.Linear(8, 12)), {"x": activation(), "ids": torch.randint(0, 12, (4, 6))}
+    return Model(step, head=nn.Linear(8, 12)), {
+        "x": activation(),
+        "ids": torch.randint(0, 12, (4, 6)),
+    }
 
 
 MODELS = (shared, masked, statistics, rearranged, gated, convolved, pieces, lstm, gru, tied, scored)
@@ -189,7 +257,9 @@ MODELS = (shared, masked, statistics, rearranged, gated, convolved, pieces, lstm
 
 @pytest.mark.parametrize("mesh", ["2", "3", "a=2,b=2"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_random_plans_of_an_odd_model_compute_the_model(make: Callable[[], Made], mesh: str) -> None:
+def test_random_plans_of_an_odd_model_compute_the_model(
+    make: Callable[[], Made], mesh: str
+) -> None:
     torch.manual_seed(0)
     model, batch = make()
     ready = prepare(model, batch, Mesh.parse(mesh), HardwareProfile.load("cpu-gloo"))

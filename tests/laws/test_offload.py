@@ -1,4 +1,5 @@
-"""What lies on the hosts: plans with it are the plain model, certified, within both budgets, and no slower than without."""
+"""What lies on the hosts: plans with it are the plain model, certified, within both budgets, and
+no slower than without."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ import autopar
 from autopar import constraints as asked
 from autopar.capture import capture
 from autopar.constraints import Constraint
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import ConstraintError, HardwareError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
 from autopar.plans import Plan
+from autopar.program.memory import trace_peak
 from autopar.report import report
-from autopar.run.memory import trace_peak
 
 ONE, SQUARE = Mesh(1), Mesh({"a": 2, "b": 2})
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
@@ -39,9 +40,17 @@ def built(kind: str) -> tuple[Any, Any]:
 
 
 @cache
-def planned(kind: str, mesh: Mesh, *constraints: Constraint, hardware: HardwareProfile | str = "h100-sxm", **options: Any) -> Plan:
+def planned(
+    kind: str,
+    mesh: Mesh,
+    *constraints: Constraint,
+    hardware: HardwareProfile | str = "h100-sxm",
+    **options: Any,
+) -> Plan:
     model, batch = built(kind)
-    return autopar.plan(model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints, **options)
+    return autopar.plan(
+        model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints, **options
+    )
 
 
 def holds(kind: str, plan: Plan, hardware: HardwareProfile | str = "h100-sxm") -> None:
@@ -73,21 +82,32 @@ def test_what_fits_no_device_is_planned_with_hosts(kind: str, tmp_path: Path) ->
 def test_what_is_kept_waits_on_hosts_where_that_costs_less_than_running_again(mesh: Mesh) -> None:
     free = planned("gpt2", mesh, hardware=quick_hosts())
     budget = int(0.85 * free.prediction.peak_bytes)
-    plan = planned("gpt2", mesh, asked.offload(parameters=False), hardware=quick_hosts(), memory_bytes=budget)
+    plan = planned(
+        "gpt2", mesh, asked.offload(parameters=False), hardware=quick_hosts(), memory_bytes=budget
+    )
     assert plan.prediction.host_bytes.keys() == {"activations"}
-    kinds = {(c.phase, c.collective.kind) for c in plan.communications} & {("forward", "store"), ("backward", "fetch")}
+    kinds = {(c.phase, c.collective.kind) for c in plan.communications} & {
+        ("forward", "store"),
+        ("backward", "fetch"),
+    }
     assert len(kinds) == 2 and plan.prediction.peak_bytes <= budget
     holds("gpt2", plan, quick_hosts())
 
 
 @pytest.mark.slow
-def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_proven_to_be() -> None:
+def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_proven_to_be() -> (
+    None
+):
     free = planned("gpt2", SQUARE, hardware=quick_hosts())
     for share in (0.9, 0.8, 0.7):
         budget = int(share * free.prediction.peak_bytes)
         without = planned("gpt2", SQUARE, hardware=quick_hosts(), memory_bytes=budget)
-        hosted = planned("gpt2", SQUARE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
-        assert hosted.proof.bound_s <= without.prediction.step_s, "what is proven of more choices holds for fewer"
+        hosted = planned(
+            "gpt2", SQUARE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget
+        )
+        assert hosted.proof.bound_s <= without.prediction.step_s, (
+            "what is proven of more choices holds for fewer"
+        )
         assert hosted.prediction.step_s <= without.prediction.step_s * 1.02, "and it is found"
 
 
@@ -96,7 +116,9 @@ def test_hosts_hold_no_more_than_they_are_asked_to() -> None:
     budget = int(0.7 * free.prediction.peak_bytes)
     ample = planned("gpt2:1", ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
     most = sum(ample.prediction.host_bytes.values()) // 2
-    less = planned("gpt2:1", ONE, asked.offload(host_bytes=most), hardware=quick_hosts(), memory_bytes=budget)
+    less = planned(
+        "gpt2:1", ONE, asked.offload(host_bytes=most), hardware=quick_hosts(), memory_bytes=budget
+    )
     assert 0 < sum(less.prediction.host_bytes.values()) <= most
     holds("gpt2:1", less, quick_hosts())
 
@@ -107,10 +129,22 @@ WAYS: dict[str, tuple[Sequence[Constraint], dict[str, Any]]] = {
     "in microbatches": ((HOSTED,), {"num_microbatches": 2}),
     "in microbatches read in bf16": ((HOSTED,), {"num_microbatches": 2, "precision": "bf16"}),
     "sharded": ((asked.layout("*", storage="S(0) S(0) host"),), {}),
-    "sharded in microbatches": ((asked.layout("*", storage="S(0) S(0) host"),), {"num_microbatches": 2}),
-    "in stages": ((asked.pipeline("a", microbatches=2), asked.layout("*", storage="S(0) host")), {}),
-    "chosen in interleaved stages": ((asked.pipeline("a", microbatches=2, schedule="interleaved_1f1b"), asked.offload()), {}),
-    "chosen beside stage 1": ((asked.megatron(dp=2, tp=2, zero=1, microbatches=2), asked.offload()), {}),
+    "sharded in microbatches": (
+        (asked.layout("*", storage="S(0) S(0) host"),),
+        {"num_microbatches": 2},
+    ),
+    "in stages": (
+        (asked.pipeline("a", microbatches=2), asked.layout("*", storage="S(0) host")),
+        {},
+    ),
+    "chosen in interleaved stages": (
+        (asked.pipeline("a", microbatches=2, schedule="interleaved_1f1b"), asked.offload()),
+        {},
+    ),
+    "chosen beside stage 1": (
+        (asked.megatron(dp=2, tp=2, zero=1, microbatches=2), asked.offload()),
+        {},
+    ),
 }
 
 
@@ -123,8 +157,16 @@ def test_parameters_on_hosts_are_the_plain_models_in_every_way_of_a_step(way: st
         assert plan.prediction.host_bytes["parameters"]
     else:
         free = planned("gpt2", SQUARE, *constraints, **options)
-        share = 0.5 if "interleaved" in way else 0.7  # in stages less would do without hosts, and take no longer
-        plan = planned("gpt2", SQUARE, *constraints, memory_bytes=int(share * free.prediction.peak_bytes), **options)
+        share = (
+            0.5 if "interleaved" in way else 0.7
+        )  # in stages less would do without hosts, and take no longer
+        plan = planned(
+            "gpt2",
+            SQUARE,
+            *constraints,
+            memory_bytes=int(share * free.prediction.peak_bytes),
+            **options,
+        )
         assert sum(plan.prediction.host_bytes.values())
     holds("gpt2", plan)
 
@@ -134,16 +176,29 @@ def test_optimizer_state_and_gradients_rest_beside_the_parameter_and_nowhere_els
     free, hosted = planned("gpt2", ONE), planned("gpt2", ONE, asked.layout("*", storage="R host"))
     weights = {p.name: p for p in capture(model, (), batch).parameters if p.name.endswith("weight")}
     size = sum(p.numel() * 4 for name, p in model.named_parameters() if name in weights)
-    assert hosted.prediction.host_bytes == {"parameters": size, "optimizer": 2 * size, "gradients": size}
+    assert hosted.prediction.host_bytes == {
+        "parameters": size,
+        "optimizer": 2 * size,
+        "gradients": size,
+    }
     for kind, times in (("parameters", 1), ("optimizer", 2), ("gradients", 1)):
-        assert free.prediction.memory_bytes[kind] - hosted.prediction.memory_bytes[kind] == times * size
+        assert (
+            free.prediction.memory_bytes[kind] - hosted.prediction.memory_bytes[kind]
+            == times * size
+        )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
     model, batch = built(kind)
     free = planned(kind, ONE, hardware=quick_hosts())
-    plan = planned(kind, ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=int(0.6 * free.prediction.peak_bytes))
+    plan = planned(
+        kind,
+        ONE,
+        asked.offload(),
+        hardware=quick_hosts(),
+        memory_bytes=int(0.6 * free.prediction.peak_bytes),
+    )
     assert {"parameters", "activations"} <= plan.prediction.host_bytes.keys()
     program = emit(capture(model, (), batch), plan)
     assert measured_peak(program, batch)[0] == trace_peak(program, outputs="full").peak_bytes
@@ -153,8 +208,18 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
     ("change", "said"),
     [
         (lambda p: replace(p, prediction=replace(p.prediction, host_bytes={})), "on the host"),
-        (lambda p: replace(p, kept=tuple(k for k in p.kept if not any(x.host for x in k.layouts))), "nothing makes that"),
-        (lambda p: replace(p, communications=tuple(c for c in p.communications if c.collective.kind != "store")), "forward does not make"),
+        (
+            lambda p: replace(
+                p, kept=tuple(k for k in p.kept if not any(x.host for x in k.layouts))
+            ),
+            "nothing makes that",
+        ),
+        (
+            lambda p: replace(
+                p, communications=tuple(c for c in p.communications if c.collective.kind != "store")
+            ),
+            "forward does not make",
+        ),
         (lambda p: _with_times(p, 0.5), "it takes"),
         (lambda p: _on_devices(p), "it takes|takes .* s, not"),
     ],
@@ -163,14 +228,23 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
 def test_the_certificate_refuses_what_does_not_hold(change: Any, said: str) -> None:
     model, batch = built("gpt2")
     free = planned("gpt2", ONE, hardware=quick_hosts())
-    plan = planned("gpt2", ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=int(0.6 * free.prediction.peak_bytes))
+    plan = planned(
+        "gpt2",
+        ONE,
+        asked.offload(),
+        hardware=quick_hosts(),
+        memory_bytes=int(0.6 * free.prediction.peak_bytes),
+    )
     found = autopar.check(change(plan), model, batch, hardware=quick_hosts())
     assert not found.ok
     assert any(re.search(said, str(finding)) for finding in found.findings), found.findings
 
 
 def _with_times(plan: Plan, factor: float) -> Plan:
-    moved = (replace(c, time_s=c.time_s * factor) if c.collective.kind == "fetch" else c for c in plan.communications)
+    moved = (
+        replace(c, time_s=c.time_s * factor) if c.collective.kind == "fetch" else c
+        for c in plan.communications
+    )
     return replace(plan, communications=tuple(moved))
 
 

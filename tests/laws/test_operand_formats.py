@@ -1,7 +1,8 @@
 """What an op of a program computes does not depend on how its operands lie in memory.
 
-Layouts, collectives and views change strides between the capture and the program, and copies that were nothing at the
-capture are not in the graph. So no kernel may assume a format of its operands, unless it refuses others.
+Layouts, collectives and views change strides between the capture and the program, and copies that
+were nothing at the capture are not in the graph. So no kernel may assume a format of its operands,
+unless it refuses others.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ CASES = {**COMMON_CASES, **FURTHER_CASES}
 SIZES = SimpleNamespace(a=2, b=3, c=4, d=5, before=[2, 6], after=[3, 4])
 NOT_INITIALISED = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 REFUSING = (  # other formats than theirs, which the program's view of a copy then has
-    aten.view.default, aten._unsafe_view.default, aten.view_as_complex.default, aten.as_strided.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.view_as_complex.default,
+    aten.as_strided.default,
     aten._grouped_mm.default,
-)  # fmt: skip
+)
 SINGULAR = (aten._linalg_det.default,)  # where values repeat, its factors follow from rounding
 FAST = ("channels last", "reversed", "every second", "spread")
 

@@ -1,4 +1,5 @@
-"""A model that returns no loss: under every plan its outputs, and the gradients of whatever is computed of them, are the plain model's."""
+"""A model that returns no loss: under every plan its outputs, and the gradients of whatever is
+computed of them, are the plain model's."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ import autopar
 from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.capture.tangents import tangent_of
+from autopar.capture.normalize.tangents import tangent_of
 from autopar.constraints import Constraint
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, CaptureError, ConstraintError, VerificationError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.planning import Planned
-from autopar.run import lockstep
-from autopar.run.memory import trace_peak
+from autopar.planner import Planned
+from autopar.program import interpreter
+from autopar.program.memory import trace_peak
 
 SQUARE, THREE = Mesh({"a": 2, "b": 2}), Mesh({"a": 3})
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
@@ -46,7 +47,14 @@ def built(kind: str) -> tuple[nn.Module, dict[str, Any]]:
 @cache
 def planned(kind: str, mesh: Mesh, plan: str, outputs: str = "auto") -> Planned:
     model, batch = built(kind)
-    return plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS[plan], outputs=outputs)[1]
+    return plan_model(
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=PLANS[plan],
+        outputs=outputs,
+    )[1]
 
 
 def holds(kind: str, found: Planned) -> None:
@@ -56,7 +64,11 @@ def holds(kind: str, found: Planned) -> None:
     certificate = autopar.check(again, model, batch)
     assert certificate.ok, certificate.findings
     verified = autopar.verify(again, model, batch, tolerance=TOLERANCE)
-    assert verified.loss is None and verified.gradients.keys() == dict(model.named_parameters()).keys() and verified.outputs
+    assert (
+        verified.loss is None
+        and verified.gradients.keys() == dict(model.named_parameters()).keys()
+        and verified.outputs
+    )
 
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
@@ -83,12 +95,16 @@ def test_what_is_wanted_whole_is_gathered_by_the_program_and_priced() -> None:
     assert whole.plan.options["outputs"] == "full"
     assert [str(t.layout) for t in whole.program.outputs] == ["R R"]
     assert [str(t.layout) for t in parts.program.outputs] != ["R R"]
-    gathered = [c.collective for c in whole.plan.communications if c.collective.kind == "all_gather"]
+    gathered = [
+        c.collective for c in whole.plan.communications if c.collective.kind == "all_gather"
+    ]
     assert sum(c.size_in(SQUARE.shape) for c in gathered) > 0
     assert whole.plan.prediction.communication_s > parts.plan.prediction.communication_s
 
 
-@pytest.mark.parametrize(("kind", "plan"), [("several", "ddp"), ("bert", "fsdp"), ("llama", "heads")])
+@pytest.mark.parametrize(
+    ("kind", "plan"), [("several", "ddp"), ("bert", "fsdp"), ("llama", "heads")]
+)
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 def test_the_peak_is_that_of_real_tensors(kind: str, plan: str, outputs: str) -> None:
     program = planned(kind, SQUARE, plan, outputs).program
@@ -100,7 +116,9 @@ def test_the_peak_is_that_of_real_tensors(kind: str, plan: str, outputs: str) ->
 def test_a_tangent_whose_rows_lie_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = built("several")
     plan = planned("several", SQUARE, "fsdp", "dtensor").plan
-    monkeypatch.setattr(lockstep, "tangent_of", lambda *border, **how: tangent_of(*border, **how).roll(1, 0))
+    monkeypatch.setattr(
+        interpreter, "tangent_of", lambda *border, **how: tangent_of(*border, **how).roll(1, 0)
+    )
     with pytest.raises(VerificationError):
         autopar.verify(plan, model, batch)
 
@@ -142,7 +160,9 @@ def test_a_scalar_beside_is_the_loss_as_far_as_it_has_a_gradient() -> None:
         ({"batch": "local"}, ConstraintError, "each rank's own loss"),
     ],
 )
-def test_what_needs_the_loss_is_refused(options: dict[str, Any], refusal: type[AutoparError], words: str) -> None:
+def test_what_needs_the_loss_is_refused(
+    options: dict[str, Any], refusal: type[AutoparError], words: str
+) -> None:
     model, batch = built("bert")
     with pytest.raises(refusal, match=words) as error:
         autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", **options)
@@ -164,7 +184,13 @@ def test_a_certificate_sees_a_tangent_in_another_layout() -> None:
     def moved(entry: Any) -> Any:
         if entry.key != "out/output":
             return entry
-        return replace(entry, nodes=tuple(replace(c, strategy=replace(c.strategy, outputs=(Layout.replicated(2),))) for c in entry.nodes))
+        return replace(
+            entry,
+            nodes=tuple(
+                replace(c, strategy=replace(c.strategy, outputs=(Layout.replicated(2),)))
+                for c in entry.nodes
+            ),
+        )
 
     entries = tuple(map(moved, plan.entries))
     assert entries != plan.entries

@@ -1,6 +1,8 @@
-"""Communication beside compute: steps are started early and finished late, and nothing else about a program changes.
+"""Communication beside compute: steps are started early and finished late, and nothing else about a
+program changes.
 
-Every law is shown on random legal plans, whose layouts and collectives are those that the planner avoids.
+Every law is shown on random legal plans, whose layouts and collectives are those that the planner
+avoids.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ import pytest
 from torch import fx
 
 from autopar.capture import Trace
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import Orders, emit, least_overlap, overlapped, places, simulated
-from autopar.emit.rooms import Room, follows
+from autopar.emit.overlap import Room, follows
 from autopar.errors import AutoparError
-from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
-from autopar.kernels.binding import bind
-from autopar.mesh import Mesh
-from autopar.planning.timeline import beside as timed_beside
+from autopar.kernels.bind import bind
+from autopar.planner.timeline import beside as timed_beside
 from autopar.plans import Overlap, Piece, Plan, load_of
-from autopar.run.lockstep import run_lockstep
-from autopar.run.memory import node_peaks, trace_peak
-from autopar.run.program import Program
-from autopar.run.reordered import written
+from autopar.program.interpreter import run_lockstep
+from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.program import Program
+from autopar.program.reorder import written
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -39,7 +41,10 @@ from benchmarks.random_plans import Prepared, prepare, random_plan
 AMPLE = 2**50
 MESHES = ("a=2,b=2", "4", "2")
 MODELS = ("tiny-gpt2", "tiny-llama", "tiny-bert", "tiny-vit")
-FAST = [("tiny-gpt2", "a=2,b=2", seed) for seed in range(3)] + [("tiny-llama", "4", 0), ("tiny-vit", "2", 1)]
+FAST = [("tiny-gpt2", "a=2,b=2", seed) for seed in range(3)] + [
+    ("tiny-llama", "4", 0),
+    ("tiny-vit", "2", 1),
+]
 SLOW = [(model, mesh, seed) for model in MODELS for mesh in MESHES for seed in range(3, 7)]
 CASES = [*(pytest.param(*case, id=" ".join(map(str, case))) for case in FAST)]
 CASES += [pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.slow) for case in SLOW]
@@ -64,7 +69,9 @@ def starts(program: Program) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(model: str, mesh: str, seed: int) -> None:
+def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(
+    model: str, mesh: str, seed: int
+) -> None:
     ready, plain, batch = prepared(model, mesh)
     plan, program = random_plan(ready, seed)
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
@@ -76,15 +83,22 @@ def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(model: st
         # It computes what the model computes, with the same collectives.
         assert verify_program(ready.trace, early, plain, (), batch).ok
         ran = run_lockstep(early, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
-        assert Counter((p, str(c)) for p, _, c in ran.records) == Counter((p, str(c)) for p, _, c in program.collectives)
+        assert Counter((p, str(c)) for p, _, c in ran.records) == Counter(
+            (p, str(c)) for p, _, c in program.collectives
+        )
 
         # Every start is finished once, behind it, with the settings that it was started with.
         for graph in graphs(early):
             graph.lint()  # type: ignore[no-untyped-call]
             finishes = [node for node in graph.nodes if node.target is steps.finish]
             begun = [node for node in graph.nodes if node.target is steps.start]
-            assert [list(node.users) for node in begun] == [[f for f in finishes if f.args[0] is node] for node in begun]
-            assert all(len(node.users) == 1 and next(iter(node.users)).args[1:] == node.args[1:] for node in begun)
+            assert [list(node.users) for node in begun] == [
+                [f for f in finishes if f.args[0] is node] for node in begun
+            ]
+            assert all(
+                len(node.users) == 1 and next(iter(node.users)).args[1:] == node.args[1:]
+                for node in begun
+            )
             assert len(finishes) == len(begun)
 
         # All ranks issue the same steps in the same order.
@@ -110,14 +124,16 @@ def test_slack_is_what_the_emitted_graph_shows() -> None:
     seen: Counter[str] = Counter()
     for seed in range(4):
         _, program = random_plan(ready, seed, recompute_share=0.5 if seed % 2 else 0.0)
-        for node in (node for graph in graphs(program) for node in graph.nodes if "collective" in node.meta):
+        for node in (
+            node for graph in graphs(program) for node in graph.nodes if "collective" in node.meta
+        ):
             assert node.meta["slack"] == shown(node), node.meta["key"]
             seen[node.meta["slack"]] += 1
     assert seen["prefetchable"] and seen["deferrable"] and seen["critical"]
 
 
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_what_counts_as_beside_compute_has_slack_and_no_emitted_order_is_faster_than_all_that_has_it(
+def test_what_counts_as_beside_compute_has_slack_and_no_emitted_order_is_faster_than_all_that_has_it(  # noqa: E501
     model: str, mesh: str, seed: int
 ) -> None:
     ready, _, _ = prepared(model, mesh)
@@ -125,16 +141,25 @@ def test_what_counts_as_beside_compute_has_slack_and_no_emitted_order_is_faster_
     plan, _ = random_plan(ready, seed, recompute_share=0.5 if seed % 2 else 0.0)
     counted = [c for c in plan.communications if c.beside]
     assert counted and all(c.slack != "critical" and c.collective.kind != "slice" for c in counted)
-    gathered = [c for c in plan.communications if c.node.endswith("/parameter") and c.collective.kind != "slice"]
+    gathered = [
+        c
+        for c in plan.communications
+        if c.node.endswith("/parameter") and c.collective.kind != "slice"
+    ]
     assert all(c.beside for c in gathered), "what rests is there when each phase begins"
     assert load_of(plan).least_s(s) == pytest.approx(plan.prediction.step_s)
 
-    slack = [replace(c, beside=c.slack != "critical" and c.collective.kind != "slice") for c in plan.communications]
+    slack = [
+        replace(c, beside=c.slack != "critical" and c.collective.kind != "slice")
+        for c in plan.communications
+    ]
     least_s = load_of(replace(plan, communications=tuple(slack))).least_s(s)
     early = beside(plan, s)
     seen = timed_beside(plan.prediction, emit(ready.trace, early), early)
     assert seen.simulated_s >= least_s * (1 - 1e-9)
-    assert seen.simulated_s <= (plan.prediction.serial_s + plan.prediction.beyond_shares_s) * (1 + 1e-9)
+    assert seen.simulated_s <= (plan.prediction.serial_s + plan.prediction.beyond_shares_s) * (
+        1 + 1e-9
+    )
 
 
 def shown(node: fx.Node) -> str:
@@ -142,7 +167,9 @@ def shown(node: fx.Node) -> str:
         return "slack" in other.meta
 
     def is_there(other: fx.Node) -> bool:
-        return other.op == "placeholder" or (moves(other) and all(map(is_there, other.all_input_nodes)))
+        return other.op == "placeholder" or (
+            moves(other) and all(map(is_there, other.all_input_nodes))
+        )
 
     def is_last(other: fx.Node) -> bool:
         return all(user.op == "output" or (moves(user) and is_last(user)) for user in other.users)
@@ -161,7 +188,9 @@ def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(model: str, mesh: str, seed: int) -> None:
+def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
+    model: str, mesh: str, seed: int
+) -> None:
     ready, _, _ = prepared(model, mesh)
     plan, serial = random_plan(ready, seed)
     orders, begun = Orders(serial, plan), 0
@@ -169,15 +198,25 @@ def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(model: str, mes
         wanted = Overlap(0.4, limit, limit)
         found, held = orders.within(wanted)
         early, plainly_held = overlapped(serial, replace(plan, overlap=wanted))
-        assert not early.orders and [str(g) for g in graphs(written(found))] == [str(g) for g in graphs(early)]
-        assert held == plainly_held and orders.least(wanted) == least_overlap(serial, replace(plan, overlap=wanted))
+        assert not early.orders and [str(g) for g in graphs(written(found))] == [
+            str(g) for g in graphs(early)
+        ]
+        assert held == plainly_held and orders.least(wanted) == least_overlap(
+            serial, replace(plan, overlap=wanted)
+        )
         begun += len(starts(early))
         priced = replace(plan, overlap=held)
         for ordered, phase in zip(simulated(found, priced), simulated(early, priced), strict=True):
-            assert (ordered.time_s, ordered.hidden_s, ordered.spans) == (phase.time_s, phase.hidden_s, phase.spans)
+            assert (ordered.time_s, ordered.hidden_s, ordered.spans) == (
+                phase.time_s,
+                phase.hidden_s,
+                phase.spans,
+            )
             assert ordered.missing_s == pytest.approx(phase.missing_s, rel=1e-6)
         assert trace_peak(found) == trace_peak(early)
-        assert [(p.phase, p.peak_bytes) for p in node_peaks(found)] == [(p.phase, p.peak_bytes) for p in node_peaks(early)]
+        assert [(p.phase, p.peak_bytes) for p in node_peaks(found)] == [
+            (p.phase, p.peak_bytes) for p in node_peaks(early)
+        ]
     assert begun > 0
 
 
@@ -196,9 +235,12 @@ def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that
     for limit in (AMPLE, free.backward_bytes // 2, free.backward_bytes // 8, 0):
         early, held = with_least(program, beside(plan, 0.4, limit))
         assert max(held.forward_bytes, held.backward_bytes) <= limit
-        again = emit(ready.trace, replace(plan, overlap=held))  # the least that is allowed gives the same
+        again = emit(
+            ready.trace, replace(plan, overlap=held)
+        )  # the least that is allowed gives the same
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
-        # What is held comes on top of what the step holds anyway; copies of what is sent stand in both.
+        # What is held comes on top of what the step holds anyway; copies of what is sent stand in
+        # both.
         assert plain_peak <= trace_peak(early).peak_bytes + limit
         assert trace_peak(early).peak_bytes <= plain_peak + limit
         assert len(starts(early)) <= previous
@@ -209,7 +251,10 @@ def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that
 def rising(program: Program, seed: int, most: int) -> dict[str, tuple[Piece, ...]]:
     """Some room in every phase, now more and now less."""
     rng = random.Random(seed)
-    lengths = {phase: max(place for _, place in places(getattr(program, phase).graph)) for phase in ("forward", "backward")}
+    lengths = {
+        phase: max(place for _, place in places(getattr(program, phase).graph))
+        for phase in ("forward", "backward")
+    }
     cuts = {phase: sorted(rng.sample(range(length), 9)) for phase, length in lengths.items()}
     return {phase: tuple((cut, int(most * rng.random())) for cut in cuts[phase]) for phase in cuts}
 
@@ -222,7 +267,10 @@ def test_early_steps_hold_no_more_than_there_is_room_for_where_they_are(seed: in
     begun = 0
     for share in (1.0, 0.5):
         forward, backward = int(free.forward_bytes * share), int(free.backward_bytes * share)
-        left = {"forward": rising(serial, seed, forward)["forward"], "backward": rising(serial, seed + 1, backward)["backward"]}
+        left = {
+            "forward": rising(serial, seed, forward)["forward"],
+            "backward": rising(serial, seed + 1, backward)["backward"],
+        }
         wanted = Overlap(0.4, forward, backward, left["forward"], left["backward"])
         early, held = with_least(serial, replace(plan, overlap=wanted))
         for phase, most in (("forward", forward), ("backward", backward)):
@@ -240,7 +288,8 @@ def test_early_steps_hold_no_more_than_there_is_room_for_where_they_are(seed: in
 
 
 def started(program: Program, phase: str) -> Iterator[tuple[int, int]]:
-    """While each node of the spine runs its place, and what steps hold that are started and not finished."""
+    """While each node of the spine runs its place, and what steps hold that are started and not
+    finished."""
     held = dict[fx.Node, int]()
     place = -1
     for node in getattr(program, phase).graph.nodes:
@@ -268,7 +317,8 @@ def run(ready: Prepared, program: Program, plain: object, batch: Batch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bytes_that_a_program_says_it_holds_give_the_same_program(seed: int) -> None:
-    """A certificate emits it again with no more; less room may order steps otherwise, which is then what is said."""
+    """A certificate emits it again with no more; less room may order steps otherwise, which is
+    then what is said."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, seed)
     _, free = with_least(program, beside(plan))
@@ -296,7 +346,9 @@ def test_what_is_not_finished_as_it_was_started_is_refused_by_the_interpreter(ho
     first, *others = [node for node in program.forward.graph.nodes if node.target is steps.start]
     finish = next(iter(first.users))
     if how == "another start":
-        other = next(o for o in others if o.args[1:] != first.args[1:] and o.args[0].op == "placeholder")
+        other = next(
+            o for o in others if o.args[1:] != first.args[1:] and o.args[0].op == "placeholder"
+        )
         finish.prepend(other)
         finish.args = (other, *finish.args[1:])
     elif how == "other settings":
@@ -315,7 +367,10 @@ def test_a_wrong_slack_costs_time_and_changes_no_result(seed: int) -> None:
     ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
     plan, _ = random_plan(ready, 2)
     rng = random.Random(seed)
-    wrong = tuple(replace(c, slack=rng.choice(["critical", "prefetchable", "deferrable"])) for c in plan.communications)
+    wrong = tuple(
+        replace(c, slack=rng.choice(["critical", "prefetchable", "deferrable"]))
+        for c in plan.communications
+    )
     program = emit(ready.trace, beside(replace(plan, communications=wrong)))
     assert starts(program)
     assert verify_program(ready.trace, program, plain, (), batch).ok

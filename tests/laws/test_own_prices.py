@@ -11,10 +11,9 @@ import torch
 from planted_subjects import SUBJECTS
 
 from autopar.analysis.work import computes_in, works
-from autopar.certificate.op_times import _IN_PASSES
-from autopar.certificate.own_work import counted, is_free, product_dtype
+from autopar.certificate.intra_op import _IN_PASSES, counted, is_free, product_dtype
 from autopar.certificate.rates import Rates, handed_on_s, sent_s, wire_between
-from autopar.collective import (
+from autopar.core.collective import (
     BUCKETED,
     HOST_KINDS,
     KINDS,
@@ -24,10 +23,10 @@ from autopar.collective import (
     most_put_in,
     share_of_bucket,
 )
-from autopar.cost.compute import compute_time
+from autopar.core.hardware import HardwareProfile, slowest_of
+from autopar.core.mesh import Mesh
+from autopar.cost.op_times import compute_time
 from autopar.cost.priced import handing_s, wire
-from autopar.hardware import HardwareProfile, slowest_of
-from autopar.mesh import Mesh
 from autopar.rules import call_of
 
 PROFILES = {name: HardwareProfile.load(name) for name in HardwareProfile.names()}

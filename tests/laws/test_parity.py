@@ -1,6 +1,7 @@
 """The planner's own plans compute what the model computes, on every mesh, sharded and recomputed.
 
-Under `frictionless` prices even a tiny model is worth sharding; under a tight budget parameters rest sharded.
+Under `frictionless` prices even a tiny model is worth sharding; under a tight budget parameters
+rest sharded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -23,11 +24,15 @@ from benchmarks.models import ModelSpec
 
 MODELS = ("tiny-gpt2", "tiny-llama", "tiny-bert", "tiny-vit")
 FAST = [("tiny-gpt2", "8"), ("tiny-llama", "a=2,b=4"), ("tiny-vit", "a=2,b=2")]
-SLOW = [(m, mesh) for m in MODELS for mesh in ("4", "a=2,b=2", "a=2,b=4", "8") if (m, mesh) not in FAST]
+SLOW = [
+    (m, mesh) for m in MODELS for mesh in ("4", "a=2,b=2", "a=2,b=4", "8") if (m, mesh) not in FAST
+]
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-def planned(model: str, mesh: str, profile: HardwareProfile, **options: object) -> tuple[Planned, object]:
+def planned(
+    model: str, mesh: str, profile: HardwareProfile, **options: object
+) -> tuple[Planned, object]:
     """The plan, and what verifying it says."""
     built, batch = ModelSpec.known(model).build()
     trace = capture(built, (), batch)
@@ -45,7 +50,9 @@ def test_the_planners_plan_equals_the_plain_model(model: str, mesh: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_plan_for_a_tight_budget_equals_the_plain_model_and_keeps_to_the_budget(model: str) -> None:
+def test_a_plan_for_a_tight_budget_equals_the_plain_model_and_keeps_to_the_budget(
+    model: str,
+) -> None:
     profile = HardwareProfile.load("cpu-gloo")
     ample, _ = planned(model, "a=2,b=2", profile)
     budget = int(ample.plan.prediction.peak_bytes * 0.5)

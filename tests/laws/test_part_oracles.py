@@ -1,4 +1,5 @@
-"""The least of a part of a problem, whose ops cost something further, against every choice that there is."""
+"""The least of a part of a problem, whose ops cost something further, against every choice that
+there is."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from test_solver_oracles import LINE, SQUARE, A, B, BruteForce, problem
 
-from autopar.problem import Problem
+from autopar.core.problem import Problem
 from autopar.solve import part as solving
 from autopar.solve.part import Part, least_of
 
@@ -21,38 +22,60 @@ SEEDS = range(8)
 
 
 def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> Part:
-    """Of a small problem, which keeps little, so that it is worth to run something again; the part says what may."""
+    """Of a small problem, which keeps little, so that it is worth to run something again; the
+    part says what may."""
     rng = np.random.default_rng(seed)
     own = problem(seed, mesh)
     values = list(own.values)
     for v in (A, B):
         layouts = range(len(values[v].graph.layouts))
-        values[v] = replace(values[v], keepable=frozenset(rng.choice(layouts, int(rng.integers(0, 2))).tolist()))
+        values[v] = replace(
+            values[v], keepable=frozenset(rng.choice(layouts, int(rng.integers(0, 2))).tolist())
+        )
     own = replace(own, values=tuple(values))
     needed = {own.values[v].op for v in (A, B) if not own.values[v].keepable}
-    again = frozenset(n for n, op in enumerate(own.ops) if op.recomputable and (n in needed or (seed + n) % 2))
-    further = tuple((rng.uniform(-0.5, 2.0, len(op.strategies)), rng.uniform(0.0, 2.0, len(op.strategies))) for op in own.ops)
+    again = frozenset(
+        n for n, op in enumerate(own.ops) if op.recomputable and (n in needed or (seed + n) % 2)
+    )
+    further = tuple(
+        (rng.uniform(-0.5, 2.0, len(op.strategies)), rng.uniform(0.0, 2.0, len(op.strategies)))
+        for op in own.ops
+    )
     return Part(own, again, further)
 
 
 @cache
 def optimum(seed: int, mesh: tuple[int, ...] = LINE) -> float:
-    """The cheapest of all choices of a part: the problem's own seconds, and what its ops cost further, each time that they run."""
+    """The cheapest of all choices of a part: the problem's own seconds, and what its ops cost
+    further, each time that they run."""
     part = part_of(seed, mesh)
-    own = replace(part.problem, ops=tuple(replace(op, recomputable=n in part.again) for n, op in enumerate(part.problem.ops)))
+    own = replace(
+        part.problem,
+        ops=tuple(
+            replace(op, recomputable=n in part.again) for n, op in enumerate(part.problem.ops)
+        ),
+    )
     force, best = BruteForce(own), math.inf
     for strategies in itertools.product(*(range(len(op.strategies)) for op in own.ops)):
-        for picked in itertools.product(*([None, *range(len(own.ops[n].strategies))] for n in sorted(part.again))):
-            recomputed = {n: s for n, s in zip(sorted(part.again), picked, strict=True) if s is not None}
+        for picked in itertools.product(
+            *([None, *range(len(own.ops[n].strategies))] for n in sorted(part.again))
+        ):
+            recomputed = {
+                n: s for n, s in zip(sorted(part.again), picked, strict=True) if s is not None
+            }
             more = sum(part.further[n][0][s] for n, s in enumerate(strategies))
             more += sum(part.further[n][1][s] for n, s in recomputed.items())
-            best = min([best, *(seconds + more for _, seconds in force._outcomes(strategies, recomputed))])
+            best = min(
+                [best, *(seconds + more for _, seconds in force._outcomes(strategies, recomputed))]
+            )
     return float(best)
 
 
 @pytest.mark.parametrize("mesh", [LINE, SQUARE], ids=["line", "square"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_least_is_below_every_choice_and_reaches_what_is_true(seed: int, mesh: tuple[int, ...]) -> None:
+def test_the_least_is_below_every_choice_and_reaches_what_is_true(
+    seed: int, mesh: tuple[int, ...]
+) -> None:
     part = part_of(seed, mesh)
     best = optimum(seed, mesh)
     unreachable, num = least_of(part, 2 * abs(best) + 1, ENOUGH)
@@ -74,15 +97,23 @@ def test_most_of_the_parts_can_be_chosen() -> None:
 def test_a_search_that_is_cut_short_still_says_no_more_than_is_true() -> None:
     for seed in SEEDS:
         part, best = part_of(seed, SQUARE), optimum(seed, SQUARE)
-        assert best == math.inf or least_of(part, 2 * abs(best) + 1, 1)[0] <= best + 1e-9 * abs(best)
+        assert best == math.inf or least_of(part, 2 * abs(best) + 1, 1)[0] <= best + 1e-9 * abs(
+            best
+        )
 
 
 Mutant = Callable[[Part], Part]
 MUTANTS: dict[str, Mutant] = {
-    "what running again costs further is left out": lambda p: replace(p, further=tuple((f, np.zeros_like(a)) for f, a in p.further)),
-    "what running costs further is left out": lambda p: replace(p, further=tuple((np.zeros_like(f), a) for f, a in p.further)),
+    "what running again costs further is left out": lambda p: replace(
+        p, further=tuple((f, np.zeros_like(a)) for f, a in p.further)
+    ),
+    "what running costs further is left out": lambda p: replace(
+        p, further=tuple((np.zeros_like(f), a) for f, a in p.further)
+    ),
     "nothing runs again": lambda p: replace(p, again=frozenset()),
-    "everything may run again": lambda p: replace(p, again=frozenset(n for n, op in enumerate(p.problem.ops) if op.recomputable)),
+    "everything may run again": lambda p: replace(
+        p, again=frozenset(n for n, op in enumerate(p.problem.ops) if op.recomputable)
+    ),
 }
 
 
@@ -91,12 +122,20 @@ def test_a_part_that_leaves_something_out_has_another_least(name: str) -> None:
     differs = 0
     for seed in SEEDS:
         part, best = part_of(seed), optimum(seed)
-        differs += abs(least_of(MUTANTS[name](part), 2 * abs(best) + 1, ENOUGH)[0] - best) > 1e-2 * abs(best)
+        differs += abs(
+            least_of(MUTANTS[name](part), 2 * abs(best) + 1, ENOUGH)[0] - best
+        ) > 1e-2 * abs(best)
     assert differs
 
 
-def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solving._Program, "_useful_again", lambda self: {n for n, op in enumerate(self.problem.ops) if op.recomputable})
+def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        solving._Program,
+        "_useful_again",
+        lambda self: {n for n, op in enumerate(self.problem.ops) if op.recomputable},
+    )
     wrong = 0
     for seed in SEEDS:
         part, best = part_of(seed), optimum(seed)
@@ -106,6 +145,8 @@ def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(mon
 
 def test_what_cannot_be_chosen_at_all_has_no_least() -> None:
     part = part_of(0)
-    none: Problem = replace(part.problem, ops=(*part.problem.ops[:-1], replace(part.problem.ops[-1], strategies=())))
+    none: Problem = replace(
+        part.problem, ops=(*part.problem.ops[:-1], replace(part.problem.ops[-1], strategies=()))
+    )
     further = (*part.further[:-1], (np.zeros(0), np.zeros(0)))
     assert least_of(Part(none, part.again, further), 1.0, ENOUGH) == (math.inf, 1)

@@ -1,6 +1,8 @@
-"""Over several microbatches on one device, what a step takes at its peak is what was predicted, to the byte.
+"""Over several microbatches on one device, what a step takes at its peak is what was predicted, to
+the byte.
 
-Parts of a batch are views of it. Outputs of all microbatches are there at the end, and put together then.
+Parts of a batch are views of it. Outputs of all microbatches are there at the end, and put together
+then.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import zoo_small
 from torch import Tensor, nn
 
 import autopar
-from autopar.run.live import LiveBytes
+from autopar.program.abstract_executor import LiveBytes
 
 BATCH = 24
 
 
 class Returning(nn.Module):
-    """Returns its loss, and beside it something that a microbatch has in full, shares with others, or has a part of."""
+    """Returns its loss, and beside it something that a microbatch has in full, shares with
+    others, or has a part of."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -45,12 +48,23 @@ class Returning(nn.Module):
         return {"loss": loss, "made": self.weight * 2}
 
 
-RETURNED = ("large", "a view of something large", "two views of the same", "a sum", "a parameter", "the batch", "what is whole in each")
+RETURNED = (
+    "large",
+    "a view of something large",
+    "two views of the same",
+    "a sum",
+    "a parameter",
+    "the batch",
+    "what is whole in each",
+)
 
 
 def peaks(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[int, int]:
-    """Predicted and measured bytes of a step's peak; the batch counts in both, the optimizer's state in neither."""
-    pm = autopar.compile(model, 1, example_inputs=batch, hardware="h100-sxm", optimizer="none", **options)
+    """Predicted and measured bytes of a step's peak; the batch counts in both, the optimizer's
+    state in neither."""
+    pm = autopar.compile(
+        model, 1, example_inputs=batch, hardware="h100-sxm", optimizer="none", **options
+    )
     (stage,) = pm.plan.pipeline.stages
     assert autopar.check(pm.plan, model, batch).ok
     pm(**batch)  # what a graph makes once is there the second time

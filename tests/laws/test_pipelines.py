@@ -1,4 +1,5 @@
-"""Pipelines equal the plain model: stages × data × tensor parallelism, all ranks in lockstep; and their plans are sound."""
+"""Pipelines equal the plain model: stages × data × tensor parallelism, all ranks in lockstep;
+and their plans are sound."""
 
 from __future__ import annotations
 
@@ -12,55 +13,91 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.breakdown import breakdown
 from autopar.constraints import fsdp, layout, pipeline, tensor_parallel
-from autopar.errors import ConstraintError, CoupledError, EmissionError, InfeasibleError, MeshError, VerificationError
-from autopar.planning import Planned
-from autopar.planning.schedules import step_time
+from autopar.errors import (
+    ConstraintError,
+    CoupledError,
+    EmissionError,
+    InfeasibleError,
+    MeshError,
+    VerificationError,
+)
+from autopar.planner import Planned
+from autopar.planner.pipeline.schedule import step_time
 from autopar.plans import Plan
-from autopar.run.orders import num_in_flight
-from autopar.run.program import StagedProgram
+from autopar.program.program import StagedProgram
+from autopar.program.schedule import num_in_flight
 from benchmarks import zoo
 
 MESH = autopar.Mesh({"stage": 2, "data": 2, "tensor": 2})
 EXPERT = (fsdp("data"), tensor_parallel(axes="tensor"))
 
 
-def planned(name: str, mesh: autopar.Mesh, *constraints: Any, **options: Any) -> tuple[Planned, torch.nn.Module, dict[str, Any]]:
+def planned(
+    name: str, mesh: autopar.Mesh, *constraints: Any, **options: Any
+) -> tuple[Planned, torch.nn.Module, dict[str, Any]]:
     settings = options.pop("settings", {})
     model, batch = zoo.build(name, batch=8, **settings)
-    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints, **options)[1]
+    made = plan_model(
+        model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints, **options
+    )[1]
     return made, model, batch
 
 
-# Llama: one stream. GPT-2: tied weights, fused projections, dropout. T5: a decoder that reads the encoder's end, one table thrice.
+# Llama: one stream. GPT-2: tied weights, fused projections, dropout. T5: a decoder that reads the
+# encoder's end, one table thrice.
 @pytest.mark.parametrize(
     ("name", "settings", "microbatches"),
-    [("llama", {}, 4), ("gpt2", {"dropout": 0.1}, 2), pytest.param("t5", {}, 4, marks=pytest.mark.slow)],
+    [
+        ("llama", {}, 4),
+        ("gpt2", {"dropout": 0.1}, 2),
+        pytest.param("t5", {}, 4, marks=pytest.mark.slow),
+    ],
 )
-def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(name: str, settings: dict[str, Any], microbatches: int) -> None:
-    made, model, batch = planned(name, MESH, pipeline("stage", microbatches=microbatches), *EXPERT, settings=settings)
+def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(
+    name: str, settings: dict[str, Any], microbatches: int
+) -> None:
+    made, model, batch = planned(
+        name, MESH, pipeline("stage", microbatches=microbatches), *EXPERT, settings=settings
+    )
     report = autopar.verify(made.plan, model, batch)
     assert report.ok
     assert report.num_collectives > 0
     assert isinstance(made.program, StagedProgram)
     for stage in made.program.stages:
         kinds = {c.kind for _, _, c in stage.collectives}
-        assert "all_gather" in kinds and {"all_reduce", "reduce_scatter"} & kinds  # of parameters; of gradients and partial sums
+        assert (
+            "all_gather" in kinds and {"all_reduce", "reduce_scatter"} & kinds
+        )  # of parameters; of gradients and partial sums
 
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [("unet2d", {"stage": 2, "data": 2}), pytest.param("gpt2", {"data": 2, "stage": 4}, marks=pytest.mark.slow), ("bert", {"stage": 3})],
+    [
+        ("unet2d", {"stage": 2, "data": 2}),
+        pytest.param("gpt2", {"data": 2, "stage": 4}, marks=pytest.mark.slow),
+        ("bert", {"stage": 3}),
+    ],
 )
 def test_skips_more_stages_and_other_axes(name: str, axes: dict[str, int]) -> None:
-    settings: dict[str, Any] = {"num_hidden_layers": 4} if name != "unet2d" else {"multipliers": (1,)}
+    settings: dict[str, Any] = (
+        {"num_hidden_layers": 4} if name != "unet2d" else {"multipliers": (1,)}
+    )
     num = 4 if axes["stage"] != 3 else 8
-    made, model, batch = planned(name, autopar.Mesh(axes), pipeline("stage", microbatches=num), settings=settings)
+    made, model, batch = planned(
+        name, autopar.Mesh(axes), pipeline("stage", microbatches=num), settings=settings
+    )
     assert autopar.verify(made.plan, model, batch).ok
 
 
 def test_one_stage_may_work_through_microbatches() -> None:
-    made, model, batch = planned("llama", autopar.Mesh({"data": 2}), fsdp("data"), num_microbatches=4)
-    assert made.plan.pipeline is not None and made.plan.pipeline.axis == "" and len(made.plan.pipeline.stages) == 1
+    made, model, batch = planned(
+        "llama", autopar.Mesh({"data": 2}), fsdp("data"), num_microbatches=4
+    )
+    assert (
+        made.plan.pipeline is not None
+        and made.plan.pipeline.axis == ""
+        and len(made.plan.pipeline.stages) == 1
+    )
     assert autopar.verify(made.plan, model, batch).ok
 
 
@@ -81,19 +118,29 @@ def test_a_plan_is_read_back_as_it_was_written(llama: tuple[Planned, Any, Any]) 
     assert Plan.loads(plan.dumps()) == plan
 
 
-@pytest.mark.slow  # as it is where stages are alike (test_alike_stages), and without stages, which always runs
+# as it is where stages are alike (test_alike_stages), and without stages, which always runs
+@pytest.mark.slow
 def test_a_plan_is_the_same_each_time() -> None:
-    one, other = (planned("llama", autopar.Mesh({"stage": 2, "data": 2}), pipeline("stage", microbatches=4))[0].plan for _ in range(2))
+    one, other = (
+        planned("llama", autopar.Mesh({"stage": 2, "data": 2}), pipeline("stage", microbatches=4))[
+            0
+        ].plan
+        for _ in range(2)
+    )
     assert one.dumps() == other.dumps()
 
 
-def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses_is_told(llama: tuple[Planned, Any, Any]) -> None:
+def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses_is_told(
+    llama: tuple[Planned, Any, Any],
+) -> None:
     pipeline, program = llama[0].plan.pipeline, llama[0].program
     assert pipeline is not None and isinstance(program, StagedProgram)
     for number, stage in enumerate(pipeline.stages):
         p, parts = stage.prediction, breakdown(stage)
         slowed_s = p.hidden_s * stage.overlap.slowdown
-        assert sum(bar[4] for bar in p.timeline) == pytest.approx(p.serial_s + p.beyond_shares_s + slowed_s - p.in_buckets_s)
+        assert sum(bar[4] for bar in p.timeline) == pytest.approx(
+            p.serial_s + p.beyond_shares_s + slowed_s - p.in_buckets_s
+        )
         assert max(bar[3] + bar[4] for bar in p.timeline) == pytest.approx(p.simulated_s)
         assert sum(part.compute_s for part in parts) == pytest.approx(p.compute_s)
         assert sum(part.communication_s for part in parts) == pytest.approx(p.communication_s)
@@ -117,7 +164,9 @@ def test_neighbours_agree_on_what_crosses(llama: tuple[Planned, Any, Any]) -> No
     assert isinstance(program, StagedProgram)
     first, last = program.stages
     leaving = {t.name: (t.layout, t.shape, t.has_gradient) for t in first.outputs if t.crosses}
-    assert leaving == {t.name: (t.layout, t.shape, t.has_gradient) for t in last.inputs if t.crosses}
+    assert leaving == {
+        t.name: (t.layout, t.shape, t.has_gradient) for t in last.inputs if t.crosses
+    }
     assert len(leaving) == 1
 
 
@@ -133,12 +182,16 @@ def test_a_plan_whose_stages_disagree_is_refused(llama: tuple[Planned, Any, Any]
         autopar.verify(swapped, model, batch)
 
 
-def test_a_wrong_count_of_the_batch_is_found(llama: tuple[Planned, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.run.program import Count
+def test_a_wrong_count_of_the_batch_is_found(
+    llama: tuple[Planned, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autopar.program.program import Count
 
     made, model, batch = llama
     right = Count.of
-    monkeypatch.setattr(Count, "of", lambda self, *read: {path: x * 1.01 for path, x in right(self, *read).items()})
+    monkeypatch.setattr(
+        Count, "of", lambda self, *read: {path: x * 1.01 for path, x in right(self, *read).items()}
+    )
     with pytest.raises(VerificationError):
         autopar.verify(made.plan, model, batch)
 
@@ -154,7 +207,9 @@ def test_cuts_by_name_and_what_refuses() -> None:
         planned("llama", autopar.Mesh({"stage": 4}), pipeline("stage", microbatches=2))
     with pytest.raises(MeshError, match="has no axis 'pipe'"):
         planned("llama", mesh, pipeline("pipe", microbatches=2))
-    with pytest.raises(ConstraintError, match=r"\d+ parts .* 2048 stages"):  # before a microbatch is captured, which these samples allow
+    with pytest.raises(
+        ConstraintError, match=r"\d+ parts .* 2048 stages"
+    ):  # before a microbatch is captured, which these samples allow
         planned("llama", autopar.Mesh({"stage": 2048}), pipeline("stage", microbatches=4))
     with pytest.raises(InfeasibleError, match="stage 0 of 2"):
         planned("llama", mesh, pipeline("stage", microbatches=4), memory_bytes=200_000)
@@ -177,12 +232,18 @@ def test_a_promise_that_was_needed_stands_in_the_plan() -> None:
     model, batch = Sorted(), (torch.randn(8, 8),)
     with pytest.raises(CoupledError, match="/sort/forward/0"):
         asked = (pipeline("stage", microbatches=2),)
-        autopar.plan(model, {"stage": 2}, example_inputs=batch, hardware="h100-sxm", constraints=asked)
+        autopar.plan(
+            model, {"stage": 2}, example_inputs=batch, hardware="h100-sxm", constraints=asked
+        )
     promised = (pipeline("stage", microbatches=2, independent=True),)
-    plan = autopar.plan(model, {"stage": 2}, example_inputs=batch, hardware="h100-sxm", constraints=promised)
+    plan = autopar.plan(
+        model, {"stage": 2}, example_inputs=batch, hardware="h100-sxm", constraints=promised
+    )
     assert any("promise" in line and "/sort/forward/0" in line for line in plan.proof.covers)
     assert autopar.verify(plan, model, batch).ok
-    plain = planned("llama", autopar.Mesh({"stage": 2}), pipeline("stage", microbatches=2, independent=True))[0]
+    plain = planned(
+        "llama", autopar.Mesh({"stage": 2}), pipeline("stage", microbatches=2, independent=True)
+    )[0]
     assert not any("promise" in line for line in plain.plan.proof.covers)
 
 
@@ -200,11 +261,15 @@ def test_a_free_pipeline_is_never_slower_than_none() -> None:
     mesh = autopar.Mesh({"node": 2})
     alone = planned("llama", mesh)[0].plan
     free = planned("llama", mesh, pipeline())[0].plan
-    assert free.pipeline is None and free.prediction.step_s == alone.prediction.step_s  # so small a model only waits
+    assert (
+        free.pipeline is None and free.prediction.step_s == alone.prediction.step_s
+    )  # so small a model only waits
 
 
 def test_megatron_names_the_whole_plan() -> None:
-    force = autopar.constraints.megatron(pp=2, tp="tensor", dp="data", zero=3, recompute="full", microbatches=4)
+    force = autopar.constraints.megatron(
+        pp=2, tp="tensor", dp="data", zero=3, recompute="full", microbatches=4
+    )
     made, model, batch = planned("llama", MESH, force)
     pipe = made.plan.pipeline
     assert pipe is not None and (pipe.axis, pipe.num_microbatches) == ("stage", 4)

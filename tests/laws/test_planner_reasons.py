@@ -1,7 +1,8 @@
-"""The planner's plans differ for the right reason: each law changes one thing and says what must follow from it.
+"""The planner's plans differ for the right reason: each law changes one thing and says what must
+follow from it.
 
-Models are on meta; only what is verified has weights. Profiles are those that come with autopar, or one of them with a
-figure changed where a law needs the trade-off to fall on the other side.
+Models are on meta; only what is verified has weights. Profiles are those that come with autopar, or
+one of them with a figure changed where a law needs the trade-off to fall on the other side.
 """
 
 from __future__ import annotations
@@ -25,38 +26,70 @@ import autopar
 from autopar.analysis.work import work
 from autopar.breakdown import breakdown
 from autopar.capture import Trace, capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout, Strategy
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
-from autopar.planning.repricing import repriced
+from autopar.planner import PlanOptions, make_plan
+from autopar.planner.reprice import repriced
 from autopar.plans import Plan
 from autopar.rules import call_of
 
 H100 = HardwareProfile.load("h100-sxm")
-# Where each further collective costs a lot, gathering and scattering is dearer than one reduction: weights rest whole.
+# Where each further collective costs a lot, gathering and scattering is dearer than one reduction:
+# weights rest whole.
 ALONE = replace(H100, overlap_slowdown=1.0, hash="alone")  # nothing runs beside compute
 SLUGGISH = replace(H100, launch_overhead_s=3e-5, hash="sluggish")
 MIB = 2**20
 
 
 @cache
-def llama(batch: int, seq: int, num_layers: int, hidden: int, inter: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Trace:
-    sizes = {"num_hidden_layers": num_layers, "hidden_size": hidden, "intermediate_size": inter, "num_attention_heads": heads}
-    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=heads // 2, vocab_size=8192, use_cache=False)
+def llama(
+    batch: int,
+    seq: int,
+    num_layers: int,
+    hidden: int,
+    inter: int,
+    heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Trace:
+    sizes = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_attention_heads": heads,
+    }
+    config = AutoConfig.for_model(
+        "llama", **sizes, num_key_value_heads=heads // 2, vocab_size=8192, use_cache=False
+    )
     with torch.device("meta"):
-        model, ids = AutoModelForCausalLM.from_config(config).to(dtype), torch.empty(batch, seq, dtype=torch.int64)
+        model, ids = (
+            AutoModelForCausalLM.from_config(config).to(dtype),
+            torch.empty(batch, seq, dtype=torch.int64),
+        )
     return capture(model, (), {"input_ids": ids, "labels": ids})
 
 
-def plan(trace: Trace, mesh: Mesh, profile: HardwareProfile = H100, memory_bytes: int | None = None, optimizer: str = "adamw") -> Plan:
-    return make_plan(trace, mesh, profile, PlanOptions(memory_bytes=memory_bytes, optimizer=optimizer)).plan
+def plan(
+    trace: Trace,
+    mesh: Mesh,
+    profile: HardwareProfile = H100,
+    memory_bytes: int | None = None,
+    optimizer: str = "adamw",
+) -> Plan:
+    return make_plan(
+        trace, mesh, profile, PlanOptions(memory_bytes=memory_bytes, optimizer=optimizer)
+    ).plan
 
 
 def forward_ops(p: Plan) -> Mapping[str, Strategy]:
     """Node pattern → strategy, in forward."""
-    return {n.node: n.strategy for e in p.entries if e.kind == "compute" and e.phase == "forward" for n in e.nodes}
+    return {
+        n.node: n.strategy
+        for e in p.entries
+        if e.kind == "compute" and e.phase == "forward"
+        for n in e.nodes
+    }
 
 
 def matmuls(p: Plan) -> Mapping[str, Strategy]:
@@ -78,10 +111,15 @@ def shards(layout: Layout) -> set[int]:
 
 
 def bytes_on(p: Plan, axis: int) -> int:
-    """Bytes that a step puts on an axis: of every collective the larger of one rank's input and output."""
+    """Bytes that a step puts on an axis: of every collective the larger of one rank's input and
+    output."""
     size = p.mesh.shape[axis]
-    moves = [c for c in p.communications if c.collective.axis == axis and c.collective.kind != "slice"]
-    return sum(max(c.collective.bytes, c.collective.output_bytes(size)) * len(c.instances) for c in moves)
+    moves = [
+        c for c in p.communications if c.collective.axis == axis and c.collective.kind != "slice"
+    ]
+    return sum(
+        max(c.collective.bytes, c.collective.output_bytes(size)) * len(c.instances) for c in moves
+    )
 
 
 def gathered(p: Plan, phase: str) -> int:
@@ -97,9 +135,18 @@ def test_a_small_batch_through_wide_layers_is_tensor_parallel() -> None:
     p = plan(traced(4096, 16384, 64), Mesh(8))
     up, down = matmuls(p)["layers.{0}.up"], matmuls(p)["layers.{0}.down"]
     # Megatron's pair: columns of the first weight, rows of the second, one reduction after both
-    assert list(map(str, (*up.inputs, *up.outputs, *down.inputs, *down.outputs))) == ["R", "S(0)", "S(1)", "S(1)", "S(1)", "P"]
+    assert list(map(str, (*up.inputs, *up.outputs, *down.inputs, *down.outputs))) == [
+        "R",
+        "S(0)",
+        "S(1)",
+        "S(1)",
+        "S(1)",
+        "P",
+    ]
     assert gathered(p, "forward") == gathered(p, "backward") == 0
-    assert not any(0 in shards(layout) for s in forward_ops(p).values() for layout in s.outputs), "the batch is not split"
+    assert not any(0 in shards(layout) for s in forward_ops(p).values() for layout in s.outputs), (
+        "the batch is not split"
+    )
 
 
 def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
@@ -109,7 +156,9 @@ def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
         assert weight.is_replicated
         assert shards(activation) == shards(s.outputs[0]) == {0}
     moved = {c.collective.kind for c in p.communications if c.collective.bytes > 4}
-    assert moved <= {"all_reduce", "reduce_scatter", "all_gather"}, "gradients, and parameters that rest sharded; beside them only the loss"
+    assert moved <= {"all_reduce", "reduce_scatter", "all_gather"}, (
+        "gradients, and parameters that rest sharded; beside them only the loss"
+    )
     gathers = [c.node for c in p.communications if c.collective.kind == "all_gather"]
     assert all(node.endswith("/parameter") for node in gathers)
 
@@ -117,7 +166,9 @@ def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
 # Memory
 
 
-def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are_recomputed() -> None:
+def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are_recomputed() -> (
+    None
+):
     trace, mesh = traced(1024, 4096, 16384, 6), Mesh(8)
     ample = plan(trace, mesh, SLUGGISH)
     little = plan(trace, mesh, SLUGGISH, 310 * MIB)
@@ -144,7 +195,9 @@ BUDGETS = (170, 200, 230, 260, 290, 320, 360, 400, 450, 500)
 
 
 def test_more_memory_never_makes_a_plan_slower() -> None:
-    plans = [plan(traced(1024, 4096, 16384, 6), Mesh(8), SLUGGISH, budget * MIB) for budget in BUDGETS]
+    plans = [
+        plan(traced(1024, 4096, 16384, 6), Mesh(8), SLUGGISH, budget * MIB) for budget in BUDGETS
+    ]
     for budget, p in zip(BUDGETS, plans, strict=True):
         assert p.prediction.peak_bytes <= budget * MIB
     for less, more in pairwise(plans):
@@ -156,16 +209,22 @@ def test_more_memory_never_makes_a_plan_slower() -> None:
 
 
 def with_link(profile: HardwareProfile, link: str, factor: float) -> HardwareProfile:
-    """The profile with a link of `factor` times the bandwidth, by formula alone (measured points would stay as they are)."""
+    """The profile with a link of `factor` times the bandwidth, by formula alone (measured points
+    would stay as they are)."""
     links = {name: replace(found, curves={}) for name, found in profile.links.items()}
-    links[link] = replace(links[link], bandwidth_bytes_per_s=links[link].bandwidth_bytes_per_s * factor)
+    links[link] = replace(
+        links[link], bandwidth_bytes_per_s=links[link].bandwidth_bytes_per_s * factor
+    )
     return replace(profile, links=links, hash=f"{profile.hash}*{factor}")
 
 
 @pytest.mark.parametrize("slow", ["a", "b"])
 def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(slow: str) -> None:
     other = "b" if slow == "a" else "a"
-    trace, axes = traced(2048, 8192, 32768), {"a": 2 if slow == "a" else 4, "b": 2 if slow == "b" else 4}
+    trace, axes = (
+        traced(2048, 8192, 32768),
+        {"a": 2 if slow == "a" else 4, "b": 2 if slow == "b" else 4},
+    )
     uneven = plan(trace, Mesh(axes, links={slow: "inter", other: "intra"}), ALONE)
     even = plan(trace, Mesh(axes, links={slow: "intra", other: "intra"}), ALONE)
     index = {"a": 0, "b": 1}
@@ -181,12 +240,16 @@ def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(
     link=st.sampled_from(["intra", "inter"]),
     factor=st.sampled_from([1.5, 4.0, 50.0]),
 )
-def test_a_faster_link_never_makes_a_plan_slower(width: int, batch: int, link: str, factor: float) -> None:
+def test_a_faster_link_never_makes_a_plan_slower(
+    width: int, batch: int, link: str, factor: float
+) -> None:
     trace, mesh = traced(width, 2 * width, batch), Mesh({"node": 2, "gpu": 4})
     slow, fast = (plan(trace, mesh, with_link(H100, link, f)) for f in (1.0, factor))
     assert fast.prediction.step_s <= slow.prediction.step_s * (1 + PlanOptions().gap)
     assert fast.proof.bound_s <= slow.prediction.step_s
-    assert fast.prediction.step_s >= slow.prediction.step_s / factor * (1 - PlanOptions().gap), "compute is no faster"
+    assert fast.prediction.step_s >= slow.prediction.step_s / factor * (1 - PlanOptions().gap), (
+        "compute is no faster"
+    )
 
 
 # Two axes on one weight
@@ -201,12 +264,16 @@ def test_two_fast_axes_and_a_small_batch_make_two_dimensional_tensor_parallelism
     assert gathered(p, "forward") == gathered(p, "backward") == 0
 
 
-@pytest.mark.parametrize("weight", [TWO_AXES, "S(0) S(1)", "S(0) S(0)", "S(1) S(1)", "S(0)#1 S(0)#0"])
+@pytest.mark.parametrize(
+    "weight", [TWO_AXES, "S(0) S(1)", "S(0) S(0)", "S(1) S(1)", "S(0)#1 S(0)#0"]
+)
 def test_a_weight_forced_onto_two_axes_computes_the_model(weight: str) -> None:
     torch.manual_seed(0)
     model, batch = Mlp(8, 16, 2), {"x": torch.randn(8, 8)}
     forced = autopar.constraints.layout("layers.*.up", weight=weight)
-    p = autopar.plan(model, Mesh({"a": 2, "b": 2}), example_inputs=batch, hardware=H100, constraints=[forced])
+    p = autopar.plan(
+        model, Mesh({"a": 2, "b": 2}), example_inputs=batch, hardware=H100, constraints=[forced]
+    )
     assert str(matmuls(p)["layers.{0}.up"].inputs[1]) == weight
     found = autopar.verify(p, model, batch)
     assert found.ok and found.num_collectives > 0
@@ -220,11 +287,20 @@ def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_he
     ops = forward_ops(p)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         found = [s for node, s in ops.items() if node.startswith(f"model.layers.{{0}}.{norm}/")]
-        assert found and all(shards(s.outputs[0]) == {1} for s in found), "[batch, sequence, hidden]"
+        assert found and all(shards(s.outputs[0]) == {1} for s in found), (
+            "[batch, sequence, hidden]"
+        )
     attention = next(s for node, s in ops.items() if "/attention/" in node)
-    assert {shards(layout) == {1} for layout in (*attention.inputs, *attention.outputs)} == {True}, "[batch, heads, sequence, size]"
-    assert str(matmuls(p)["model.layers.{0}.mlp.down_proj"].outputs[0]) == "P", "summed into the split sequence"
-    assert any(c.collective.kind == "reduce_scatter" and c.collective.dim == 1 and "down_proj" in c.node for c in p.communications)
+    assert {shards(layout) == {1} for layout in (*attention.inputs, *attention.outputs)} == {
+        True
+    }, "[batch, heads, sequence, size]"
+    assert str(matmuls(p)["model.layers.{0}.mlp.down_proj"].outputs[0]) == "P", (
+        "summed into the split sequence"
+    )
+    assert any(
+        c.collective.kind == "reduce_scatter" and c.collective.dim == 1 and "down_proj" in c.node
+        for c in p.communications
+    )
 
 
 # Communication beside compute
@@ -237,9 +313,17 @@ def test_where_compute_hides_it_more_is_communicated_and_the_step_is_shorter() -
     there_s = repriced(alone, trace, mesh, H100, PlanOptions())
     assert gathered(beside, "forward") > gathered(alone, "forward")
     assert beside.prediction.communication_s > alone.prediction.communication_s
-    assert beside.prediction.step_s < there_s * 0.99, "than what was planned without regard for it, on the same hardware"
-    assert beside.proof.bound_s <= beside.prediction.step_s  # buckets are in what is simulated alone
-    assert beside.prediction.step_s - beside.prediction.in_buckets_s <= beside.prediction.simulated_s < beside.prediction.serial_s
+    assert beside.prediction.step_s < there_s * 0.99, (
+        "than what was planned without regard for it, on the same hardware"
+    )
+    assert (
+        beside.proof.bound_s <= beside.prediction.step_s
+    )  # buckets are in what is simulated alone
+    assert (
+        beside.prediction.step_s - beside.prediction.in_buckets_s
+        <= beside.prediction.simulated_s
+        < beside.prediction.serial_s
+    )
 
 
 # Space
@@ -251,7 +335,9 @@ class Volume(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         sizes = pairwise((1, channels, channels, 2))
-        self.body = nn.Sequential(*(nn.Sequential(nn.Conv3d(a, b, 3, padding=1), nn.ReLU()) for a, b in sizes))
+        self.body = nn.Sequential(
+            *(nn.Sequential(nn.Conv3d(a, b, 3, padding=1), nn.ReLU()) for a, b in sizes)
+        )
 
     def forward(self, volume: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.body(volume), target)
@@ -260,11 +346,16 @@ class Volume(nn.Module):
 def test_one_volume_is_split_over_space_with_halos_and_a_batch_is_not() -> None:
     for batch in (1, 4):
         with torch.device("meta"):
-            data = {"volume": torch.empty(batch, 1, 64, 64, 64), "target": torch.empty(batch, 64, 64, 64, dtype=torch.int64)}
+            data = {
+                "volume": torch.empty(batch, 1, 64, 64, 64),
+                "target": torch.empty(batch, 64, 64, 64, dtype=torch.int64),
+            }
             p = plan(capture(Volume(16), (), data), Mesh(4))
         read = {str(s.inputs[0]) for node, s in forward_ops(p).items() if "/convolution/" in node}
         assert read == ({"S(2)~1~1"} if batch == 1 else {"S(0)"})
-        assert {part.parallelism for part in breakdown(p) if part.main_op == "convolution"} == {("space",) if batch == 1 else ("data",)}
+        assert {part.parallelism for part in breakdown(p) if part.main_op == "convolution"} == {
+            ("space",) if batch == 1 else ("data",)
+        }
         halos = [c for c in p.communications if c.collective.kind == "halo"]
         assert bool(halos) == (batch == 1) and all(c.time_s > 0 for c in halos)
 
@@ -274,9 +365,10 @@ def test_one_volume_is_split_over_space_with_halos_and_a_batch_is_not() -> None:
 
 @pytest.mark.slow
 def test_recomputation_on_one_device_is_as_good_as_what_was_measured_of_others() -> None:
-    """Llama of 12 layers, four samples of 512 tokens, in fp32. The best other methods, measured on this model (bytes per sample
-    live at the peak without parameters and gradients, MiB; further FLOPs): 189.4, none, by keeping matmuls and attention;
-    142.1, 9.2 % and 136.8, 9.2 %, by torch's activation memory budget.
+    """Llama of 12 layers, four samples of 512 tokens, in fp32. The best other methods, measured on
+    this model (bytes per sample live at the peak without parameters and gradients, MiB; further
+    FLOPs): 189.4, none, by keeping matmuls and attention; 142.1, 9.2 % and 136.8, 9.2 %, by torch's
+    activation memory budget.
     """
     trace, num_samples = llama(4, 512, 12, 512, 1408, 8, torch.float32), 4
     nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}

@@ -1,5 +1,5 @@
-"""Faults planted in prices: a plan that was made with them is refused by `check`, whose formulas are
-its own.
+"""Faults planted in prices: a plan that was made with them is refused by `check`, whose formulas
+are its own.
 
 Each row makes one thing cheaper than the profile has it, as a slip in a formula would, while the
 plan is made and while it is checked.
@@ -17,10 +17,10 @@ import pytest
 from planted_faults import Patch
 from planted_subjects import SUBJECTS
 
-from autopar import collective
 from autopar.analysis import work
-from autopar.cost import kernel_times, priced, times
-from autopar.mesh import Mesh
+from autopar.core import collective
+from autopar.core.mesh import Mesh
+from autopar.cost import kernel_times, op_times, priced
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ FAULTS = {
         lambda p: p.setattr(collective, "_copied_bytes", lambda *_: 0),
     ),
     "a halo that is sent for nothing": Fault(
-        "images", "halo .* it takes", halved("collective_time", kind("halo"), times)
+        "images", "halo .* it takes", halved("collective_time", kind("halo"), op_times)
     ),
     "rows that go to their experts at half the cost": Fault(
         "dispatched", "all_to_all .* takes", halved("_wire_time", kind("all_to_all"))
     ),
     "a copy from the host at half its cost": Fault(
-        "hosted", "fetch .* it takes", halved("collective_time", kind("fetch"), times)
+        "hosted", "fetch .* it takes", halved("collective_time", kind("fetch"), op_times)
     ),
     "a copy to the host at half its cost": Fault(
-        "hosted", "store .* it takes", halved("collective_time", kind("store"), times)
+        "hosted", "store .* it takes", halved("collective_time", kind("store"), op_times)
     ),
     "interleaved stages that send at twice the bandwidth": Fault(
         "interleaved",
@@ -99,7 +99,7 @@ FAULTS = {
         lambda p: p.setattr(collective, "_passes_s", lambda *_: 0.0),
     ),
     "a share of a bucket at half its cost": Fault(
-        "split", "it takes .* not", halved("least_per_byte", module=times)
+        "split", "it takes .* not", halved("least_per_byte", module=op_times)
     ),
     "links within a node everywhere": Fault(
         "nodes", "all_reduce .* it takes", lambda p: p.setattr(Mesh, "link", lambda *_: "intra")
@@ -147,7 +147,7 @@ FAULTS = {
         "kernels", "it saves", lambda p: p.setattr(kernel_times, "_CHUNKS", (1,))
     ),
     "arithmetic at twice the peak": Fault(
-        "split", "one instance takes", halved("compute_time", module=times)
+        "split", "one instance takes", halved("compute_time", module=op_times)
     ),
 }
 

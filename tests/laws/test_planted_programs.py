@@ -24,9 +24,9 @@ from planted_edits import (
 )
 from planted_faults import Fault, Patch, refused_by_validation
 
-from autopar.emit import build, in_place, step
-from autopar.emit.calls import CALLS
-from autopar.emit.job import Job
+from autopar.emit import build, phase
+from autopar.emit import build as step
+from autopar.emit.context import CALLS, Job
 from autopar.emit.phase import Phase
 from autopar.kernels import collectives
 from autopar.ops.in_place import in_place_form
@@ -36,10 +36,8 @@ BF16, FP32 = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
 
 
 def write_everywhere(patch: Patch) -> None:
-    patch.setattr(
-        in_place, "operand_written", lambda node: 0 if in_place_form(node.target) else None
-    )
-    patch.setattr(in_place, "_may_go", lambda *_: True)
+    patch.setattr(phase, "operand_written", lambda node: 0 if in_place_form(node.target) else None)
+    patch.setattr(phase, "_may_go", lambda *_: True)
 
 
 def one_element_less(node: Any) -> int:

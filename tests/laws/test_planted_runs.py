@@ -15,16 +15,16 @@ import torch
 from planted_faults import Fault, Patch, refused_by_validation, sound
 from planted_subjects import SUBJECTS
 
-from autopar import random_ops
 from autopar.errors import VerificationError
-from autopar.kernels import bucketed, packing, sums
-from autopar.ops import vocabulary
+from autopar.kernels import collectives, packing
+from autopar.kernels import packing as bucketed
+from autopar.ops import random, vocabulary
+from autopar.program import schedule, stage_work
+from autopar.program.program import Count, Microbatches
+from autopar.program.stage_work import StageWork
 from autopar.rules import localization
-from autopar.run import orders, stage_work
-from autopar.run.program import Count, Microbatches
-from autopar.run.stage_work import StageWork
 
-_bits = random_ops._bits
+_bits = random._bits
 _begin, _arriving, _leaving = StageWork.begin, StageWork.arriving_back, StageWork.leaving
 
 
@@ -34,7 +34,7 @@ def bits_of(change: Callable[..., tuple[Any, ...]]) -> Callable[[Patch], Any]:
     def bits(state: Any, shape: Any, draw: Any, starts: Any, sizes: Any, stream: int = 0) -> Any:
         return _bits(*change(state, shape, draw, starts, sizes, stream))
 
-    return lambda patch: patch.setattr(random_ops, "_bits", bits)
+    return lambda patch: patch.setattr(random, "_bits", bits)
 
 
 def first_part(
@@ -101,12 +101,12 @@ ORDER = {
     "backward comes before its forward": Fault(
         "stages",
         "ranks wait for each other",
-        plant=lambda p: p.setattr(orders, "_ahead", lambda *_: 0),
+        plant=lambda p: p.setattr(schedule, "_ahead", lambda *_: 0),
     ),
     "a microbatch is left out": Fault(
         "stages",
         "forward runs 0 times",
-        plant=lambda p: p.setattr(orders, "_one_stage", lambda *a: ()),
+        plant=lambda p: p.setattr(schedule, "_one_stage", lambda *a: ()),
     ),
 }
 
@@ -130,12 +130,12 @@ DRAWS = {
     "rows draw alike": Fault(
         "dropout",
         "random numbers of keep_mask: draw 0 of step 0",
-        plant=lambda p: p.setattr(random_ops, "_bits", lambda *a: _bits(*a)[:1].repeat(a[1][0], 1)),
+        plant=lambda p: p.setattr(random, "_bits", lambda *a: _bits(*a)[:1].repeat(a[1][0], 1)),
     ),
     "too much is kept": Fault(
         "dropout",
         "has mean",
-        plant=lambda p: p.setattr(random_ops, "_bits", lambda *a: _bits(*a).abs_()),
+        plant=lambda p: p.setattr(random, "_bits", lambda *a: _bits(*a).abs_()),
     ),
 }
 
@@ -175,7 +175,7 @@ def only_first(self: Microbatches, inputs: Any) -> list[dict[str, Any]]:
 _split, _of, _join = Microbatches.split, Count.of, Microbatches.join
 RUNS = {
     "sums are written over by the function that adds to them": Run(
-        "sums", lambda p: p.setattr(sums.add_to, "__code__", sums.write_to.__code__)
+        "sums", lambda p: p.setattr(collectives.add_to, "__code__", collectives.write_to.__code__)
     ),
     "every microbatch is the first one": Run(
         "sums", lambda p: p.setattr(Microbatches, "split", only_first)

@@ -29,9 +29,10 @@ from planted_faults import Fault, Patch, refused_by_validation
 from planted_subjects import SUBJECTS
 from torch.distributed.tensor import Shard
 
-from autopar.emit import build, phase, staged
-from autopar.kernels.sums import write_to
-from autopar.layout import Layout
+from autopar.core.layout import Layout
+from autopar.emit import build, phase
+from autopar.emit import build as staged
+from autopar.kernels.collectives import write_to
 from autopar.validation import whole
 
 aten = torch.ops.aten

@@ -1,4 +1,5 @@
-"""Dropout and every other draw: the same numbers under every layout, mesh and recomputation, and in the plain model."""
+"""Dropout and every other draw: the same numbers under every layout, mesh and recomputation, and
+in the plain model."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import random_ops
 from autopar.capture import capture
 from autopar.capture.execute import execute
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.run.lockstep import run_lockstep
+from autopar.ops import random
+from autopar.program.interpreter import run_lockstep
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -28,7 +29,8 @@ PROFILE = HardwareProfile.load("cpu-gloo")
 
 
 class Noisy(nn.Module):
-    """Every kind of draw that has a counterpart; each reaches the loss, but for one that is overwritten."""
+    """Every kind of draw that has a counterpart; each reaches the loss, but for one that is
+    overwritten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +39,14 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.channels(self.drop(torch.relu(self.up(x))))
-        y = self.drop(self.down(h)) + 0.1 * torch.randn_like(x) * torch.rand(x.shape) * torch.randn(x.shape, generator=None)
-        y = y + torch.bernoulli(x.sigmoid().detach()) * torch.randint(1, 5, (8,)) + torch.empty_like(x).exponential_(2.0)
+        y = self.drop(self.down(h)) + 0.1 * torch.randn_like(x) * torch.rand(x.shape) * torch.randn(
+            x.shape, generator=None
+        )
+        y = (
+            y
+            + torch.bernoulli(x.sigmoid().detach()) * torch.randint(1, 5, (8,))
+            + torch.empty_like(x).exponential_(2.0)
+        )
         y = y * torch.rand_like(x).uniform_(0.5, 2.0) + torch.empty_like(x).normal_(1.0, 0.1)
         y = nn.functional.rrelu(y - 1, 0.2, 0.4, training=True)
         return y[:, torch.randperm(4, generator=None)].pow(2).mean()
@@ -58,8 +66,18 @@ def test_every_kind_of_draw_is_the_plain_models_under_random_layouts(mesh: str) 
         assert verify_program(ready.trace, program, model, (), batch).max_error < 1e-12
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow), pytest.param("vit", marks=pytest.mark.slow)])
-def test_models_with_dropout_compute_what_the_plain_model_computes_with_the_same_numbers(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "bert",
+        pytest.param("t5", marks=pytest.mark.slow),
+        pytest.param("vit", marks=pytest.mark.slow),
+    ],
+)
+def test_models_with_dropout_compute_what_the_plain_model_computes_with_the_same_numbers(
+    name: str,
+) -> None:
     model, batch = build(name, dropout=0.1)
     ready = prepare(model, batch, Mesh.parse("a=2,b=2"), PROFILE)
     _, program = random_plan(ready, 0)
@@ -79,11 +97,15 @@ def test_each_step_draws_anew_and_a_seed_begins_again() -> None:
     assert pm(**batch).item() not in first
     pm.random_state = begun
     assert [pm(**batch).item() for _ in range(2)] == rest
-    assert random_ops.STATE not in pm.state_dict()
+    assert random.STATE not in pm.state_dict()
 
 
 def test_a_model_that_draws_nothing_has_no_state_but_the_one_that_is_set() -> None:
-    pm = autopar.compile(nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.LayerNorm(16), Mean()), 1, example_inputs=(torch.ones(4, 4),))
+    pm = autopar.compile(
+        nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.LayerNorm(16), Mean()),
+        1,
+        example_inputs=(torch.ones(4, 4),),
+    )
     assert pm.random_state is None
     pm.random_state = 3  # a program of another mode may draw: it would begin with this
     assert pm.random_state == 3
@@ -106,14 +128,14 @@ def test_equal_layers_draw_different_numbers_and_take_one_decision() -> None:
 
 def test_lockstep_on_any_mesh_is_the_traced_graph_number_for_number() -> None:
     model, batch = noisy()
-    tensors = {**dict(model.named_parameters()), random_ops.STATE: random_ops.initial_state(9)}
+    tensors = {**dict(model.named_parameters()), random.STATE: random.initial_state(9)}
     results = []
     for mesh in ("1", "2", "a=2,b=2", "8"):
         ready = prepare(model, batch, Mesh.parse(mesh), PROFILE)
         _, program = random_plan(ready, 1)
         ran = run_lockstep(program, tensors, tensors, batch, dtype=torch.float64)
         results.append(ran.outputs)
-        assert ran.buffers[random_ops.STATE] == tensors[random_ops.STATE] + 1
+        assert ran.buffers[random.STATE] == tensors[random.STATE] + 1
     traced, *_ = execute(ready.trace, tensors, tensors, list(batch.values()), dtype=torch.float64)
     for outputs in results:
         torch.testing.assert_close(next(iter(outputs.values())), traced[0], rtol=1e-12, atol=0)

@@ -1,6 +1,8 @@
-"""Any legal plan, not only the planner's: what is priced is emitted and runs, a plan is its file, and it computes the model.
+"""Any legal plan, not only the planner's: what is priced is emitted and runs, a plan is its file,
+and it computes the model.
 
-Random legal plans (`benchmarks.random_plans`) use layouts, redistributions and recomputations that the planner avoids.
+Random legal plans (`benchmarks.random_plans`) use layouts, redistributions and recomputations that
+the planner avoids.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from autopar.collective import Collective
-from autopar.cost.times import CollectivePrices
+from autopar.core.collective import Collective
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.cost.op_times import CollectivePrices
 from autopar.emit import emit
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
 from autopar.plans import Plan
-from autopar.run.lockstep import run_lockstep
-from autopar.run.memory import trace_peak
+from autopar.program.interpreter import run_lockstep
+from autopar.program.memory import trace_peak
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -79,16 +81,27 @@ def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -
     loaded = Plan.loads(text)
     assert loaded == plan and loaded.dumps() == text
     again = emit(ready.trace, loaded)
-    assert (str(again.forward.graph), str(again.backward.graph)) == (str(program.forward.graph), str(program.backward.graph))
+    assert (str(again.forward.graph), str(again.backward.graph)) == (
+        str(program.forward.graph),
+        str(program.backward.graph),
+    )
     assert (again.parameters, again.inputs, again.outputs, again.collectives) == (
-        program.parameters, program.inputs, program.outputs, program.collectives,
-    )  # fmt: skip
-    assert trace_peak(again, outputs="dtensor").peak_bytes + plan.prediction.memory_bytes["optimizer"] == plan.prediction.peak_bytes
+        program.parameters,
+        program.inputs,
+        program.outputs,
+        program.collectives,
+    )
+    assert (
+        trace_peak(again, outputs="dtensor").peak_bytes + plan.prediction.memory_bytes["optimizer"]
+        == plan.prediction.peak_bytes
+    )
 
 
 def test_random_plans_recompute_and_differ() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=4")
-    plans = [random_plan(ready, seed, recompute_share=share)[0] for seed, share in ((20, 1.0), (21, 0.0))]
+    plans = [
+        random_plan(ready, seed, recompute_share=share)[0] for seed, share in ((20, 1.0), (21, 0.0))
+    ]
     assert any(entry.recompute for entry in plans[0].entries)
     assert not any(entry.recompute for entry in plans[1].entries)
     assert len(plans[0].kept) < len(plans[1].kept)

@@ -1,4 +1,5 @@
-"""Recomputation by name: what is kept, what runs again and what it moves are those of the paper, numbers are right.
+"""Recomputation by name: what is kept, what runs again and what it moves are those of the paper,
+numbers are right.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -17,28 +18,42 @@ from torch import fx, nn
 from autopar import constraints
 from autopar.capture import Trace, capture
 from autopar.constraints import Recompute
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.verification import verify_program
 
 LAYERS, B, S, H, DATA = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32, 2
 MESH, PROFILE = Mesh({"data": DATA, "tensor": 2}), HardwareProfile.load("h100-sxm")
-KINDS = ("llama", "eager", pytest.param("gpt2", marks=pytest.mark.slow))  # eager: attention in several ops
+KINDS = (
+    "llama",
+    "eager",
+    pytest.param("gpt2", marks=pytest.mark.slow),
+)  # eager: attention in several ops
 
 
 @cache
 def traced(kind: str) -> tuple[Trace, nn.Module, dict[str, Any]]:
-    settings: dict[str, Any] = {"gpt2": {"n_positions": S}, "eager": {"attn_implementation": "eager"}}.get(kind, {})
-    model, batch = getattr(zoo_small, "gpt2" if kind == "gpt2" else "llama")(num_layers=LAYERS, **settings)
+    settings: dict[str, Any] = {
+        "gpt2": {"n_positions": S},
+        "eager": {"attn_implementation": "eager"},
+    }.get(kind, {})
+    model, batch = getattr(zoo_small, "gpt2" if kind == "gpt2" else "llama")(
+        num_layers=LAYERS, **settings
+    )
     return capture(model, (), batch), model, batch
 
 
 @cache
 def planned(kind: str, recompute: Recompute | None, memory_bytes: int | None = None) -> Planned:
     forced = constraints.megatron(tp=2, dp=DATA, recompute=recompute)
-    return make_plan(traced(kind)[0], MESH, PROFILE, PlanOptions(constraints=(forced,), memory_bytes=memory_bytes))
+    return make_plan(
+        traced(kind)[0],
+        MESH,
+        PROFILE,
+        PlanOptions(constraints=(forced,), memory_bytes=memory_bytes),
+    )
 
 
 def nodes(kind: str) -> dict[str, fx.Node]:
@@ -52,7 +67,11 @@ def again(kind: str, recompute: Recompute | None) -> set[str]:
 
 def kept(kind: str, recompute: Recompute | None) -> Counter[str]:
     """Bytes of what forward makes and keeps for backward, by node."""
-    found = ((k.node.format(*i), k.bytes) for k in planned(kind, recompute).plan.kept for i in k.instances)
+    found = (
+        (k.node.format(*i), k.bytes)
+        for k in planned(kind, recompute).plan.kept
+        for i in k.instances
+    )
     return Counter({key: size for key, size in found if key in nodes(kind)})
 
 
@@ -61,7 +80,9 @@ def is_in_layer(key: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_recomputation_keeps_of_a_layer_what_it_hands_on_and_runs_all_else_again(kind: str) -> None:
+def test_full_recomputation_keeps_of_a_layer_what_it_hands_on_and_runs_all_else_again(
+    kind: str,
+) -> None:
     """b·s·h elements a layer (section 5: 2·s·b·h bytes in 16 bits)."""
     inside = {key: size for key, size in kept(kind, "full").items() if is_in_layer(key)}
     assert sorted(inside.values()) == [4 * B // DATA * S * H] * LAYERS
@@ -84,21 +105,36 @@ def test_full_recomputation_reduces_once_more_for_a_layer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_selective_recomputation_runs_what_is_around_the_softmax_again_and_nothing_else(kind: str) -> None:
+def test_selective_recomputation_runs_what_is_around_the_softmax_again_and_nothing_else(
+    kind: str,
+) -> None:
     of = {key: node.target for key, node in nodes(kind).items()}
-    found = Counter(getattr(of[key], "__name__", "").partition(".")[0] for key in again(kind, "selective"))
+    found = Counter(
+        getattr(of[key], "__name__", "").partition(".")[0] for key in again(kind, "selective")
+    )
     if kind == "eager":  # scores, mask and softmax; copies between them are views, and of no cost
         assert found["dot"] == found["add"] == found["_softmax"] == LAYERS
-        scores = [key for key in kept(kind, "none") if nodes(kind)[key].meta["val"].shape[-2:] == (S, S) and is_in_layer(key)]
+        scores = [
+            key
+            for key in kept(kind, "none")
+            if nodes(kind)[key].meta["val"].shape[-2:] == (S, S) and is_in_layer(key)
+        ]
         assert len(scores) >= LAYERS
         assert not [key for key in kept(kind, "selective") if key in scores]
     else:
         assert found.pop("attention") == LAYERS
-        sums = [key for key in kept(kind, "none") if key.endswith("self_attn/getitem/forward/1") or key.endswith("attn/getitem/forward/1")]
+        sums = [
+            key
+            for key in kept(kind, "none")
+            if key.endswith("self_attn/getitem/forward/1") or key.endswith("attn/getitem/forward/1")
+        ]
         assert len(sums) == LAYERS and not set(sums) & set(kept(kind, "selective"))
     assert all("attn" in key.partition("/")[0] for key in again(kind, "selective"))
     less, more = (planned(kind, recompute).plan.prediction for recompute in ("selective", "none"))
-    assert less.memory_bytes["activations"] < more.memory_bytes["activations"] and less.peak_bytes <= more.peak_bytes
+    assert (
+        less.memory_bytes["activations"] < more.memory_bytes["activations"]
+        and less.peak_bytes <= more.peak_bytes
+    )
 
 
 def test_without_recomputation_a_budget_that_needs_it_is_refused() -> None:
@@ -126,5 +162,8 @@ def test_a_model_without_attention_has_nothing_to_recompute_selectively() -> Non
             return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
 
     options = PlanOptions(constraints=(constraints.megatron(tp=2, dp=2, recompute="selective"),))
-    with pytest.raises(ConstraintError, match=r"recompute='selective': the model has no attention(.|\n)*recompute='full'"):
+    with pytest.raises(
+        ConstraintError,
+        match=r"recompute='selective': the model has no attention(.|\n)*recompute='full'",
+    ):
         make_plan(capture(Block(), (torch.ones(4, 8),), {}), MESH, PROFILE, options)

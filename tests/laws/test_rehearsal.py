@@ -1,4 +1,5 @@
-"""A rehearsal, which adds up what each kind of call does to memory, finds what a run of every call on fake tensors finds."""
+"""A rehearsal, which adds up what each kind of call does to memory, finds what a run of every
+call on fake tensors finds."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import megatron
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
-from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
-from autopar.mesh import Mesh
 from autopar.plans import Overlap
-from autopar.run import memory, rehearsal, stage_memory
-from autopar.run.executor import Executor
-from autopar.run.memory import node_peaks, trace_peak
-from autopar.run.program import Program, StagedProgram
-from autopar.run.stage_memory import trace_stage_peak
+from autopar.program import abstract_executor, memory, stage_memory
+from autopar.program.executor import Executor
+from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.program import Program, StagedProgram
+from autopar.program.stage_memory import trace_stage_peak
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.random_plans import prepare, random_plan
@@ -36,7 +37,14 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every call runs."""
 
     def executor(
-        program: Program, groups: Any, _: Any, *, seen: Any = None, unread: bool = False, last_queries: bool = False, **how: Any
+        program: Program,
+        groups: Any,
+        _: Any,
+        *,
+        seen: Any = None,
+        unread: bool = False,
+        last_queries: bool = False,
+        **how: Any,
     ) -> Executor:
         return Executor(program, groups, **how)
 
@@ -45,17 +53,31 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mesh", "seed"), CASES)
-def test_steps_of_random_plans(kind: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_random_plans(
+    kind: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = getattr(zoo_small, kind)()
     ready = prepare(model, batch, Mesh.parse(mesh), HardwareProfile.load("cpu-gloo"))
     plan, program = random_plan(ready, seed, recompute_share=0.5)
     early = emit(ready.trace, replace(plan, overlap=Overlap(0.4, 2**30, 2**30)))
     assert any(node.target is steps.start for node in early.backward.graph.nodes)
-    first, last = (0,) * len(ready.mesh.shape), tuple(size - 1 for size in ready.mesh.shape)  # by default queries may be no rank's here
-    ways: list[dict[str, Any]] = [{}, {"outputs": "dtensor"}, {"batch": "local"}, {"train": False}, {"coordinate": last}]
+    first, last = (
+        (0,) * len(ready.mesh.shape),
+        tuple(size - 1 for size in ready.mesh.shape),
+    )  # by default queries may be no rank's here
+    ways: list[dict[str, Any]] = [
+        {},
+        {"outputs": "dtensor"},
+        {"batch": "local"},
+        {"train": False},
+        {"coordinate": last},
+    ]
     ways = [{"coordinate": first, **way} for way in ways]
     found = [trace_peak(p, **way) for p in (program, early) for way in ways]
-    assert max(n.peak_bytes for n in node_peaks(program, outputs="dtensor")) == trace_peak(program, outputs="dtensor").peak_bytes
+    assert (
+        max(n.peak_bytes for n in node_peaks(program, outputs="dtensor"))
+        == trace_peak(program, outputs="dtensor").peak_bytes
+    )
     plainly(monkeypatch)
     assert found == [trace_peak(p, **way) for p in (program, early) for way in ways]
 
@@ -63,11 +85,24 @@ def test_steps_of_random_plans(kind: str, mesh: str, seed: int, monkeypatch: pyt
 def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_small.gpt2()
     force = (megatron(pp="stage", dp=2, zero=1, microbatches=2),)
-    _, planned = plan_model(model, {"stage": 2, "data": 2}, example_inputs=batch, hardware="h100-sxm", constraints=force)
+    _, planned = plan_model(
+        model, {"stage": 2, "data": 2}, example_inputs=batch, hardware="h100-sxm", constraints=force
+    )
     program = planned.program
-    assert isinstance(program, StagedProgram) and any(stage.begin is not None for stage in program.stages)
-    ways = [(name, flying, outputs) for name in ("1f1b", "gpipe") for flying in (1, 2, 4) for outputs in ("full", "dtensor")]
-    cases = [(stage, name, flying, 4, outputs) for stage in program.stages for name, flying, outputs in ways]
+    assert isinstance(program, StagedProgram) and any(
+        stage.begin is not None for stage in program.stages
+    )
+    ways = [
+        (name, flying, outputs)
+        for name in ("1f1b", "gpipe")
+        for flying in (1, 2, 4)
+        for outputs in ("full", "dtensor")
+    ]
+    cases = [
+        (stage, name, flying, 4, outputs)
+        for stage in program.stages
+        for name, flying, outputs in ways
+    ]
     found = [trace_stage_peak(*case) for case in cases]  # type: ignore[arg-type]
     plainly(monkeypatch)
     assert found == [trace_stage_peak(*case) for case in cases]  # type: ignore[arg-type]
@@ -75,7 +110,9 @@ def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_loss_by_rows_shows_what_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_small.llama()
-    _, planned = plan_model(model, 2, example_inputs=batch, hardware="cpu-gloo", outputs="loss", loss_rows=3)
+    _, planned = plan_model(
+        model, 2, example_inputs=batch, hardware="cpu-gloo", outputs="loss", loss_rows=3
+    )
     program = planned.stage_program()
     found = trace_peak(program)
     plainly(monkeypatch)
@@ -84,9 +121,11 @@ def test_a_loss_by_rows_shows_what_is_there_while_it_runs(monkeypatch: pytest.Mo
 
 def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(rehearsal, "_effects", {})
-    kept = rehearsal.tried_out
-    monkeypatch.setattr(rehearsal, "tried_out", lambda *call: tried.append(call[0].name) or kept(*call))
+    monkeypatch.setattr(abstract_executor, "_effects", {})
+    kept = abstract_executor.tried_out
+    monkeypatch.setattr(
+        abstract_executor, "tried_out", lambda *call: tried.append(call[0].name) or kept(*call)
+    )
     numbers = []
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
@@ -95,7 +134,7 @@ def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> Non
         trace_peak(program)
         numbers.append(len(tried))
         tried.clear()
-        rehearsal._effects.clear()
+        abstract_executor._effects.clear()
     assert numbers[0] == numbers[1] > 50
 
 
@@ -105,7 +144,11 @@ def test_a_wrong_effect_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(model, batch, Mesh.parse("2"), HardwareProfile.load("cpu-gloo"))
     _, program = random_plan(ready, 0)
     right = trace_peak(program)
-    last_uses = rehearsal._last_uses
-    monkeypatch.setattr(rehearsal, "_last_uses", lambda graph: {n: dead[1:] for n, dead in last_uses(graph).items()})
+    last_uses = abstract_executor._last_uses
+    monkeypatch.setattr(
+        abstract_executor,
+        "_last_uses",
+        lambda graph: {n: dead[1:] for n, dead in last_uses(graph).items()},
+    )
     assert trace_peak(program).peak_bytes > right.peak_bytes
     assert torch.get_default_dtype() == torch.float32

@@ -1,4 +1,5 @@
-"""Routes in the program: for every set of regions that may be there, the problem in which their routes are simply what ops take."""
+"""Routes in the program: for every set of regions that may be there, the problem in which their
+routes are simply what ops take."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
+from autopar.core.problem import Problem, Route, at_best
 from autopar.errors import InfeasibleError
-from autopar.problem import Problem, Route, at_best
 from autopar.solve import evaluate, evaluated, solve
 from tests.laws.test_certified_bound import changed
 from tests.laws.test_solver_oracles import AMPLE, LINE, problem
@@ -28,21 +29,34 @@ def routed(seed: int, budget: int = AMPLE, *, slowdown: float = 1.0) -> Problem:
     """As `problem`, where most strategies of most ops have a route through one region or both."""
     p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
     routes = {
-        (n, s): Route(rng.uniform(0.1, 0.9) * (strategy.time_s - strategy.communication_s), rng.choice(((0,), (1,), (0, 1))))
-        for n, op in enumerate(p.ops) if op.kind == "compute" for s, strategy in enumerate(op.strategies) if rng.random() < 0.7
-    }  # fmt: skip
+        (n, s): Route(
+            rng.uniform(0.1, 0.9) * (strategy.time_s - strategy.communication_s),
+            rng.choice(((0,), (1,), (0, 1))),
+        )
+        for n, op in enumerate(p.ops)
+        if op.kind == "compute"
+        for s, strategy in enumerate(op.strategies)
+        if rng.random() < 0.7
+    }
     return replace(p, routes=routes, regions=SIZES, budget_bytes=budget)
 
 
 def taking(p: Problem, regions: frozenset[int]) -> Problem:
-    """Routes through these are what ops take, and the others are not there; the regions' bytes are taken from the budget."""
+    """Routes through these are what ops take, and the others are not there; the regions' bytes
+    are taken from the budget."""
     left = {where: route for where, route in p.routes.items() if regions.issuperset(route.regions)}
-    return replace(at_best(replace(p, routes=left)), regions=(), budget_bytes=p.budget_bytes - sum(SIZES[b] for b in regions))
+    return replace(
+        at_best(replace(p, routes=left)),
+        regions=(),
+        budget_bytes=p.budget_bytes - sum(SIZES[b] for b in regions),
+    )
 
 
 def by_sets(p: Problem) -> float:
     best = math.inf
-    for some in itertools.chain.from_iterable(itertools.combinations(range(len(SIZES)), n) for n in range(len(SIZES) + 1)):
+    for some in itertools.chain.from_iterable(
+        itertools.combinations(range(len(SIZES)), n) for n in range(len(SIZES) + 1)
+    ):
         with suppress(InfeasibleError):
             best = min(best, solve(taking(p, frozenset(some)), gap=0.0).objective_s)
     return best
@@ -63,7 +77,9 @@ def test_under_every_budget_the_best_set_of_regions_is_there(seed: int) -> None:
         found = solve(p, gap=0.0)
         e = evaluated(p, found)
         assert max(e.resting_bytes) <= budget
-        assert found.bound_s * (1 - 1e-6) <= by_sets(p) == pytest.approx(found.objective_s, rel=1e-6)
+        assert (
+            found.bound_s * (1 - 1e-6) <= by_sets(p) == pytest.approx(found.objective_s, rel=1e-6)
+        )
         assert e.objective_s == pytest.approx(found.objective_s)
         seen.add(e.regions)
     assert len(seen) > 1
@@ -74,7 +90,10 @@ def test_what_a_route_saves_it_saves_of_every_instance_each_time_it_runs() -> No
         p = routed(seed)
         found = solve(p, gap=0.0)
         e, bare = evaluated(p, found), evaluated(replace(p, routes={}), found)
-        runs = [*((n, s, False) for n, s in enumerate(found.strategies)), *((n, s, True) for n, s in found.recomputed.items())]
+        runs = [
+            *((n, s, False) for n, s in enumerate(found.strategies)),
+            *((n, s, True) for n, s in found.recomputed.items()),
+        ]
         taken = [(n, p.routes[n, s].saved_s, again) for n, s, again in runs if (n, s) in p.routes]
         assert e.routed == {(n, again) for n, _, again in taken}
         assert e.saved_s == pytest.approx(sum(p.ops[n].count * saved_s for n, saved_s, _ in taken))
@@ -92,14 +111,19 @@ def test_where_compute_waits_for_communication_anyway_a_route_may_save_nothing()
 def test_cbc_finds_the_same() -> None:
     for seed in (0, 1):
         p = routed(seed, needed(routed(seed)) + SIZES[0])
-        assert solve(p, gap=0.0, solver="cbc").objective_s == pytest.approx(solve(p, gap=0.0).objective_s, rel=1e-6)
+        assert solve(p, gap=0.0, solver="cbc").objective_s == pytest.approx(
+            solve(p, gap=0.0).objective_s, rel=1e-6
+        )
 
 
 @examples(60)
 @given(
-    seed=st.sampled_from((0, 3)), noise=st.integers(0, 2**32), size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
-    share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)),
-)  # fmt: skip
+    seed=st.sampled_from((0, 3)),
+    noise=st.integers(0, 2**32),
+    size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
+    share=st.sampled_from((0.0, 0.1, 1.0)),
+    shift=st.sampled_from((0.0, 0.3)),
+)
 def test_whatever_the_multipliers_are_what_they_prove_with_the_best_routes_holds(
     seed: int, noise: int, size: float, share: float, shift: float
 ) -> None:

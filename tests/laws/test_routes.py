@@ -1,4 +1,5 @@
-"""Experts' rows that go between peers, as the planner's choice: where that pays, what is said of it, and that nothing else is believed."""
+"""Experts' rows that go between peers, as the planner's choice: where that pays, what is said of
+it, and that nothing else is believed."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from autopar.api import what_if
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
-from autopar.certificate import routes as certified_routes
+from autopar.certificate import intra_op as certified_routes
 from autopar.constraints import ddp, expert_parallel, pipeline
-from autopar.cost import routes as cost_routes
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.cost import expert_routes as cost_routes
+from autopar.cost.expert_routes import TOO_LITTLE
 from autopar.cost.kernels import NO_ROOM
-from autopar.cost.routes import TOO_LITTLE
 from autopar.emit import emit
-from autopar.hardware import HardwareProfile
 from autopar.kernels import dispatched
-from autopar.kernels import routes as kernel_routes
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.kernels import routed as kernel_routes
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Communication, Plan
 
 LINE, SQUARE = Mesh({"expert": 4}), Mesh({"data": 2, "expert": 2})
@@ -37,7 +38,9 @@ PLACES = {"4": (LINE, ()), "data beside": (SQUARE, (ddp("data"),))}
 
 def profile(share: float | None = 1.0, **how: Any) -> HardwareProfile:
     """Memory is slow beside the links, so that passes over rows cost as much as to move them."""
-    made = overlapping(link_bytes_per_s=3e8, flops_per_s=5e9, kernels={} if share is None else {"moe_route": share})
+    made = overlapping(
+        link_bytes_per_s=3e8, flops_per_s=5e9, kernels={} if share is None else {"moe_route": share}
+    )
     return replace(made, memory_bandwidth_bytes_per_s=1e8, hash=f"{share} {how}", **how)
 
 
@@ -48,10 +51,14 @@ def built() -> tuple[nn.Module, dict[str, torch.Tensor], Trace]:
 
 
 @cache
-def planned(place: str = "4", share: float | None = 1.0, budget: int | None = None, num: int = 1) -> Plan:
+def planned(
+    place: str = "4", share: float | None = 1.0, budget: int | None = None, num: int = 1
+) -> Plan:
     mesh, beside = PLACES[place]
     constraints = (expert_parallel("expert", tokens="dispatched"), *beside)
-    options = PlanOptions(memory_bytes=budget, constraints=constraints, num_microbatches=num, gap=0.05)
+    options = PlanOptions(
+        memory_bytes=budget, constraints=constraints, num_microbatches=num, gap=0.05
+    )
     return make_plan(built()[2], mesh, profile(share), options).plan
 
 
@@ -65,12 +72,19 @@ def routed(plan: Plan) -> list[Communication]:
 
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
-def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute_what_the_model_does(place: str, num: int) -> None:
+def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute_what_the_model_does(  # noqa: E501
+    place: str, num: int
+) -> None:
     plan, (model, batch, trace) = planned(place, num=num), built()
     assert routed(plan) == own(plan) and routed(plan)
     assert {c.kernel.name for c in routed(plan) if c.kernel} == {"moe_dispatch", "moe_combine"}
     program = emit(trace, plan, accumulates=num > 1)
-    steps = [n for g in (program.forward, program.backward) for n in g.graph.nodes if n.target in dispatched.TOGETHER]
+    steps = [
+        n
+        for g in (program.forward, program.backward)
+        for n in g.graph.nodes
+        if n.target in dispatched.TOGETHER
+    ]
     assert len(steps) >= 4 and all(n.args[-1] is True for n in steps)
     assert autopar.verify(plan, model, batch).ok
     found = certify(trace, Plan.loads(plan.dumps()), profile())
@@ -80,11 +94,16 @@ def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute
 
 def test_without_a_figure_rows_go_by_all_to_alls_and_the_step_takes_longer() -> None:
     plain = planned(share=None)
-    steps = [n for n in emit(built()[2], plain).forward.graph.nodes if n.target in dispatched.TOGETHER]
+    steps = [
+        n for n in emit(built()[2], plain).forward.graph.nodes if n.target in dispatched.TOGETHER
+    ]
     assert own(plain) and not routed(plain) and steps and all(n.args[-1] is False for n in steps)
     assert not any(c.why for c in own(plain)), "no profile, no choice"
     assert planned().prediction.step_s < plain.prediction.step_s
-    assert KERNELS_BUFFERS not in plain.prediction.memory_bytes or not plain.prediction.memory_bytes[KERNELS_BUFFERS]
+    assert (
+        KERNELS_BUFFERS not in plain.prediction.memory_bytes
+        or not plain.prediction.memory_bytes[KERNELS_BUFFERS]
+    )
 
 
 def test_a_route_that_is_slower_than_an_all_to_all_is_not_taken() -> None:
@@ -93,7 +112,9 @@ def test_a_route_that_is_slower_than_an_all_to_all_is_not_taken() -> None:
     assert {c.why for c in own(slow)} == {TOO_LITTLE}
 
 
-def test_between_more_ranks_than_the_kernels_know_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_more_ranks_than_the_kernels_know_there_is_no_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = planned()
     for module in (cost_routes, dispatched, kernel_routes):
         monkeypatch.setattr(module, "MOST_RANKS", 3)
@@ -110,21 +131,31 @@ def test_between_nodes_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(PLACES, "4", (apart, ()))
     plan = planned.__wrapped__()
     assert own(plan) and not routed(plan)
-    assert {c.why for c in own(plan)} == {"axis 'expert' has ranks of several nodes, which do not share memory"}
+    assert {c.why for c in own(plan)} == {
+        "axis 'expert' has ranks of several nodes, which do not share memory"
+    }
     found = certify(built()[2], replace(before, mesh=apart), profile())
     assert "ranks along 'expert' do not reach each other's memory" in str(found)
 
 
 def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None:
     free, plain = planned(), planned(share=None)
-    some, none = planned(budget=free.prediction.peak_bytes - 1), planned(budget=plain.prediction.peak_bytes)
-    assert free.prediction.peak_bytes - free.prediction.memory_bytes[KERNELS_BUFFERS] == plain.prediction.peak_bytes
+    some, none = (
+        planned(budget=free.prediction.peak_bytes - 1),
+        planned(budget=plain.prediction.peak_bytes),
+    )
+    assert (
+        free.prediction.peak_bytes - free.prediction.memory_bytes[KERNELS_BUFFERS]
+        == plain.prediction.peak_bytes
+    )
     assert len(own(some)) > len(routed(some)) > 0 and not routed(none)
     steps_s = [plan.prediction.step_s for plan in (free, some, none)]
     assert steps_s == sorted(steps_s) and none.prediction.step_s == plain.prediction.step_s
     assert all(plan.prediction.peak_bytes < free.prediction.peak_bytes for plan in (some, none))
     assert {c.why for plan in (some, none) for c in own(plan) if c.kernel is None} == {NO_ROOM}
-    assert {c.phase for c in routed(some)} == {"backward"}, "forward's region is another, and saves less"
+    assert {c.phase for c in routed(some)} == {"backward"}, (
+        "forward's region is another, and saves less"
+    )
     for plan in (some, none):
         assert certify(built()[2], plan, profile()).ok and autopar.verify(plan, *built()[:2]).ok
 
@@ -132,7 +163,10 @@ def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None
 def test_what_routes_save_is_the_passes_less_what_their_links_lose() -> None:
     """At 0.8 of an all-to-all's bandwidth each loses a quarter of its time."""
     plans = {share: [c for c in routed(planned(share=share)) if c.kernel] for share in (1.0, 0.8)}
-    both = {share: {(c.node, c.phase, c.kernel.name, c.collective): c for c in cs if c.kernel} for share, cs in plans.items()}
+    both = {
+        share: {(c.node, c.phase, c.kernel.name, c.collective): c for c in cs if c.kernel}
+        for share, cs in plans.items()
+    }
     assert both[1.0].keys() == both[0.8].keys()
     for key, c in both[1.0].items():
         assert c.kernel is not None and both[0.8][key].kernel is not None
@@ -145,7 +179,9 @@ def test_what_routes_save_is_the_passes_less_what_their_links_lose() -> None:
 def test_the_plan_on_a_profile_without_the_figure_saves_nothing() -> None:
     model, batch, _ = built()
     plan = planned()
-    with_s, without_s = (what_if(plan, model, batch, hardware=profile(share)).step_s for share in (1.0, None))
+    with_s, without_s = (
+        what_if(plan, model, batch, hardware=profile(share)).step_s for share in (1.0, None)
+    )
     assert with_s == pytest.approx(plan.prediction.step_s, rel=1e-6)
     assert without_s - with_s == pytest.approx(plan.prediction.in_kernels_s, rel=1e-6)
 
@@ -161,7 +197,11 @@ Change = Callable[[Plan], Plan]
 
 def kernel(which: str, **changes: object) -> Change:
     def change(plan: Plan) -> Plan:
-        at = next(i for i, c in enumerate(plan.communications) if c.kernel is not None and c.kernel.name == which and c.kernel.saved_s > 0)
+        at = next(
+            i
+            for i, c in enumerate(plan.communications)
+            if c.kernel is not None and c.kernel.name == which and c.kernel.saved_s > 0
+        )
         parts = list(plan.communications)
         parts[at] = replace(parts[at], kernel=replace(parts[at].kernel, **changes))  # type: ignore[type-var]
         return replace(plan, communications=tuple(parts))
@@ -176,7 +216,10 @@ def without(plan: Plan) -> Plan:
 
 
 def holding(plan: Plan) -> Plan:
-    less = {**plan.prediction.memory_bytes, KERNELS_BUFFERS: plan.prediction.memory_bytes[KERNELS_BUFFERS] - 128}
+    less = {
+        **plan.prediction.memory_bytes,
+        KERNELS_BUFFERS: plan.prediction.memory_bytes[KERNELS_BUFFERS] - 128,
+    }
     return replace(plan, prediction=replace(plan.prediction, memory_bytes=less))
 
 
@@ -205,9 +248,14 @@ STAGES: dict[int, dict[str, Any]] = {1: {}, 2: {"schedule": "interleaved_1f1b", 
 @pytest.mark.parametrize("chunks", STAGES)
 def test_in_stages_ranks_share_once_what_their_stages_routes_share(chunks: int) -> None:
     model, batch = zoo_small.mixtral(num_layers=2 * chunks)
-    asked = expert_parallel("expert", tokens="dispatched"), pipeline("pp", microbatches=2, **STAGES[chunks])
+    asked = (
+        expert_parallel("expert", tokens="dispatched"),
+        pipeline("pp", microbatches=2, **STAGES[chunks]),
+    )
     mesh = Mesh({"pp": 2, "expert": 2})
-    made = plan_model(model, mesh, example_inputs=batch, hardware=profile(), constraints=asked)[1].plan
+    made = plan_model(model, mesh, example_inputs=batch, hardware=profile(), constraints=asked)[
+        1
+    ].plan
     assert made.pipeline is not None
     held = [stage.prediction.memory_bytes[KERNELS_BUFFERS] for stage in made.pipeline.stages]
     assert all(routed(stage) == own(stage) != [] for stage in made.pipeline.stages)
@@ -221,5 +269,9 @@ def test_what_a_runner_up_would_cost_counts_the_route_of_what_was_chosen() -> No
     """Without it, others would seem to be faster than the plan."""
     plan = make_plan(built()[2], LINE, profile(), PlanOptions(gap=0.0)).plan
     sending = {c.node for c in routed(plan)}
-    deltas = [e.runner_up.delta_s for e in plan.entries if e.runner_up is not None and e.nodes[0].node in sending]
+    deltas = [
+        e.runner_up.delta_s
+        for e in plan.entries
+        if e.runner_up is not None and e.nodes[0].node in sending
+    ]
     assert deltas and min(deltas) >= -1e-9

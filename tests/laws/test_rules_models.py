@@ -1,5 +1,5 @@
-"""Every node of the four models' graphs has a rule, and every strategy of it reproduces the node on the values that it
-meets there."""
+"""Every node of the four models' graphs has a rule, and every strategy of it reproduces the node on
+the values that it meets there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def traced(name: str) -> tuple[Trace, dict[fx.Node, Any]]:
         model, batch = getattr(zoo_small, name)(num_layers=1, dtype=torch.float64)
         trace = capture(model, (), batch)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        supply = [tensors[p.name].detach().reshape(p.view) for p in (*trace.parameters, *trace.buffers)]
+        supply = [
+            tensors[p.name].detach().reshape(p.view) for p in (*trace.parameters, *trace.buffers)
+        ]
         supply += [next(v for k, v in batch.items() if k in i.path) for i in trace.inputs]
         values = iter([*supply, torch.ones((), dtype=torch.float64)])
         known: dict[fx.Node, Any] = {}
@@ -81,6 +83,10 @@ def test_strategies_fit_on_three_axes(name: str) -> None:
     mesh_shape = (2, 2, 2)
     for _, call in calls(trace):
         for strategy in strategies(call, mesh_shape):
-            for info, layout in zip((*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True):
+            for info, layout in zip(
+                (*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True
+            ):
                 assert layout.fits(info.shape, mesh_shape)
-                assert not any(isinstance(p, Shard) and info.shape[p.dim] == 1 for p in layout.placements)
+                assert not any(
+                    isinstance(p, Shard) and info.shape[p.dim] == 1 for p in layout.placements
+                )

@@ -1,5 +1,5 @@
-"""Sequence parallelism beside 1D tensor parallelism: what lies outside of chains of linears is split along the sequence, what moves is
-what Megatron's papers say, numbers are the model's."""
+"""Sequence parallelism beside 1D tensor parallelism: what lies outside of chains of linears is
+split along the sequence, what moves is what Megatron's papers say, numbers are the model's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import autopar
 from autopar import hf
 from autopar.api.planning import plan_model
 from autopar.constraints import Constraint, megatron, tensor_parallel
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.planner import Planned
 from autopar.plans import Plan
 
 LAYERS, B, S, H = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32
 T5 = (
-    f't5:{{"num_layers": {LAYERS}, "num_decoder_layers": {LAYERS}, "d_model": {H}, "d_kv": 8, "d_ff": 48, "num_heads": 4,'
-    f' "vocab_size": {zoo_small.VOCABULARY}, "decoder_start_token_id": 0}}'
+    f't5:{{"num_layers": {LAYERS}, "num_decoder_layers": {LAYERS}, "d_model": {H}, "d_kv": 8,'
+    f' "d_ff": 48, "num_heads": 4, "vocab_size": {zoo_small.VOCABULARY},'
+    ' "decoder_start_token_id": 0}'
 )
 LINE = Mesh({"tp": 2})
 ALONE = tensor_parallel("1d", axes="tp", sequence=True)
@@ -33,10 +34,16 @@ TOGETHER: dict[str, tuple[Mesh, tuple[Constraint, ...]]] = {
     "alone": (LINE, (ALONE,)),
     "three devices": (Mesh({"tp": 3}), (ALONE,)),
     "fully sharded": (Mesh({"dp": 2, "tp": 2}), (megatron(tp="tp", sequence=True, zero=3),)),
-    "ZeRO-1": (Mesh({"dp": 2, "tp": 2}), (megatron(tp="tp", sequence=True, zero=1, microbatches=2),)),
+    "ZeRO-1": (
+        Mesh({"dp": 2, "tp": 2}),
+        (megatron(tp="tp", sequence=True, zero=1, microbatches=2),),
+    ),
     "context": (Mesh({"cp": 2, "tp": 2}), (megatron(tp="tp", cp="cp", sequence=True),)),
     "recompute": (LINE, (megatron(tp="tp", sequence=True, recompute="full"),)),
-    "stages": (Mesh({"pp": 2, "tp": 2}), (megatron(tp="tp", pp="pp", sequence=True, microbatches=2),)),
+    "stages": (
+        Mesh({"pp": 2, "tp": 2}),
+        (megatron(tp="tp", pp="pp", sequence=True, microbatches=2),),
+    ),
 }
 
 
@@ -49,22 +56,40 @@ def built(kind: str, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
 @cache
 def planned(kind: str, way: str) -> tuple[Planned, nn.Module, dict[str, Any]]:
     # three devices take six heads
-    six = {"llama": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}, "gpt2": {"n_head": 6, "n_embd": 48}}
+    six = {
+        "llama": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+        "gpt2": {"n_head": 6, "n_embd": 48},
+    }
     model, batch = built(kind, **(six.get(kind, {}) if way == "three devices" else {}))
     mesh, constraints = TOGETHER[way]
-    return plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1], model, batch
+    return (
+        plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[
+            1
+        ],
+        model,
+        batch,
+    )
 
 
 def moved(plan: Plan, phase: str, kind: str, axis: int = 0) -> Counter[int]:
     """How many collectives of a kind move how many elements of the whole."""
     size = plan.mesh.shape[axis]
     steps = [(step.phase, step.collective) for _, step in plan.steps()]
-    return Counter(max(c.bytes, c.output_bytes(size)) // 4 for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis))
+    return Counter(
+        max(c.bytes, c.output_bytes(size)) // 4
+        for p, c in steps
+        if (p, c.kind, c.axis) == (phase, kind, axis)
+    )
 
 
 KINDS = ("gpt2", "llama", "bert", "t5", "mixtral")
 REFUSED = {("t5", "context"), ("mixtral", "context")}  # by context parallelism alone, too
-PAIRS = [(kind, way) for kind in KINDS for way in TOGETHER if way != "three devices" and (kind, way) not in REFUSED]
+PAIRS = [
+    (kind, way)
+    for kind in KINDS
+    for way in TOGETHER
+    if way != "three devices" and (kind, way) not in REFUSED
+]
 
 
 @pytest.mark.parametrize(("kind", "way"), PAIRS)
@@ -85,18 +110,23 @@ def test_three_devices_split_a_sequence_that_they_divide(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_each_all_reduce_is_an_all_gather_and_a_reduce_scatter(kind: str) -> None:
-    """Per layer two of each in forward; in backward two reduce-scatters, and the gathers of two gradients; with those of the embedding and
-    the head one more (Korthikanti et al., 2022, section 4.2.2). Nothing as large as the stream is all-reduced."""
+    """Per layer two of each in forward; in backward two reduce-scatters, and the gathers of two
+    gradients; with those of the embedding and the head one more (Korthikanti et al., 2022, section
+    4.2.2). Nothing as large as the stream is all-reduced."""
     plan, stream = planned(kind, "alone")[0].plan, B * S * H
     chains = 2 * LAYERS + 1
     assert moved(plan, "forward", "all_gather")[stream] == chains
     assert moved(plan, "forward", "reduce_scatter") == {stream: chains}
     assert moved(plan, "backward", "all_gather")[stream] == chains
     assert moved(plan, "backward", "reduce_scatter") == {stream: chains}
-    assert stream not in moved(plan, "forward", "all_reduce") + moved(plan, "backward", "all_reduce")
+    assert stream not in moved(plan, "forward", "all_reduce") + moved(
+        plan, "backward", "all_reduce"
+    )
     whole = plan_of(kind, constraints=(tensor_parallel("1d", axes="tp"),)).plan
     assert (whole_reduces := moved(whole, "forward", "all_reduce")[stream]) == chains
-    assert sent(plan, "forward") == sent(whole, "forward"), f"{whole_reduces} all-reduces move as much"
+    assert sent(plan, "forward") == sent(whole, "forward"), (
+        f"{whole_reduces} all-reduces move as much"
+    )
 
 
 def plan_of(kind: str, **options: Any) -> Planned:
@@ -107,28 +137,52 @@ def plan_of(kind: str, **options: Any) -> Planned:
 def sent(plan: Plan, phase: str) -> int:
     """Twice the elements of the stream's size that a device sends on two devices."""
     times = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-    return sum(count * times[kind] for kind in times for n, count in moved(plan, phase, kind).items() if n == B * S * H)
+    return sum(
+        count * times[kind]
+        for kind in times
+        for n, count in moved(plan, phase, kind).items()
+        if n == B * S * H
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
 def test_norms_and_the_residual_stream_are_split_and_chains_are_not(kind: str) -> None:
     plan = planned(kind, "alone")[0].plan
-    norms = [n for e in plan.entries for n in e.nodes if "norm" in n.node.split("/")[1] and n.node.endswith("forward/0")]
+    norms = [
+        n
+        for e in plan.entries
+        for n in e.nodes
+        if "norm" in n.node.split("/")[1] and n.node.endswith("forward/0")
+    ]
     assert norms and all(str(n.strategy.outputs[0]) == "S(1)" for n in norms)
-    heads = [n for e in plan.entries for n in e.nodes if n.node.split("/")[1] == "attention" and e.phase == "forward"]
+    heads = [
+        n
+        for e in plan.entries
+        for n in e.nodes
+        if n.node.split("/")[1] == "attention" and e.phase == "forward"
+    ]
     assert heads and all(str(n.strategy.outputs[0]) == "S(1)" for n in heads), "heads"
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_less_is_kept_than_without(kind: str) -> None:
-    plans = (plan_of(kind, constraints=(tensor_parallel(axes="tp", sequence=split),)).plan for split in (True, False))
+    plans = (
+        plan_of(kind, constraints=(tensor_parallel(axes="tp", sequence=split),)).plan
+        for split in (True, False)
+    )
     split, whole = (plan.prediction.memory_bytes["activations"] for plan in plans)
     assert split < 0.9 * whole
 
 
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(ConstraintError, match="sequence"):
-        autopar.plan(Chain(), LINE, example_inputs={"x": torch.ones(4)}, hardware="h100-sxm", constraints=(ALONE,))
+        autopar.plan(
+            Chain(),
+            LINE,
+            example_inputs={"x": torch.ones(4)},
+            hardware="h100-sxm",
+            constraints=(ALONE,),
+        )
     with pytest.raises(ConstraintError, match="grids split"):
         tensor_parallel("2d", axes=("a", "b"), sequence=True)
 
@@ -142,14 +196,21 @@ class Chain(nn.Module):
         return self.down(self.up(x[:, None].expand(-1, 8)).relu()).pow(2).mean()
 
 
-def test_what_gathers_the_sequence_and_what_has_another_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_gathers_the_sequence_and_what_has_another_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
         plan_of("mixtral", constraints=(ALONE,))
-    assert "gathers the sequence for what cannot compute on a part of it: model.layers.*.mlp/view/forward/0" in caplog.text
+    assert (
+        "gathers the sequence for what cannot compute on a part of it:"
+        " model.layers.*.mlp/view/forward/0" in caplog.text
+    )
     caplog.clear()
     model, batch = built("t5")
     batch["labels"] = batch["labels"][:, : S // 2].contiguous()
     with caplog.at_level(logging.WARNING, "autopar"):
-        plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(ALONE,))
+        plan = autopar.plan(
+            model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(ALONE,)
+        )
     assert "leaves whole what depends on inputs with another sequence alone" in caplog.text
     assert autopar.verify(plan, model, batch).ok

@@ -1,4 +1,5 @@
-"""Captures that tests share are what a capture would give, and nobody else's; models that differ at all do not share one."""
+"""Captures that tests share are what a capture would give, and nobody else's; models that differ
+at all do not share one."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def captures() -> None:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each model that was traced; captures are shared while the test runs, in this process only."""
+    """One entry for each model that was traced; captures are shared while the test runs, in this
+    process only."""
     seen: list[str] = []
 
     def counted(model: nn.Module, *rest: Any) -> Any:
@@ -40,9 +42,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_shared_capture_is_what_a_fresh_one_is_and_has_a_graph_of_its_own(traced: list[str]) -> None:
+def test_a_shared_capture_is_what_a_fresh_one_is_and_has_a_graph_of_its_own(
+    traced: list[str],
+) -> None:
     model, batch = zoo_small.gpt2()
-    first, again, third = (capture(m, (), batch) for m in (model, copy.deepcopy(model), zoo_small.gpt2()[0]))
+    first, again, third = (
+        capture(m, (), batch) for m in (model, copy.deepcopy(model), zoo_small.gpt2()[0])
+    )
     assert len(traced) == 1
     shared_captures._kept.clear()
     fresh = capture(model, (), batch)
@@ -50,14 +56,19 @@ def test_a_shared_capture_is_what_a_fresh_one_is_and_has_a_graph_of_its_own(trac
     for other in (again, third, fresh):
         assert_same_trace(first, other)
         assert [n.name for n in first.graph.nodes] == [n.name for n in other.graph.nodes]
-        assert [n.meta for n in first.graph.nodes if n.op == "output"] == [n.meta for n in other.graph.nodes if n.op == "output"]
-    next(n for n in again.graph.nodes if n.op == "call_function").target = torch.ops.aten.neg.default
+        assert [n.meta for n in first.graph.nodes if n.op == "output"] == [
+            n.meta for n in other.graph.nodes if n.op == "output"
+        ]
+    next(
+        n for n in again.graph.nodes if n.op == "call_function"
+    ).target = torch.ops.aten.neg.default
     assert differs(first, again)
     assert_same_trace(capture(model, (), batch), first)
 
 
 class Scaled(nn.Module):
-    """A linear layer and a mean; `by` and `how` are plain attributes, which no tensor and no printed module shows."""
+    """A linear layer and a mean; `by` and `how` are plain attributes, which no tensor and no
+    printed module shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +86,9 @@ class Further(Scaled):
     pass
 
 
-def _model(change: Callable[[Any], Any] = lambda m: None, kind: type[nn.Module] = Scaled) -> nn.Module:
+def _model(
+    change: Callable[[Any], Any] = lambda m: None, kind: type[nn.Module] = Scaled
+) -> nn.Module:
     model = kind()
     change(model)
     return model
@@ -97,7 +110,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "one module twice": lambda m: setattr(m, "again", m.drop),
     "float64": lambda m: m.double(),
     "no bias": lambda m: setattr(m.linear, "bias", None),
-    "strides": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4).t().contiguous().t())),
+    "strides": lambda m: setattr(
+        m.linear, "weight", nn.Parameter(torch.ones(4, 4).t().contiguous().t())
+    ),
     "a buffer's shape": lambda m: setattr(m, "shift", torch.ones(1)),
     "a hook": lambda m: m.linear.register_forward_hook(_doubled),
     "a forward of its own": lambda m: setattr(m.linear, "forward", torch.relu),
@@ -111,25 +126,39 @@ def _doubled(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_differs_looks_different(name: str) -> None:
     assert shared_captures.look(_model()) == shared_captures.look(_model())
-    assert shared_captures.look(_model(CHANGES[name])) == shared_captures.look(_model(CHANGES[name]))
+    assert shared_captures.look(_model(CHANGES[name])) == shared_captures.look(
+        _model(CHANGES[name])
+    )
     assert shared_captures.look(_model(CHANGES[name])) != shared_captures.look(_model())
 
 
-def test_another_class_looks_different_and_what_cannot_be_compared_is_not_shared(traced: list[str]) -> None:
+def test_another_class_looks_different_and_what_cannot_be_compared_is_not_shared(
+    traced: list[str],
+) -> None:
     assert shared_captures.look(_model(kind=Further)) != shared_captures.look(_model())
     state = object()
-    for change in (lambda m: setattr(m, "by", state), lambda m: setattr(m, "how", [lambda y: y if state else -y])):
+    for change in (
+        lambda m: setattr(m, "by", state),
+        lambda m: setattr(m, "how", [lambda y: y if state else -y]),
+    ):
         with pytest.raises(shared_captures.Unknown):
             shared_captures.look(_model(change))
     for _ in range(2):
-        capture(_model(lambda m: setattr(m, "how", [lambda y: y if state else -y])), (torch.ones(2, 4),))
+        capture(
+            _model(lambda m: setattr(m, "how", [lambda y: y if state else -y])), (torch.ones(2, 4),)
+        )
     assert len(traced) == 2
 
 
 def test_another_call_is_another_capture(traced: list[str]) -> None:
     model, x = _model(), torch.ones(2, 4)
     others: list[Any] = [x[:1], x.clone().requires_grad_(), torch.ones(4, 2).t()]
-    calls: list[Any] = [((x,), {}), *(((other,), {}) for other in others), ((x,), {"twice": True}), ((), {"x": x})]
+    calls: list[Any] = [
+        ((x,), {}),
+        *(((other,), {}) for other in others),
+        ((x,), {"twice": True}),
+        ((), {"x": x}),
+    ]
     for _ in range(2):
         for args, kwargs in calls:
             capture(model, args, kwargs)
@@ -161,7 +190,9 @@ def test_what_another_process_has_written_is_what_a_fresh_capture_is(
 def _sharing(trace: Any) -> list[int]:
     """For each tensor the number of its storage, in the order in which they first come."""
     numbers: dict[int, int] = {}
-    values = [n.meta["val"] for n in trace.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    values = [
+        n.meta["val"] for n in trace.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
     return [numbers.setdefault(value.untyped_storage()._cdata, len(numbers)) for value in values]
 
 
@@ -172,7 +203,9 @@ def test_a_model_that_differs_has_other_words_and_what_has_none_is_traced_by_eac
         return "\n".join(stored_captures._words(shared_captures.look(_model(change, kind))))
 
     assert words() == words()
-    assert len({words(), words(kind=Further), *(words(change) for change in CHANGES.values())}) == 2 + len(CHANGES)
+    assert len(
+        {words(), words(kind=Further), *(words(change) for change in CHANGES.values())}
+    ) == 2 + len(CHANGES)
     monkeypatch.setenv(stored_captures.FOLDER, str(tmp_path))
 
     class Hidden(Scaled):

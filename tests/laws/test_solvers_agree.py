@@ -1,4 +1,5 @@
-"""Programs of small models, solved by HiGHS' live model and by CBC through PuLP: plans of one price, with bounds below both."""
+"""Programs of small models, solved by HiGHS' live model and by CBC through PuLP: plans of one
+price, with bounds below both."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import zoo_small
 
 import autopar
 from autopar.capture import capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 
 H100 = HardwareProfile.load("h100-sxm")
 GAP = 0.001
@@ -30,7 +31,10 @@ def test_both_solvers_find_plans_of_one_price(kind: str, mesh: str) -> None:
     model, batch = getattr(zoo_small, kind)()
     trace = capture(model, (), batch)
     ours, theirs = (
-        make_plan(trace, MESHES[mesh], H100, PlanOptions(gap=GAP, solver=solver), model_name=kind).plan.proof for solver in ("highs", "cbc")
+        make_plan(
+            trace, MESHES[mesh], H100, PlanOptions(gap=GAP, solver=solver), model_name=kind
+        ).plan.proof
+        for solver in ("highs", "cbc")
     )
     assert (ours.solver, theirs.solver) == ("highs", "cbc")
     assert theirs.objective_s == pytest.approx(ours.objective_s, rel=2 * GAP)
@@ -38,11 +42,19 @@ def test_both_solvers_find_plans_of_one_price(kind: str, mesh: str) -> None:
         assert 0.0 < proof.bound_s <= min(ours.objective_s, theirs.objective_s) * (1 + 1e-6)
 
 
-def test_the_file_of_a_plans_program_has_the_plans_objective_for_another_solver(tmp_path: Path) -> None:
+def test_the_file_of_a_plans_program_has_the_plans_objective_for_another_solver(
+    tmp_path: Path,
+) -> None:
     model, batch = zoo_small.gpt2()
     path = tmp_path / "program.lp"
     plan = autopar.plan(
-        model, autopar.Mesh({"a": 2}), example_inputs=batch, hardware="h100-sxm", gap=0.0, num_microbatches=1, write_lp=path
+        model,
+        autopar.Mesh({"a": 2}),
+        example_inputs=batch,
+        hardware="h100-sxm",
+        gap=0.0,
+        num_microbatches=1,
+        write_lp=path,
     )
     text = path.read_text()
     assert "choose" in text and "memory0.start_of_backward" in text and "transformer.h" in text
@@ -51,11 +63,20 @@ def test_the_file_of_a_plans_program_has_the_plans_objective_for_another_solver(
 
 
 def read_back(path: Path) -> tuple[str, float]:
-    """Status and objective of a file in LP format, by the CBC that comes with PuLP, which reads the file itself."""
+    """Status and objective of a file in LP format, by the CBC that comes with PuLP, which reads
+    the file itself."""
     import subprocess
 
     answer = path.with_suffix(".sol")
-    command = [pulp.PULP_CBC_CMD.pulp_cbc_path, str(path), "-ratioGap", "0", "-solve", "-solution", str(answer)]
+    command = [
+        pulp.PULP_CBC_CMD.pulp_cbc_path,
+        str(path),
+        "-ratioGap",
+        "0",
+        "-solve",
+        "-solution",
+        str(answer),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     first = answer.read_text().splitlines()[0]
     return first.split()[0], float(first.split()[-1])
@@ -65,6 +86,10 @@ def test_a_plan_with_stages_has_no_single_program_to_write(tmp_path: Path) -> No
     model, batch = zoo_small.gpt2()
     with pytest.raises(AutoparError, match=r"several integer programs(.|\n)*what to do"):
         autopar.plan(
-            model, autopar.Mesh({"a": 2}), example_inputs=batch, hardware="cpu-gloo",
-            constraints=[autopar.constraints.pipeline("a", microbatches=2)], write_lp=tmp_path / "program.lp",
-        )  # fmt: skip
+            model,
+            autopar.Mesh({"a": 2}),
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            constraints=[autopar.constraints.pipeline("a", microbatches=2)],
+            write_lp=tmp_path / "program.lp",
+        )

@@ -1,4 +1,5 @@
-"""Buffers of a pipeline: each change is made in the one stage that holds the buffer, or the model is not cut there."""
+"""Buffers of a pipeline: each change is made in the one stage that holds the buffer, or the
+model is not cut there."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import pipeline
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
 
 LINE = Mesh({"a": 2})
 
@@ -31,11 +32,15 @@ class SharedNorm(nn.Module):
 
 
 class Spectral(nn.Module):
-    """A weight that is divided by its largest singular value, of which a power iteration keeps vectors."""
+    """A weight that is divided by its largest singular value, of which a power iteration keeps
+    vectors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 12)), nn.Linear(12, 8)
+        self.first, self.second = (
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 12)),
+            nn.Linear(12, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).relu()).pow(2).mean()
@@ -73,7 +78,17 @@ class Replaced(nn.Module):
 def planned(make: Any) -> tuple[Any, nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, batch = make(), {"x": torch.randn(6, 8)}
-    return plan_model(model, LINE, example_inputs=batch, hardware="cpu-gloo", constraints=(pipeline("a", microbatches=1),))[1], model, batch
+    return (
+        plan_model(
+            model,
+            LINE,
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            constraints=(pipeline("a", microbatches=1),),
+        )[1],
+        model,
+        batch,
+    )
 
 
 @pytest.mark.parametrize("make", [SharedNorm, Spectral, Replaced])
@@ -90,6 +105,9 @@ def test_a_buffer_changes_in_one_stage_which_alone_holds_it(make: Any) -> None:
 
 
 def test_a_buffer_that_layers_on_both_sides_change_is_cut_nowhere_between_them() -> None:
-    said = r"no place to cut it into stages: buffer 'mean' is read in stage 0 and gets its new value in stage 1(.|\n)*test_stage_buffers"
+    said = (
+        r"no place to cut it into stages: buffer 'mean' is read in stage 0 and gets its new value"
+        r" in stage 1(.|\n)*test_stage_buffers"
+    )
     with pytest.raises(ConstraintError, match=said):
         planned(Traced)

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from staged import run_stages
 from torch import Tensor, nn
 
-from autopar import random_ops
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
+from autopar.ops import random
 from autopar.stages import cut, cut_points, placing
 from autopar.stages.placing import CutError, place
 from benchmarks import zoo
 
-# Tied weights; a decoder over an encoder; long skip connections; skips into a table of products; buffers with new values; dropout.
+# Tied weights; a decoder over an encoder; long skip connections; skips into a table of products;
+# buffers with new values; dropout.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"dropout": 0.1, "num_hidden_layers": 3},
     "llama": {"num_hidden_layers": 4},
@@ -48,12 +49,26 @@ class Subject:
 def subject(name: str) -> Subject:
     model, batch = zoo.build(name, batch=4, **MODELS[name])
     trace = capture(model, (), batch)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tensors = {name: _wide(x.detach()) for name, x in named} | {random_ops.STATE: random_ops.initial_state(0)}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    tensors = {name: _wide(x.detach()) for name, x in named} | {
+        random.STATE: random.initial_state(0)
+    }
     leaves = dict(flatten_call((), dict(batch))[0])
     inputs = {i.path: _wide(leaves[i.path]) for i in trace.inputs}
-    outputs, gradients, buffers = execute(trace, tensors, tensors, list(inputs.values()), dtype=torch.float64)
-    return Subject(trace, tensors, inputs, {o.path: x for o, x in zip(trace.outputs, outputs, strict=True)}, gradients, buffers)
+    outputs, gradients, buffers = execute(
+        trace, tensors, tensors, list(inputs.values()), dtype=torch.float64
+    )
+    return Subject(
+        trace,
+        tensors,
+        inputs,
+        {o.path: x for o, x in zip(trace.outputs, outputs, strict=True)},
+        gradients,
+        buffers,
+    )
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -63,16 +78,26 @@ def _wide(x: Tensor) -> Tensor:
 def worst(s: Subject, positions: list[int]) -> float:
     """The largest error of the stages' outputs, gradients and buffers."""
     one = torch.ones((), dtype=torch.float64)
-    outputs, gradients, buffers = run_stages(cut(s.trace, positions), s.tensors, s.tensors, s.inputs, one)
-    assert gradients.keys() == s.gradients.keys() and buffers.keys() == s.buffers.keys() and outputs.keys() == s.outputs.keys()
+    outputs, gradients, buffers = run_stages(
+        cut(s.trace, positions), s.tensors, s.tensors, s.inputs, one
+    )
+    assert (
+        gradients.keys() == s.gradients.keys()
+        and buffers.keys() == s.buffers.keys()
+        and outputs.keys() == s.outputs.keys()
+    )
     scale = max(float(x.abs().max()) for x in s.gradients.values())
     pairs = [(outputs[k], x, float(x.abs().max())) for k, x in s.outputs.items()]
-    pairs += [(gradients[k], x, max(float(x.abs().max()), 1e-9 * scale)) for k, x in s.gradients.items()]
+    pairs += [
+        (gradients[k], x, max(float(x.abs().max()), 1e-9 * scale)) for k, x in s.gradients.items()
+    ]
     pairs += [(buffers[k], x, 1.0) for k, x in s.buffers.items()]
     return max(float((a - b).abs().max()) / max(size, 1e-30) for a, b, size in pairs if a.numel())
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama", "dlrm"))) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama", "dlrm"))) for n in MODELS]
+)
 def test_stages_compute_what_the_whole_computes(name: str) -> None:
     s = subject(name)
     points = [p.position for p in cut_points(s.trace)]
@@ -90,12 +115,21 @@ def test_what_crosses_is_the_stream_and_its_gradient() -> None:
     s = subject("llama")
     layers = [p.position for p in cut_points(s.trace) if "layers" in p.module]
     made = cut(s.trace, layers[1:3])
-    assert [(len(b.values), len([g for g in b.gradients if g])) for b in made.boundaries] == [(1, 1), (1, 1)]
+    assert [(len(b.values), len([g for g in b.gradients if g])) for b in made.boundaries] == [
+        (1, 1),
+        (1, 1),
+    ]
     first, middle, last = made.stages
-    assert [i.path for i in first.inputs] == ["input_ids"] and [i.path for i in last.inputs if not i.crosses] == ["labels"]
+    assert [i.path for i in first.inputs] == ["input_ids"] and [
+        i.path for i in last.inputs if not i.crosses
+    ] == ["labels"]
     assert all(i.crosses for i in middle.inputs) and not any(o.is_loss for o in middle.outputs)
-    assert {p.name for t in made.stages for p in t.parameters} == {p.name for p in s.trace.parameters}
-    assert sum(len(t.parameters) for t in made.stages) == len(s.trace.parameters)  # none is held twice
+    assert {p.name for t in made.stages for p in t.parameters} == {
+        p.name for p in s.trace.parameters
+    }
+    assert sum(len(t.parameters) for t in made.stages) == len(
+        s.trace.parameters
+    )  # none is held twice
 
 
 def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gradient() -> None:
@@ -104,7 +138,10 @@ def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gr
     made = cut(s.trace, [next(p.position for p in points if p.module == "transformer.h.1")])
     assert made.shared == {"transformer.wte.weight": (0, 1)}
     for stage in made.stages:
-        assert next(p for p in stage.parameters if p.name == "transformer.wte.weight").gradient is not None
+        assert (
+            next(p for p in stage.parameters if p.name == "transformer.wte.weight").gradient
+            is not None
+        )
 
 
 def test_a_skip_connection_rides_through_the_stages_between() -> None:
@@ -112,12 +149,15 @@ def test_a_skip_connection_rides_through_the_stages_between() -> None:
     points = cut_points(s.trace)
     middle = [p.position for p in points if p.module.startswith("middle")]
     made = cut(s.trace, middle[:2])
-    passed = {i.path for i in made.stages[1].inputs if i.crosses} & {o.path for o in made.stages[1].outputs if o.crosses}
+    passed = {i.path for i in made.stages[1].inputs if i.crosses} & {
+        o.path for o in made.stages[1].outputs if o.crosses
+    }
     assert passed, "what the down path hands to the up path goes through the middle stage"
 
 
 def test_backward_is_placed_where_the_fewest_bytes_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken on purpose: without the minimum cut a gradient finds no carrier, or more crosses than need to."""
+    """Broken on purpose: without the minimum cut a gradient finds no carrier, or more crosses
+    than need to."""
     s = subject("t5")
     points = [p.position for p in cut_points(s.trace)]
     assert len(cut(s.trace, points[3:4]).boundaries) == 1
@@ -127,7 +167,8 @@ def test_backward_is_placed_where_the_fewest_bytes_cross(monkeypatch: pytest.Mon
 
 
 class Reversed(nn.Module):
-    """Its second half's weights enter the first half's backward: the loss multiplies the first half's result with the last one's."""
+    """Its second half's weights enter the first half's backward: the loss multiplies the first
+    half's result with the last one's."""
 
     def __init__(self) -> None:
         super().__init__()

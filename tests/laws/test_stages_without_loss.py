@@ -1,5 +1,6 @@
-"""Stages of a model that returns no loss: forwards of all microbatches, then backwards from whatever is computed of whole outputs; and
-forward alone. Outputs and gradients are the plain model's, memory and time what plans say, and changed plans are refused."""
+"""Stages of a model that returns no loss: forwards of all microbatches, then backwards from
+whatever is computed of whole outputs; and forward alone. Outputs and gradients are the plain
+model's, memory and time what plans say, and changed plans are refused."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.cost.priced import handing_s
 from autopar.errors import AutoparError, ConstraintError, VerificationError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.planner import Planned
 from autopar.plans import Plan, forward_load
-from autopar.run.program import Microbatches, StagedProgram
-from autopar.run.unused import Unused
+from autopar.program.executor import Unused
+from autopar.program.program import Microbatches, StagedProgram
 
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
 MESH = Mesh({"stage": 2, "data": 2})
@@ -33,12 +34,16 @@ MESH = Mesh({"stage": 2, "data": 2})
 
 @cache
 def built(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    made: tuple[nn.Module, dict[str, Any]] = no_loss.layers(dropout=0.2) if kind == "layers dropout" else getattr(no_loss, kind)()
+    made: tuple[nn.Module, dict[str, Any]] = (
+        no_loss.layers(dropout=0.2) if kind == "layers dropout" else getattr(no_loss, kind)()
+    )
     return made
 
 
 @cache
-def planned(kind: str, mesh: Mesh, constraints: Sequence[Constraint], inference: bool = False) -> Planned:
+def planned(
+    kind: str, mesh: Mesh, constraints: Sequence[Constraint], inference: bool = False
+) -> Planned:
     model, batch = built(kind)
     options: dict[str, Any] = {"hardware": "cpu-gloo", "inference": inference}
     return plan_model(model, mesh, example_inputs=batch, constraints=constraints, **options)[1]
@@ -53,7 +58,9 @@ def holds(kind: str, plan: Plan) -> None:
     verified = autopar.verify(again, model, batch, tolerance=TOLERANCE)
     trained = not plan.options["inference"]
     assert verified.loss is None and verified.outputs
-    assert verified.gradients.keys() == (dict(model.named_parameters()).keys() if trained else set())
+    assert verified.gradients.keys() == (
+        dict(model.named_parameters()).keys() if trained else set()
+    )
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["trained", "forward alone"])
@@ -63,7 +70,10 @@ def test_any_number_of_microbatches_is_the_plain_model(num: int, inference: bool
     holds("layers", plan)
     assert plan.pipeline is not None
     assert (plan.pipeline.schedule, plan.pipeline.num_in_flight) == ("gpipe", (num, num))
-    waits = "all forwards first, since backward waits for a loss that is computed outside of the model (GPipe)"
+    waits = (
+        "all forwards first, since backward waits for a loss that is computed outside of the model"
+        " (GPipe)"
+    )
     assert ("forward alone" if inference else waits) in plan.proof.covers
 
 
@@ -71,7 +81,10 @@ def test_any_number_of_microbatches_is_the_plain_model(num: int, inference: bool
     ("kind", "constraints"),
     [
         ("layers dropout", (asked.pipeline("stage", microbatches=2),)),
-        ("llama", (asked.pipeline("stage", microbatches=2), asked.tensor_parallel("1d", axes="data"))),
+        (
+            "llama",
+            (asked.pipeline("stage", microbatches=2), asked.tensor_parallel("1d", axes="data")),
+        ),
         ("gpt2", (asked.pipeline("stage", microbatches=2), asked.fsdp(axes="data"))),
         ("bert", (asked.pipeline("stage", microbatches=2), asked.ddp(axes="data"))),
         ("convolutions", (asked.pipeline("stage"),)),
@@ -81,24 +94,41 @@ def test_any_number_of_microbatches_is_the_plain_model(num: int, inference: bool
 def test_so_are_models_under_plans_by_name(kind: str, constraints: tuple[Constraint, ...]) -> None:
     plan = planned(kind, MESH, constraints).plan
     holds(kind, plan)
-    assert plan.pipeline is not None and plan.pipeline.num_microbatches == (1 if kind == "convolutions" else 2)
+    assert plan.pipeline is not None and plan.pipeline.num_microbatches == (
+        1 if kind == "convolutions" else 2
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
 def test_forward_alone_runs_in_stages_of_every_kind(schedule: str) -> None:
-    plan = planned("layers", Mesh({"stage": 2}), (asked.pipeline("stage", microbatches=2, schedule=schedule),), inference=True).plan
+    plan = planned(
+        "layers",
+        Mesh({"stage": 2}),
+        (asked.pipeline("stage", microbatches=2, schedule=schedule),),
+        inference=True,
+    ).plan
     holds("layers", plan)
-    assert plan.pipeline is not None and len(plan.pipeline.stages) == (4 if schedule == "interleaved_1f1b" else 2)
+    assert plan.pipeline is not None and len(plan.pipeline.stages) == (
+        4 if schedule == "interleaved_1f1b" else 2
+    )
 
 
 def test_one_after_another_microbatches_of_forward_alone_need_less_memory() -> None:
     torch.manual_seed(0)
-    model, batch, mesh = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 4)), (torch.randn(64, 8),), Mesh({"a": 1})
+    model, batch, mesh = (
+        nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 4)),
+        (torch.randn(64, 8),),
+        Mesh({"a": 1}),
+    )
     options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "inference": True}
     whole = autopar.plan(model, mesh, **options)
     budget = int(whole.prediction.peak_bytes * 0.6)
     plan = autopar.plan(model, mesh, **options, memory_bytes=budget)
-    assert plan.pipeline is not None and plan.pipeline.num_microbatches > 1 and plan.prediction.peak_bytes <= budget
+    assert (
+        plan.pipeline is not None
+        and plan.pipeline.num_microbatches > 1
+        and plan.prediction.peak_bytes <= budget
+    )
     assert autopar.check(plan, model, batch).ok and autopar.verify(plan, model, batch).ok
     module = autopar.compile(model, mesh, example_inputs=batch, plan=plan)
     assert torch.equal(module(*batch), model(*batch))
@@ -112,7 +142,9 @@ def test_the_step_is_that_of_the_schedule_and_of_handing_outputs_to_all_stages()
     outputs = model(**batch)
     assert pipeline.handed_bytes == sum(x.numel() * x.element_size() for x in outputs.values())
     link = HardwareProfile.load("cpu-gloo").links[MESH.link(0)]
-    assert pipeline.handed_s == pytest.approx(link.latency_s + pipeline.handed_bytes / link.bandwidth_bytes_per_s)
+    assert pipeline.handed_s == pytest.approx(
+        link.latency_s + pipeline.handed_bytes / link.bandwidth_bytes_per_s
+    )
     times = [stage.prediction.step_s for stage in pipeline.stages]
     forward = [forward_load(stage).least_s(stage.overlap.slowdown) for stage in pipeline.stages]
     slowest = max(forward) + max(both - each for both, each in zip(times, forward, strict=True))
@@ -159,8 +191,18 @@ def test_changed_plans_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"constraints": (asked.pipeline("stage", schedule="interleaved_1f1b", microbatches=2),)}, "no backward runs among forwards"),
-        ({"constraints": (asked.pipeline("stage"),), "outputs": "dtensor"}, "in stages, returns no loss"),
+        (
+            {
+                "constraints": (
+                    asked.pipeline("stage", schedule="interleaved_1f1b", microbatches=2),
+                )
+            },
+            "no backward runs among forwards",
+        ),
+        (
+            {"constraints": (asked.pipeline("stage"),), "outputs": "dtensor"},
+            "in stages, returns no loss",
+        ),
         ({"num_microbatches": 2}, "backward waits for one that is computed outside of it"),
     ],
     ids=["interleaved", "split outputs", "one after another"],
@@ -179,16 +221,24 @@ def test_parameters_that_absent_outputs_alone_reach_are_known() -> None:
     every = {p.name for p in program.trace.parameters}
     (crossing,) = (t.name for t in program.stages[0].outputs if t.crosses)
     some = Unused.of(program, ["early", "size", "total", "scale"])
-    assert some == Unused(frozenset(), (frozenset({"early"}), frozenset({"size", "total", "scale"})), (frozenset(), frozenset()))
+    assert some == Unused(
+        frozenset(),
+        (frozenset({"early"}), frozenset({"size", "total", "scale"})),
+        (frozenset(), frozenset()),
+    )
     assert Unused.of(program, ["logits"]).parameters == {"head.weight", "head.bias"}
     second = Unused.of(program, ["logits", "size", "total"])
-    assert second.parameters == {name for name in every if name.startswith(("head", "layers.2", "layers.3"))}
+    assert second.parameters == {
+        name for name in every if name.startswith(("head", "layers.2", "layers.3"))
+    }
     assert (second.tangents[0], second.gradients[1]) == ({crossing}, {crossing})
     assert Unused.of(program, ["logits", "early", "size", "total", "scale"]).parameters == every
 
 
 @pytest.mark.parametrize("kind", ["layers dropout", "layers"])
-def test_wrong_tangents_of_microbatches_are_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tangents_of_microbatches_are_found(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(kind, MESH, (asked.pipeline("stage", microbatches=2),)).plan
     right = Microbatches.tangents
 
@@ -204,8 +254,11 @@ def test_a_schedule_that_does_not_wait_is_refused(monkeypatch: pytest.MonkeyPatc
     """Of a plan that agrees with itself in all else."""
     model, batch = built("layers")
     with monkeypatch.context() as patched:
-        patched.setattr("autopar.planning.staged.in_order", lambda wish, *_, **__: wish)
-        options: dict[str, Any] = {"constraints": (asked.pipeline("stage", microbatches=2),), "hardware": "cpu-gloo"}
+        patched.setattr("autopar.planner.pipeline.schedule.in_order", lambda wish, *_, **__: wish)
+        options: dict[str, Any] = {
+            "constraints": (asked.pipeline("stage", microbatches=2),),
+            "hardware": "cpu-gloo",
+        }
         plan = autopar.plan(model, MESH, example_inputs=batch, **options)
     assert plan.pipeline is not None and plan.pipeline.schedule == "1f1b"
     (finding,) = autopar.check(plan, model, batch).findings

@@ -1,4 +1,5 @@
-"""Gradients that are added to wider sums of several microbatches as backward makes them: the same bits, fewer bytes moved and held.
+"""Gradients that are added to wider sums of several microbatches as backward makes them: the same
+bits, fewer bytes moved and held.
 
 The oracle is the program that casts first, and behind it the model.
 """
@@ -24,30 +25,29 @@ from autopar.analysis.work import Work
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.certificate.facts import Facts
-from autopar.certificate.moments import Moments
+from autopar.certificate.proof import Moments
 from autopar.constraints import Constraint, fsdp, megatron, pipeline
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, local_shape
+from autopar.core.layout_graph import neighbours
+from autopar.core.mesh import Mesh
 from autopar.cost import price as cost_price
-from autopar.cost.compute import compute_time
-from autopar.cost.moments import Liveness
+from autopar.cost.memory import Liveness
+from autopar.cost.memory_lower_bound import surely
+from autopar.cost.op_times import compute_time
 from autopar.cost.price import price
-from autopar.cost.surely import surely
 from autopar.emit import phase as emit_phase
-from autopar.hardware import HardwareProfile
-from autopar.kernels.collectives import fake_groups
-from autopar.kernels.sums import add_to
-from autopar.layout import Layout, local_shape
-from autopar.layout_graph import neighbours
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.kernels.collectives import add_to, fake_groups
+from autopar.planner import Planned
 from autopar.plans import Plan
-from autopar.run.executor import Executor
-from autopar.run.live import LiveBytes
-from autopar.run.lockstep_staged import run_staged
-from autopar.run.program import Program, ProgramTensor, StagedProgram
-from autopar.run.stage_memory import put_together, trace_stage_peak
-from autopar.run.stage_work import StageWork
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.executor import Executor
+from autopar.program.interpreter_stages import run_staged
+from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.program.stage_memory import put_together, trace_stage_peak
+from autopar.program.stage_work import StageWork
+from autopar.sharding import classes_of
 from autopar.solve import evaluated, solve
-from autopar.strategies import classes_of
 
 BF16, _cast = torch.bfloat16, torch.ops.aten._to_copy.default
 NUM = 2  # microbatches
@@ -68,10 +68,18 @@ UNCAST = ("one device", "ZeRO-1", "tensor parallel", "stages")
 
 
 @functools.cache
-def planned(kind: str, way: str, **options: Any) -> tuple[Planned, StagedProgram, nn.Module, dict[str, Any]]:
+def planned(
+    kind: str, way: str, **options: Any
+) -> tuple[Planned, StagedProgram, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
     mesh, constraints, more = WAYS[way]
-    asked: dict[str, Any] = {"hardware": "h100-sxm", "constraints": constraints, "precision": "bf16", **more, **options}
+    asked: dict[str, Any] = {
+        "hardware": "h100-sxm",
+        "constraints": constraints,
+        "precision": "bf16",
+        **more,
+        **options,
+    }
     made = plan_model(model, mesh, example_inputs=batch, **asked)[1]
     assert isinstance(made.program, StagedProgram)
     return made, made.program, model, batch
@@ -109,15 +117,28 @@ def casting(program: StagedProgram) -> StagedProgram:
     return replace(program, stages=tuple(stages))
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64), st.sampled_from([torch.bfloat16, torch.float16]), st.data())
-def test_addition_casts_to_the_same_bits(numbers: list[float], narrow: torch.dtype, data: st.DataObject) -> None:
+@given(
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.data(),
+)
+def test_addition_casts_to_the_same_bits(
+    numbers: list[float], narrow: torch.dtype, data: st.DataObject
+) -> None:
     x = torch.tensor(numbers).to(narrow)
-    total = torch.tensor(data.draw(st.lists(st.floats(width=32), min_size=len(numbers), max_size=len(numbers))))
-    assert add_to(total.clone(), x).numpy().tobytes() == add_to(total.clone(), x.float()).numpy().tobytes()
+    total = torch.tensor(
+        data.draw(st.lists(st.floats(width=32), min_size=len(numbers), max_size=len(numbers)))
+    )
+    assert (
+        add_to(total.clone(), x).numpy().tobytes()
+        == add_to(total.clone(), x.float()).numpy().tobytes()
+    )
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_gradients_are_those_of_the_program_that_casts_first_bit_by_bit(kind: str, way: str) -> None:
+def test_gradients_are_those_of_the_program_that_casts_first_bit_by_bit(
+    kind: str, way: str
+) -> None:
     made, program, model, batch = planned(kind, way)
     assert autopar.verify(made.plan, model, batch).ok
     assert autopar.verify(made.plan, model, batch, dtype=None).ok
@@ -147,13 +168,17 @@ def test_what_adds_up_where_it_is_made_is_not_cast(kind: str, way: str) -> None:
             gradient = node.args[1]
             assert isinstance(gradient, fx.Node)
             assert not (gradient.meta["key"] in casts and name in uncast)
-            assert "collective" not in gradient.meta or gradient.meta["collective"].dtype == "float32"
+            assert (
+                "collective" not in gradient.meta or gradient.meta["collective"].dtype == "float32"
+            )
 
 
 @pytest.mark.parametrize("way", ["ZeRO-2", "ZeRO-3"])
 def test_what_is_reduced_in_every_microbatch_is_cast_first(way: str) -> None:
     made, program, _, _ = planned("llama", way)
-    scattered = [c for phase, _, c in program.stages[0].collectives if phase == "backward" and c.reduce_op]
+    scattered = [
+        c for phase, _, c in program.stages[0].collectives if phase == "backward" and c.reduce_op
+    ]
     assert scattered and {c.dtype for c in scattered} == {"float32"}
     assert not dict(uncast_of(made.plan))
 
@@ -174,7 +199,9 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
             counted_s += compute_time(Work(0, moved, "elementwise"), torch.float32, H100) / NUM
         if node.target is _cast and node.meta.get("key", "") in casts and node not in seen:
             dtype = sizes[node.args[0]][1]  # type: ignore[index]
-            counted_s += compute_time(Work(0, size_of(node.args[0]) + size_of(node), "elementwise"), dtype, H100)
+            counted_s += compute_time(
+                Work(0, size_of(node.args[0]) + size_of(node), "elementwise"), dtype, H100
+            )
         seen.add(node)
 
     def size_of(node: Any) -> int:
@@ -183,14 +210,23 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
     seen = set[fx.Node]()
     trace = program.trace
     casts = {trace.node(name).meta["key"] for name in addable_uncast(trace)}
-    run_staged(program, dict(model.named_parameters()), dict(model.named_buffers()), batch, observe=observe)
+    run_staged(
+        program, dict(model.named_parameters()), dict(model.named_buffers()), batch, observe=observe
+    )
     priced_s = 0.0
     for stage in stages_of(made.plan):
         for entry in stage.entries:
-            if entry.kind == "parameter" or entry.nodes[0].node.format(*entry.instances[0]) in casts:
+            if (
+                entry.kind == "parameter"
+                or entry.nodes[0].node.format(*entry.instances[0]) in casts
+            ):
                 priced_s += entry.time_s * len(entry.instances)
-    for tensor in (t for stage in program.stages for t in stage.parameters):  # read once a step, to be cast for what reads it
-        num = torch.Size(local_shape(tensor.view, tensor.layout, program.stages[0].mesh.shape)).numel()
+    for tensor in (
+        t for stage in program.stages for t in stage.parameters
+    ):  # read once a step, to be cast for what reads it
+        num = torch.Size(
+            local_shape(tensor.view, tensor.layout, program.stages[0].mesh.shape)
+        ).numel()
         priced_s -= compute_time(Work(0, num * (4 + 2), "elementwise"), BF16, H100) / NUM
     assert counted_s == pytest.approx(priced_s, rel=1e-9)
 
@@ -199,10 +235,23 @@ def measured_peak(program: Program, batch: dict[str, Tensor]) -> int:
     """Of a step on real tensors, with groups that move nothing, without the batch."""
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
-        return [torch.zeros(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype) for t in tensors]
+        return [
+            torch.zeros(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype)
+            for t in tensors
+        ]
 
-    parts = [{t.name: batch[t.name].chunk(NUM)[n] for t in program.inputs if not t.given} for n in range(NUM)]
-    work, memory = StageWork(program, Executor(program, fake_groups(program.mesh), outputs="local"), torch.device("cpu")), LiveBytes()
+    parts = [
+        {t.name: batch[t.name].chunk(NUM)[n] for t in program.inputs if not t.given}
+        for n in range(NUM)
+    ]
+    work, memory = (
+        StageWork(
+            program,
+            Executor(program, fake_groups(program.mesh), outputs="local"),
+            torch.device("cpu"),
+        ),
+        LiveBytes(),
+    )
     with memory:
         memory.register(batch.values())
         batch_bytes = memory.live_bytes
@@ -210,7 +259,14 @@ def measured_peak(program: Program, batch: dict[str, Tensor]) -> int:
         given = {t.name: torch.ones(t.shape, dtype=t.dtype) for t in program.inputs if t.given}
         memory.reset_peak()
         parts = [{**part, **given} for part in parts]
-        work.begin([t.name for t in program.outputs if t.is_loss], parameters, buffers, parts, 1 / NUM, keep=True)
+        work.begin(
+            [t.name for t in program.outputs if t.is_loss],
+            parameters,
+            buffers,
+            parts,
+            1 / NUM,
+            keep=True,
+        )
         for number in range(NUM):
             work.forward(number)
             work.backward(number)
@@ -225,7 +281,9 @@ def measured_peak(program: Program, batch: dict[str, Tensor]) -> int:
 def test_the_predicted_peak_of_microbatches_is_measured_to_the_byte(kind: str, way: str) -> None:
     _, program, _, batch = planned(kind, way)
     (stage,) = program.stages
-    assert measured_peak(stage, batch) == trace_stage_peak(stage, "1f1b", 1, NUM, "dtensor").peak_bytes
+    assert (
+        measured_peak(stage, batch) == trace_stage_peak(stage, "1f1b", 1, NUM, "dtensor").peak_bytes
+    )
 
 
 class Square(nn.Module):
@@ -243,46 +301,95 @@ def square(monkeypatch: pytest.MonkeyPatch | None = None) -> Plan:
     if monkeypatch is not None:
         monkeypatch.setattr(cost_price, "left_uncast", lambda classes, trace: (classes, {}))
     batch = {"x": torch.zeros(4, 2, 512)}
-    return autopar.plan(Square(), ONE, example_inputs=batch, hardware="h100-sxm", precision="bf16", num_microbatches=NUM)
+    return autopar.plan(
+        Square(),
+        ONE,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        precision="bf16",
+        num_microbatches=NUM,
+    )
 
 
-def test_the_wide_copy_is_neither_held_nor_read_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wide_copy_is_neither_held_nor_read_nor_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan, casting = square(), square(monkeypatch)
-    wide, narrow, factors = 4 * 512**2, 2 * 512**2, 2 * 2 * 2 * 2 * 512  # these are gone when the product of them is cast
+    wide, narrow, factors = (
+        4 * 512**2,
+        2 * 512**2,
+        2 * 2 * 2 * 2 * 512,
+    )  # these are gone when the product of them is cast
     assert casting.prediction.peak_bytes - plan.prediction.peak_bytes == wide - factors
 
     def takes(num_bytes: int, dtype: torch.dtype) -> float:
         return compute_time(Work(0, num_bytes, "elementwise"), dtype, H100)
 
-    less_s = takes(narrow + wide, BF16) + takes(3 * wide, torch.float32) - takes(narrow + 2 * wide, torch.float32)
+    less_s = (
+        takes(narrow + wide, BF16)
+        + takes(3 * wide, torch.float32)
+        - takes(narrow + 2 * wide, torch.float32)
+    )
     assert casting.prediction.step_s - plan.prediction.step_s == pytest.approx(NUM * less_s)
 
 
 def test_a_budget_of_what_is_held_without_the_copy_is_enough() -> None:
     least = square().prediction.peak_bytes
     batch = {"x": torch.zeros(4, 2, 512)}
-    asked: dict[str, Any] = {"hardware": "h100-sxm", "precision": "bf16", "num_microbatches": NUM, "memory_bytes": least}
+    asked: dict[str, Any] = {
+        "hardware": "h100-sxm",
+        "precision": "bf16",
+        "num_microbatches": NUM,
+        "memory_bytes": least,
+    }
     plan = autopar.plan(Square(), ONE, example_inputs=batch, **asked)
-    assert plan.prediction.peak_bytes <= least and plan.prediction.step_s == square().prediction.step_s
+    assert (
+        plan.prediction.peak_bytes <= least and plan.prediction.step_s == square().prediction.step_s
+    )
     found = autopar.check(plan, Square(), batch)
-    assert found.ok and found.certified_bound_s is not None and found.certified_bound_s <= plan.prediction.step_s
+    assert (
+        found.ok
+        and found.certified_bound_s is not None
+        and found.certified_bound_s <= plan.prediction.step_s
+    )
 
 
 def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
-    """What certainly lives at a moment, by the planner's rows and the certificate's, is no more than what the program holds at most."""
+    """What certainly lives at a moment, by the planner's rows and the certificate's, is no more
+    than what the program holds at most."""
     trace = capture(Square(), (), {"x": torch.zeros(2, 2, 512)}, precision=BF16)
-    priced = price(trace, classes_of(trace, (1,)), ONE, H100, budget_bytes=2**40, optimizer="none", num_microbatches=NUM)
+    priced = price(
+        trace,
+        classes_of(trace, (1,)),
+        ONE,
+        H100,
+        budget_bytes=2**40,
+        optimizer="none",
+        num_microbatches=NUM,
+    )
     liveness = Liveness(trace, priced)
     moments = (*liveness.certain(), *surely(liveness))
     choices = solve(priced.problem)
     found = evaluated(replace(priced.problem, moments=moments), choices)
     batch = {"x": torch.zeros(4, 2, 512)}
-    plan = autopar.plan(Square(), ONE, example_inputs=batch, hardware=H100, precision="bf16", num_microbatches=NUM, optimizer="none")
+    plan = autopar.plan(
+        Square(),
+        ONE,
+        example_inputs=batch,
+        hardware=H100,
+        precision="bf16",
+        num_microbatches=NUM,
+        optimizer="none",
+    )
     assert max(found.resting_bytes) <= plan.prediction.peak_bytes
     (cast,) = addable_uncast(trace)
     rows = Moments(trace, Facts.of(trace), priced, (1,))
     row = rows.row(trace.node(cast).meta["key"], 1.0)
-    (op,) = [n for n, source in enumerate(priced.sources) if source.cluster and source.cluster.first.members[0].node == cast]
+    (op,) = [
+        n
+        for n, source in enumerate(priced.sources)
+        if source.cluster and source.cluster.first.members[0].node == cast
+    ]
     assert row is not None
     made, uncast = row.live[op]
     assert made - uncast == 4 * 512**2 and uncast == 2 * 512**2
@@ -290,7 +397,9 @@ def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
 
 def test_nothing_leads_from_or_to_what_is_left_uncast() -> None:
     at = Layout.parse("P S(0) uncast")
-    assert at.uncast and str(at) == "P S(0) uncast" and at != at.plain and at.plain.left_uncast() == at
+    assert (
+        at.uncast and str(at) == "P S(0) uncast" and at != at.plain and at.plain.left_uncast() == at
+    )
     assert neighbours((4, 4), torch.float32, at, (2, 2)) == []
     assert neighbours((4, 4), torch.float32, at.plain, (2, 2))
 
@@ -306,7 +415,13 @@ def test_changed_plans_are_refused(way: str) -> None:
         (cast, replace(cast.strategy, outputs=cast.strategy.plain.outputs)),
         (reader, replace(reader.strategy, inputs=(reader.strategy.inputs[0].plain,))),
         (product, replace(product.strategy, outputs=(product.strategy.outputs[0].left_uncast(),))),
-        (product, replace(product.strategy, inputs=(product.strategy.inputs[0].left_uncast(), product.strategy.inputs[1]))),
+        (
+            product,
+            replace(
+                product.strategy,
+                inputs=(product.strategy.inputs[0].left_uncast(), product.strategy.inputs[1]),
+            ),
+        ),
         (reader, replace(reader.strategy, outputs=(reader.strategy.outputs[0].left_uncast(),))),
     ]
     for old, strategy in changes:
@@ -314,7 +429,10 @@ def test_changed_plans_are_refused(way: str) -> None:
         for entry in data["pipeline"]["stages"][0]["entries"]:
             for node in entry["nodes"]:
                 if node["node"] == old.node:
-                    node["strategy"] = {"inputs": [*map(str, strategy.inputs)], "outputs": [*map(str, strategy.outputs)]}
+                    node["strategy"] = {
+                        "inputs": [*map(str, strategy.inputs)],
+                        "outputs": [*map(str, strategy.outputs)],
+                    }
         try:
             certificate = autopar.check(Plan.loads(json.dumps(data)), model, batch)
         except autopar.AutoparError:
@@ -333,15 +451,25 @@ def test_stages_that_share_a_weight_cast_their_terms_of_its_gradient() -> None:
     """As the model without stages does, for which the bound over all cuts speaks."""
     model, batch = zoo_small.gpt2()
     mesh, constraints = Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=NUM),)
-    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints, precision="bf16")[1]
-    assert isinstance(made.program, StagedProgram) and "transformer.wte.weight" in made.program.shared
+    made = plan_model(
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=constraints,
+        precision="bf16",
+    )[1]
+    assert (
+        isinstance(made.program, StagedProgram) and "transformer.wte.weight" in made.program.shared
+    )
     names = {name for name, _ in uncast_of(made.plan)}
     assert names and "transformer.wte.weight" not in names
     assert autopar.check(made.plan, model, batch).ok and autopar.verify(made.plan, model, batch).ok
 
 
 class Shares(nn.Module):
-    """Equal layers, of which the first two have one weight: its gradient has two terms, those of the others are cast alone."""
+    """Equal layers, of which the first two have one weight: its gradient has two terms, those of
+    the others are cast alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,15 +483,27 @@ class Shares(nn.Module):
 
 
 @pytest.mark.parametrize("constraints", [(), (pipeline("a", microbatches=NUM),)])
-def test_of_equal_layers_those_that_share_no_weight_are_added_uncast(constraints: tuple[Constraint, ...]) -> None:
+def test_of_equal_layers_those_that_share_no_weight_are_added_uncast(
+    constraints: tuple[Constraint, ...],
+) -> None:
     torch.manual_seed(0)
     model, batch, mesh = Shares(), {"x": torch.randn(8, 4, 16)}, Mesh({"a": 2, "b": 2})
     asked: dict[str, Any] = {} if constraints else {"num_microbatches": NUM}
-    plan = autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", precision="bf16", constraints=constraints, **asked)
+    plan = autopar.plan(
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        precision="bf16",
+        constraints=constraints,
+        **asked,
+    )
     names = {name for name, _ in uncast_of(plan)}
     assert "layers.0.weight" not in names and names >= {"layers.2.weight", "layers.3.weight"}
     assert autopar.check(plan, model, batch).ok
-    assert autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+    assert (
+        autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+    )
 
 
 class Scaled(nn.Module):
@@ -382,10 +522,19 @@ class Scaled(nn.Module):
     [((255, 2, 2, -258), 1), ((200, 50, 5, 2, -200, -50, -4, -2), 2)],
     ids=["between two axes", "before it is added"],
 )
-def test_sums_of_16_bit_gradients_stay_in_fp32_on_their_way(samples: tuple[int, ...], num_microbatches: int) -> None:
+def test_sums_of_16_bit_gradients_stay_in_fp32_on_their_way(
+    samples: tuple[int, ...], num_microbatches: int
+) -> None:
     """Each sample is a bf16 number, and so is 1, their sum; the 257 of some of them is none."""
-    model, batch = Scaled(), {"x": torch.tensor(samples, dtype=BF16)[:, None].expand(-1, 16).contiguous()}
-    options: dict[str, Any] = {"constraints": (fsdp(),), "num_microbatches": num_microbatches, "hardware": H100}
+    model, batch = (
+        Scaled(),
+        {"x": torch.tensor(samples, dtype=BF16)[:, None].expand(-1, 16).contiguous()},
+    )
+    options: dict[str, Any] = {
+        "constraints": (fsdp(),),
+        "num_microbatches": num_microbatches,
+        "hardware": H100,
+    }
     plan = autopar.plan(model, SQUARE, example_inputs=batch, **options)
     assert autopar.check(plan, model, batch).ok
     assert autopar.verify(plan, model, batch, dtype=None).gradients == {"weight": 0.0}

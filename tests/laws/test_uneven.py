@@ -1,4 +1,5 @@
-"""Dims that an axis does not divide: split all the same, priced by the largest part, and computed exactly."""
+"""Dims that an axis does not divide: split all the same, priced by the largest part, and
+computed exactly."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.layout_graph import local_bytes, neighbours
-from autopar.mesh import Mesh
-from autopar.run.lockstep import run_lockstep
-from autopar.run.memory import trace_peak
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.layout_graph import local_bytes, neighbours
+from autopar.core.mesh import Mesh
+from autopar.program.interpreter import run_lockstep
+from autopar.program.memory import trace_peak
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,24 +33,43 @@ def prepared(name: str, mesh: str) -> tuple[Prepared, nn.Module, dict[str, Tenso
 
 
 CASES = [("tiny-gpt2", "3", 0), ("tiny-llama", "a=2,b=3", 0), ("tiny-vit", "3", 2)]
-CASES += [pytest.param(m, mesh, s, marks=pytest.mark.slow) for m in ("tiny-bert", "tiny-llama") for mesh in ("3", "5") for s in (1, 2)]
+CASES += [
+    pytest.param(m, mesh, s, marks=pytest.mark.slow)
+    for m in ("tiny-bert", "tiny-llama")
+    for mesh in ("3", "5")
+    for s in (1, 2)
+]
 
 
 @pytest.mark.parametrize(("name", "mesh", "seed"), CASES)
-def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted(name: str, mesh: str, seed: int) -> None:
+def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted(
+    name: str, mesh: str, seed: int
+) -> None:
     ready, model, batch = prepared(name, mesh)
     _, program = random_plan(ready, seed)
-    assert any("length" in node.kwargs for graph in (program.forward, program.backward) for node in graph.graph.nodes)
+    assert any(
+        "length" in node.kwargs
+        for graph in (program.forward, program.backward)
+        for node in graph.graph.nodes
+    )
     assert verify_program(ready.trace, program, model, (), batch).ok
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers()),
+    }
     ran = run_lockstep(program, tensors, tensors, batch)
-    assert Counter((phase, str(c)) for phase, _, c in ran.records) == Counter((phase, str(c)) for phase, _, c in program.collectives)
+    assert Counter((phase, str(c)) for phase, _, c in ran.records) == Counter(
+        (phase, str(c)) for phase, _, c in program.collectives
+    )
 
 
 def test_no_rank_needs_more_memory_than_is_predicted() -> None:
     for name, seed in (("tiny-gpt2", 0), ("tiny-vit", 2)):
         _, program = random_plan(prepared(name, "3")[0], seed)
-        assert max(trace_peak(program, coordinate=(rank,)).peak_bytes for rank in range(3)) <= trace_peak(program).peak_bytes
+        assert (
+            max(trace_peak(program, coordinate=(rank,)).peak_bytes for rank in range(3))
+            <= trace_peak(program).peak_bytes
+        )
 
 
 class Narrow(nn.Module):
@@ -66,7 +86,12 @@ def test_a_batch_and_a_vocabulary_that_nothing_divides_are_split_where_it_pays()
     with torch.device("meta"):
         model = Narrow()
     plan = autopar.plan(model, Mesh.parse("8"), example_inputs=batch, hardware="h100-sxm")
-    logits = next(node.strategy.inputs[0] for entry in plan.entries for node in entry.nodes if "sum_exp" in node.node)
+    logits = next(
+        node.strategy.inputs[0]
+        for entry in plan.entries
+        for node in entry.nodes
+        if "sum_exp" in node.node
+    )
     assert str(logits) in ("S(0)", "S(1)")
     alone = autopar.plan(model, 1, example_inputs=batch, hardware="h100-sxm")
     assert plan.prediction.step_s < alone.prediction.step_s / 2
@@ -85,5 +110,7 @@ def test_only_one_axis_may_split_unevenly_and_no_part_is_empty() -> None:
 def test_a_collective_of_uneven_parts_is_priced_by_the_largest() -> None:
     layout = Layout.parse("S(0)")
     assert local_bytes((7, 4), torch.float32, layout, (4,)) == 2 * 4 * 4
-    (gather,) = [c for c, target in neighbours((7, 4), torch.float32, layout, (4,)) if target.is_replicated]
+    (gather,) = [
+        c for c, target in neighbours((7, 4), torch.float32, layout, (4,)) if target.is_replicated
+    ]
     assert gather.bytes == 2 * 4 * 4

@@ -1,4 +1,5 @@
-"""Outputs that have no part in the loss: what follows from them alone is not computed, and all else is as if they were detached."""
+"""Outputs that have no part in the loss: what follows from them alone is not computed, and all
+else is as if they were detached."""
 
 from __future__ import annotations
 
@@ -14,13 +15,12 @@ from torch import Tensor, fx, nn
 from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import Trace
-from autopar.kernels.bucketed import into_bucket
-from autopar.mesh import Mesh
-from autopar.planning import Planned
-from autopar.run import lockstep
-from autopar.run.lazy_graph import LazyGraphModule
-from autopar.run.program import Program
-from autopar.run.unused import without
+from autopar.core.mesh import Mesh
+from autopar.kernels.packing import into_bucket
+from autopar.planner import Planned
+from autopar.program import interpreter
+from autopar.program.executor import without
+from autopar.program.program import LazyGraphModule, Program
 
 aten = torch.ops.aten
 MESHES = {"pair": Mesh({"a": 2}), "square": Mesh({"a": 2, "b": 2})}
@@ -43,7 +43,12 @@ class Forked(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.body(x)
         left, right = self.left(hidden), self.right(hidden)
-        return {"left": left, "right": right, "hidden": hidden, "joined": torch.cat([left, right], -1).tanh()}
+        return {
+            "left": left,
+            "right": right,
+            "hidden": hidden,
+            "joined": torch.cat([left, right], -1).tanh(),
+        }
 
 
 @cache
@@ -51,24 +56,38 @@ def planned(plan: str) -> tuple[nn.Module, Tensor, Trace, Planned]:
     torch.manual_seed(0)
     model, x = Forked().double(), torch.randn(8, 8, dtype=torch.float64)
     mesh, constraints = PLANS[plan]
-    options: dict[str, Any] = {"hardware": "h100-sxm", "constraints": constraints, "outputs": "dtensor"}
+    options: dict[str, Any] = {
+        "hardware": "h100-sxm",
+        "constraints": constraints,
+        "outputs": "dtensor",
+    }
     return model, x, *plan_model(model, MESHES[mesh], example_inputs=(x,), **options)
 
 
 def pruned(program: Program, absent: tuple[str, ...]) -> tuple[Program, list[str]]:
-    """The program whose backward lacks these tangents, and the parameters that have no gradient then."""
-    given = [n.target for n in program.backward.graph.nodes if n.op == "placeholder"][program.num_saved :]
+    """The program whose backward lacks these tangents, and the parameters that have no gradient
+    then."""
+    given = [n.target for n in program.backward.graph.nodes if n.op == "placeholder"][
+        program.num_saved :
+    ]
     names = dict(zip((t.name for t in program.outputs if t.has_gradient), given, strict=True))
     graph = without(program.backward.graph, given, [names[name] for name in absent])
     end = next(iter(reversed(graph.nodes)))
     trained = [t.name for t in program.parameters if t.has_gradient]
     none = [name for name, result in zip(trained, end.args[0], strict=True) if result is None]
     end.args = (tuple(result for result in end.args[0] if result is not None),)
-    parameters = tuple(replace(t, has_gradient=t.has_gradient and t.name not in none) for t in program.parameters)
-    return replace(program, backward=LazyGraphModule(program.backward, graph), parameters=parameters), none
+    parameters = tuple(
+        replace(t, has_gradient=t.has_gradient and t.name not in none) for t in program.parameters
+    )
+    return (
+        replace(program, backward=LazyGraphModule(program.backward, graph), parameters=parameters),
+        none,
+    )
 
 
-@pytest.mark.parametrize("absent", [c for n in (1, 2, 3) for c in combinations(OUTPUTS, n)], ids=" ".join)
+@pytest.mark.parametrize(
+    "absent", [c for n in (1, 2, 3) for c in combinations(OUTPUTS, n)], ids=" ".join
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_are_those_of_the_plain_model_and_none_where_it_has_none(
     plan: str, absent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -79,15 +98,18 @@ def test_gradients_are_those_of_the_plain_model_and_none_where_it_has_none(
     def tangent_of(path: str, shape: Any, dtype: torch.dtype, **how: Any) -> Tensor:
         return real(path, shape, dtype, **how) * (path not in absent)
 
-    real = lockstep.tangent_of
-    monkeypatch.setattr(lockstep, "tangent_of", tangent_of)
+    real = interpreter.tangent_of
+    monkeypatch.setattr(interpreter, "tangent_of", tangent_of)
     values = {name: p.detach() for name, p in model.named_parameters()}
-    ours = lockstep.run_lockstep(program, values, {}, [x]).gradients
+    ours = interpreter.run_lockstep(program, values, {}, [x]).gradients
     plain = Forked().double()
     plain.load_state_dict(model.state_dict())
     outputs = plain(x)
     used = [o for o in trace.outputs if o.path not in absent]
-    torch.autograd.backward([outputs[o.path] for o in used], [real(o.path, o.shape, o.dtype, is_loss=False) for o in used])
+    torch.autograd.backward(
+        [outputs[o.path] for o in used],
+        [real(o.path, o.shape, o.dtype, is_loss=False) for o in used],
+    )
     assert none == [name for name, p in plain.named_parameters() if p.grad is None]
     for name, p in plain.named_parameters():
         if p.grad is not None:
@@ -101,21 +123,37 @@ def test_less_is_computed_and_less_is_sent() -> None:
     assert none == ["right.weight", "right.bias"]
     count = [sum(n.op == "call_function" for n in p.backward.graph.nodes) for p in (few, program)]
     assert count[0] < count[1]
-    assert any(n.target is into_bucket for n in program.backward.graph.nodes), "gradients go in a bucket"
+    assert any(n.target is into_bucket for n in program.backward.graph.nodes), (
+        "gradients go in a bucket"
+    )
 
 
-def test_what_takes_a_present_and_an_absent_one_gets_zeros_and_what_writes_into_a_sum_spoils_no_other_reader() -> None:
+def test_what_takes_a_present_and_an_absent_one_gets_zeros_and_what_writes_into_a_sum_spoils_no_other_reader() -> (  # noqa: E501
+    None
+):
     graph = fx.Graph()
     first, second = graph.placeholder("first"), graph.placeholder("second")
     both = graph.call_function(aten.cat.default, ([first, second],))
     doubled = graph.call_function(aten.mul.Tensor, (first, 2))
     total = graph.call_function(aten.add.Tensor, (doubled, second))
     written = graph.call_function(aten.neg.out, (total,), {"out": total})
-    graph.output((both, written, graph.call_function(aten.add.Tensor, (doubled, 1.0)), graph.call_function(aten.exp.default, (second,))))
+    graph.output(
+        (
+            both,
+            written,
+            graph.call_function(aten.add.Tensor, (doubled, 1.0)),
+            graph.call_function(aten.exp.default, (second,)),
+        )
+    )
     made = without(graph, ["first", "second"], ["second"])
     x = torch.tensor([1.0, 2.0])
     joined, negated, more, none = fx.GraphModule({}, made)(x, torch.zeros(2))
-    assert joined.tolist() == [1, 2, 0, 0] and negated.tolist() == [-2, -4] and more.tolist() == [3, 5] and none is None
+    assert (
+        joined.tolist() == [1, 2, 0, 0]
+        and negated.tolist() == [-2, -4]
+        and more.tolist() == [3, 5]
+        and none is None
+    )
 
 
 def test_a_scaled_term_is_left_as_it_is() -> None:

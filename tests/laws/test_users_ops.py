@@ -1,4 +1,5 @@
-"""Models with ops that autopar has no row for: planned by what experiments find, verified, and said so in the plan."""
+"""Models with ops that autopar has no row for: planned by what experiments find, verified, and
+said so in the plan."""
 
 from __future__ import annotations
 
@@ -96,12 +97,17 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def made(model: nn.Module, **options: object) -> autopar.Plan:
-    return autopar.plan(model, Mesh({"a": 2, "b": 2}), example_inputs=BATCH, hardware="cpu-gloo", **options)
+    return autopar.plan(
+        model, Mesh({"a": 2, "b": 2}), example_inputs=BATCH, hardware="cpu-gloo", **options
+    )
 
 
 def ops_of(plan: autopar.Plan) -> tuple[set[str], set[str]]:
-    """Names of the ops whose rule was discovered, and of those that run replicated for want of one."""
-    return {op for e in plan.entries for op in e.discovered}, {e.op for e in plan.entries if e.replicated}
+    """Names of the ops whose rule was discovered, and of those that run replicated for want of
+    one."""
+    return {op for e in plan.entries for op in e.discovered}, {
+        e.op for e in plan.entries if e.replicated
+    }
 
 
 def test_ops_without_a_rule_are_discovered_planned_and_verified() -> None:
@@ -109,9 +115,14 @@ def test_ops_without_a_rule_are_discovered_planned_and_verified() -> None:
     model = Net(plain)
     plan = made(model, strict=True)
     discovered, replicated = ops_of(plan)
-    assert discovered == {"tests_users_ops.squash.default", "tests_users_ops.squash_backward.default"} and not replicated
+    assert (
+        discovered == {"tests_users_ops.squash.default", "tests_users_ops.squash_backward.default"}
+        and not replicated
+    )
     assert autopar.verify(plan, model, BATCH).ok
-    assert "found by experiment" in str(autopar.explain(plan)) and "tests_users_ops.squash.default" in str(autopar.explain(plan))
+    assert "found by experiment" in str(
+        autopar.explain(plan)
+    ) and "tests_users_ops.squash.default" in str(autopar.explain(plan))
 
 
 def test_discovered_splits_are_used() -> None:
@@ -119,7 +130,11 @@ def test_discovered_splits_are_used() -> None:
     torch.manual_seed(0)
     model = Net(plain)
     plan = made(model, constraints=(autopar.constraints.layout("made", weight="S(1) S(1)"),))
-    assert any(str(s.inputs[1]) == "S(1) S(1)" for node, s in plan.node_choices().items() if "/squash/" in node)
+    assert any(
+        str(s.inputs[1]) == "S(1) S(1)"
+        for node, s in plan.node_choices().items()
+        if "/squash/" in node
+    )
     assert autopar.verify(plan, model, BATCH).ok
 
 
@@ -139,7 +154,10 @@ def test_an_op_that_cannot_be_split_runs_replicated_and_says_so() -> None:
     torch.manual_seed(0)
     model = Net(knotted)
     plan = made(model)
-    assert ops_of(plan) == (set(), {"tangled", "tangled_backward"}) and autopar.verify(plan, model, BATCH).ok
+    assert (
+        ops_of(plan) == (set(), {"tangled", "tangled_backward"})
+        and autopar.verify(plan, model, BATCH).ok
+    )
     text = str(autopar.explain(plan))
     assert "run replicated" in text and "test_users_ops.py" in text and "%" in text
 

@@ -1,5 +1,5 @@
-"""Old plans on other hardware: on their own they are as predicted, on one of half the speed they take twice as long, and a plan made
-there is never slower."""
+"""Old plans on other hardware: on their own they are as predicted, on one of half the speed they
+take twice as long, and a plan made there is never slower."""
 
 from __future__ import annotations
 
@@ -14,24 +14,35 @@ import zoo_small
 
 import autopar
 from autopar.api.arguments import as_call
-from autopar.api.recorded import options_of
+from autopar.api.plan_options import options_of
 from autopar.api.what_if import _bytes_of, _part, _returned
 from autopar.capture import capture
 from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
+from autopar.core.hardware import Curve, HardwareProfile
 from autopar.errors import ConstraintError, PlanError
-from autopar.hardware import Curve, HardwareProfile
-from autopar.planning import PlanOptions
-from autopar.planning.axes import notes
-from autopar.planning.carrying import carried
+from autopar.planner import PlanOptions
+from autopar.planner.transfer_plan import carried, notes
 from autopar.plans import Plan
 from benchmarks import zoo
 
 GLOO, CUTS = HardwareProfile.load("cpu-gloo"), ["model.layers.1"]
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "free": ("net", {"data": 2, "tensor": 2}, {}),
-    "forced": ("llama", {"data": 2, "tensor": 2}, {"constraints": (fsdp("data"), tensor_parallel(axes="tensor"))}),
-    "recomputes": ("llama", {"data": 2}, {"constraints": (megatron(tp=1, dp="data", zero=3, recompute="full"),)}),
-    "stages": ("llama", {"stage": 2, "data": 2}, {"constraints": (pipeline("stage", microbatches=4, cuts=CUTS), fsdp("data"))}),
+    "forced": (
+        "llama",
+        {"data": 2, "tensor": 2},
+        {"constraints": (fsdp("data"), tensor_parallel(axes="tensor"))},
+    ),
+    "recomputes": (
+        "llama",
+        {"data": 2},
+        {"constraints": (megatron(tp=1, dp="data", zero=3, recompute="full"),)},
+    ),
+    "stages": (
+        "llama",
+        {"stage": 2, "data": 2},
+        {"constraints": (pipeline("stage", microbatches=4, cuts=CUTS), fsdp("data"))},
+    ),
     "one stage": ("gpt2", {"data": 2}, {"constraints": (ddp("data"),), "num_microbatches": 2}),
 }
 
@@ -63,16 +74,26 @@ def scaled(profile: HardwareProfile, times: float) -> HardwareProfile:
 
     links = {
         name: replace(
-            link, latency_s=link.latency_s * times, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times,
-            curves={kind: {n: slower(c) for n, c in by_num.items()} for kind, by_num in link.curves.items()},
+            link,
+            latency_s=link.latency_s * times,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times,
+            curves={
+                kind: {n: slower(c) for n, c in by_num.items()}
+                for kind, by_num in link.curves.items()
+            },
         )
         for name, link in profile.links.items()
-    }  # fmt: skip
+    }
     return replace(
-        profile, name="scaled", hash=f"{times}", memory_bandwidth_bytes_per_s=profile.memory_bandwidth_bytes_per_s / times,
-        launch_overhead_s=profile.launch_overhead_s * times, peak_flops_per_s=figures(profile.peak_flops_per_s), links=links,
+        profile,
+        name="scaled",
+        hash=f"{times}",
+        memory_bandwidth_bytes_per_s=profile.memory_bandwidth_bytes_per_s / times,
+        launch_overhead_s=profile.launch_overhead_s * times,
+        peak_flops_per_s=figures(profile.peak_flops_per_s),
+        links=links,
         curves={key: slower(curve) for key, curve in profile.curves.items()},
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -80,7 +101,11 @@ def built(name: str) -> Built:
     kind, axes, options = CASES.get(name, ("llama", {"stage": 2, "data": 2}, INTERLEAVED))
     layers = {} if name in CASES else {"num_hidden_layers": 4}
     model, batch = zoo.build(kind, batch=8, **layers) if kind != "net" else (NET, NET_BATCH)
-    return autopar.plan(model, autopar.Mesh(axes), example_inputs=batch, hardware=GLOO, **options), model, batch
+    return (
+        autopar.plan(model, autopar.Mesh(axes), example_inputs=batch, hardware=GLOO, **options),
+        model,
+        batch,
+    )
 
 
 @pytest.fixture(params=CASES)
@@ -88,10 +113,14 @@ def case(request: pytest.FixtureRequest) -> Built:
     return built(request.param)
 
 
-def test_on_its_own_hardware_a_plan_takes_what_it_says_and_nothing_is_regretted(case: Built) -> None:
+def test_on_its_own_hardware_a_plan_takes_what_it_says_and_nothing_is_regretted(
+    case: Built,
+) -> None:
     plan, model, batch = case
     found = autopar.what_if(Plan.loads(plan.dumps()), model, batch, hardware=GLOO)
-    assert any(c["plan"] == "megatron" for c in plan.options["constraints"]) == bool(plan.recomputed_choices())
+    assert any(c["plan"] == "megatron" for c in plan.options["constraints"]) == bool(
+        plan.recomputed_choices()
+    )
     assert found.step_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
     assert found.best == plan
     assert found.regret == pytest.approx(0, abs=1e-12) and found.fits
@@ -105,15 +134,24 @@ def test_on_hardware_of_half_the_speed_it_takes_twice_as_long(case: Built) -> No
     assert found.regret >= -plan.options["gap"]
 
 
-def test_a_plan_for_fast_links_is_regretted_on_slow_ones_and_the_plan_made_there_is_not_slower() -> None:
-    links = {name: replace(link, latency_s=1e-9, bandwidth_bytes_per_s=1e13, curves={}) for name, link in GLOO.links.items()}
+def test_a_plan_for_fast_links_is_regretted_on_slow_ones_and_the_plan_made_there_is_not_slower() -> (  # noqa: E501
+    None
+):
+    links = {
+        name: replace(link, latency_s=1e-9, bandwidth_bytes_per_s=1e13, curves={})
+        for name, link in GLOO.links.items()
+    }
     fast = replace(GLOO, name="fast", hash="fast", links=links)
     model, batch = NET, NET_BATCH
-    plan = autopar.plan(model, autopar.Mesh({"data": 2, "tensor": 2}), example_inputs=batch, hardware=fast)
+    plan = autopar.plan(
+        model, autopar.Mesh({"data": 2, "tensor": 2}), example_inputs=batch, hardware=fast
+    )
     found = autopar.what_if(plan, model, batch, hardware="cpu-gloo")
     assert found.regret > 0.05
     assert found.most_regret >= found.regret
-    assert found.best == autopar.plan(model, plan.mesh, example_inputs=batch, hardware="cpu-gloo", memory_bytes=found.budget_bytes)
+    assert found.best == autopar.plan(
+        model, plan.mesh, example_inputs=batch, hardware="cpu-gloo", memory_bytes=found.budget_bytes
+    )
     back = autopar.what_if(found.best, model, batch, hardware=fast)
     assert back.regret >= -plan.options["gap"]
     assert f"regret +{found.regret * 100:.1f} %" in str(found)
@@ -125,28 +163,44 @@ def test_the_budget_is_the_plans_where_its_user_set_one_else_that_of_the_device(
     default = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo")
     asked = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo", memory_bytes=2**27)
     other = HardwareProfile.load("h100-sxm")
-    assert autopar.what_if(default, model, batch, hardware=other).budget_bytes == int(other.device_memory_bytes * 0.9)
+    assert autopar.what_if(default, model, batch, hardware=other).budget_bytes == int(
+        other.device_memory_bytes * 0.9
+    )
     assert autopar.what_if(asked, model, batch, hardware=other).budget_bytes == 2**27
-    tight = autopar.what_if(default, model, batch, hardware=other, memory_bytes=default.prediction.peak_bytes - 1)
+    tight = autopar.what_if(
+        default, model, batch, hardware=other, memory_bytes=default.prediction.peak_bytes - 1
+    )
     assert not tight.fits and "does not fit" in str(tight)
     assert tight.best.prediction.peak_bytes < default.prediction.peak_bytes
 
 
-SIZES: dict[str, dict[str, int]] = {"free": {"data": 4, "tensor": 2}, "forced": {"data": 4, "tensor": 2}, "recomputes": {"data": 4}}
+SIZES: dict[str, dict[str, int]] = {
+    "free": {"data": 4, "tensor": 2},
+    "forced": {"data": 4, "tensor": 2},
+    "recomputes": {"data": 4},
+}
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_the_bound(name: str) -> None:
+def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_the_bound(
+    name: str,
+) -> None:
     plan, model, batch = built(name)
     there = autopar.Mesh(SIZES[name])
     found = autopar.what_if(plan, model, batch, mesh=there)
     assert found.best.mesh == there and found.hardware == plan.fingerprint.profile
     assert found.step_s >= found.best.proof.bound_s * (1 - 1e-9) and found.most_regret >= -1e-9
     assert f"and mesh {there}" in str(found)
-    assert (found.step_s == plan.prediction.step_s) == (name == "free"), "of these the free plan alone does everything everywhere"
+    assert (found.step_s == plan.prediction.step_s) == (name == "free"), (
+        "of these the free plan alone does everything everywhere"
+    )
     args, kwargs = as_call(batch)
-    options = PlanOptions(memory_bytes=found.budget_bytes, constraints=CASES[name][2].get("constraints", ()))
-    itself = carried(found.best, capture(model, args, kwargs), there, GLOO, options)  # a plan of these sizes is what it says
+    options = PlanOptions(
+        memory_bytes=found.budget_bytes, constraints=CASES[name][2].get("constraints", ())
+    )
+    itself = carried(
+        found.best, capture(model, args, kwargs), there, GLOO, options
+    )  # a plan of these sizes is what it says
     assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
     assert itself.peak_bytes == found.best.prediction.peak_bytes
 
@@ -167,7 +221,9 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_carried_to_its_own_axes_in_any_order_a_plan_takes_and_needs_exactly_what_it_says(name: str) -> None:
+def test_carried_to_its_own_axes_in_any_order_a_plan_takes_and_needs_exactly_what_it_says(
+    name: str,
+) -> None:
     axes = {axis.name: axis.size for axis in built(name)[0].mesh.axes}
     for there in (axes, dict(reversed(axes.items())), axes | {"alone": 1}):
         plan, step_s, peak_bytes = carry(name, there)
@@ -187,9 +243,16 @@ def test_over_a_new_axis_the_same_work_is_done_again_and_that_is_said(name: str)
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [("stages", {"stage": 2}), ("forced", {"tensor": 2}), ("one stage", {"data": 4}), ("recomputes", {"data": 4, "node": 2})],
+    [
+        ("stages", {"stage": 2}),
+        ("forced", {"tensor": 2}),
+        ("one stage", {"data": 4}),
+        ("recomputes", {"data": 4, "node": 2}),
+    ],
 )
-def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(name: str, axes: dict[str, int]) -> None:
+def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(
+    name: str, axes: dict[str, int]
+) -> None:
     plan, model, batch = built(name)
     found = autopar.what_if(plan, model, batch, mesh=axes)
     assert found.step_s != pytest.approx(plan.prediction.step_s, rel=1e-3)
@@ -208,7 +271,9 @@ def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(n
 
 def test_what_zero_holds_gathered_rests_as_it_is_used_where_its_axis_is_gone() -> None:
     plan, step_s, peak_bytes = carry("interleaved", {"stage": 2})
-    assert plan.pipeline is not None and any(len(e.nodes) > 1 for e in plan.pipeline.stages[0].entries if e.kind == "parameter")
+    assert plan.pipeline is not None and any(
+        len(e.nodes) > 1 for e in plan.pipeline.stages[0].entries if e.kind == "parameter"
+    )
     assert (step_s, peak_bytes) == carry("interleaved", {"stage": 2, "data": 1})[1:]
     assert step_s < plan.prediction.step_s and peak_bytes > plan.prediction.peak_bytes
 
@@ -216,14 +281,22 @@ def test_what_zero_holds_gathered_rests_as_it_is_used_where_its_axis_is_gone() -
 def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
     plan, model, batch = built("stages")
     for mesh, size in ({"stage": 4, "data": 2}, 4), ({"data": 2}, 1):
-        with pytest.raises(PlanError, match=rf"2 stages along 'stage', 2 devices; in mesh .* these are {size}(.|\n)*with stage=2"):
+        with pytest.raises(
+            PlanError,
+            match=(
+                rf"2 stages along 'stage', 2 devices; in mesh .* these are {size}(.|\n)*with"
+                r" stage=2"
+            ),
+        ):
             autopar.what_if(plan, model, batch, mesh=mesh)
     with pytest.raises(ConstraintError, match=r"a batch of 2 cannot be split over 4 devices"):
         autopar.what_if(plan, model, batch, mesh={"stage": 2, "data": 4})
     plan, model, batch = built("recomputes")
     with pytest.raises(ConstraintError, match=r"a batch of 8 cannot be split over 16 devices"):
         autopar.what_if(plan, model, batch, mesh={"data": 16})
-    with pytest.raises(PlanError, match="the plan is for data=2, this is rows=4: no axis has a name of the plan's"):
+    with pytest.raises(
+        PlanError, match="the plan is for data=2, this is rows=4: no axis has a name of the plan's"
+    ):
         autopar.what_if(plan, model, batch, mesh={"rows": 4})
     plan, model, batch = built("forced")
     with pytest.raises(ConstraintError, match="cannot hold"):
@@ -232,9 +305,18 @@ def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
 
 def test_an_op_that_cannot_be_split_there_is_said_with_what_of_it_cannot() -> None:
     model, batch = zoo_small.gpt2()  # of 4 samples, 8 over both axes
-    ask = {"example_inputs": batch, "hardware": "h100-sxm", "constraints": (ddp("a"),), "loss_rows": 4, "outputs": "loss"}
+    ask = {
+        "example_inputs": batch,
+        "hardware": "h100-sxm",
+        "constraints": (ddp("a"),),
+        "loss_rows": 4,
+        "outputs": "loss",
+    }
     plan = autopar.plan(model, autopar.Mesh({"a": 2, "b": 2}), **ask)
-    said = r"the plan has input_ids of shape \(4, 12\), which cannot lie as 'S\(0\) S\(0\)' on mesh a=2,b=4"
+    said = (
+        r"the plan has input_ids of shape \(4, 12\), which cannot lie as 'S\(0\) S\(0\)' on mesh"
+        r" a=2,b=4"
+    )
     with pytest.raises(PlanError, match=said + r"(.|\n)*smaller axes"):
         autopar.what_if(plan, model, batch, mesh={"a": 2, "b": 4})
 
@@ -246,7 +328,12 @@ def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused
     with pytest.raises(PlanError, match="made for something else"):
         autopar.what_if(plan, other, its_batch, hardware="cpu-gloo")
     entry = next(e for e in plan.entries if e.op == "dot")
-    broken = replace(entry, nodes=tuple(replace(c, strategy=replace(c.strategy, inputs=c.strategy.outputs)) for c in entry.nodes))
+    broken = replace(
+        entry,
+        nodes=tuple(
+            replace(c, strategy=replace(c.strategy, inputs=c.strategy.outputs)) for c in entry.nodes
+        ),
+    )
     wrong = replace(plan, entries=tuple(broken if e is entry else e for e in plan.entries))
     with pytest.raises(PlanError, match="cannot be done here"):
         autopar.what_if(wrong, model, batch, hardware="cpu-gloo")
@@ -254,19 +341,46 @@ def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused
 
 def test_the_plan_made_under_other_constraints_is_the_one_that_plan_makes_under_them() -> None:
     plan, model, batch = built("stages")
-    found = autopar.what_if(plan, model, batch, hardware=GLOO, without=["pipeline"], constraints=[tensor_parallel(axes="stage")])
+    found = autopar.what_if(
+        plan,
+        model,
+        batch,
+        hardware=GLOO,
+        without=["pipeline"],
+        constraints=[tensor_parallel(axes="stage")],
+    )
     asked = (fsdp("data"), tensor_parallel(axes="stage"))
     assert found.step_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
-    assert found.best == autopar.plan(model, plan.mesh, example_inputs=batch, hardware=GLOO, constraints=asked)
-    there = autopar.what_if(plan, model, batch, mesh={"stage": 2, "data": 1}, without=[fsdp("data")], constraints=[ddp("data")])
-    assert there.best.pipeline is not None and there.best.options["constraints"][-1] == ddp("data").to_json()
+    assert found.best == autopar.plan(
+        model, plan.mesh, example_inputs=batch, hardware=GLOO, constraints=asked
+    )
+    there = autopar.what_if(
+        plan,
+        model,
+        batch,
+        mesh={"stage": 2, "data": 1},
+        without=[fsdp("data")],
+        constraints=[ddp("data")],
+    )
+    assert (
+        there.best.pipeline is not None
+        and there.best.options["constraints"][-1] == ddp("data").to_json()
+    )
     assert there.change == "without fsdp(axes=['data']), with ddp(axes=['data'])"
 
 
 def test_a_number_of_microbatches_is_left_out_by_its_name() -> None:
     plan, model, batch = built("one stage")
     found = autopar.what_if(plan, model, batch, hardware=GLOO, without="num_microbatches")
-    assert plan.options["num_microbatches"] == 2 and found.best.options["num_microbatches"] == "auto"
-    assert found.change == "without num_microbatches=2" and "ddp(axes=['data']) forced, takes" in str(found)
-    with pytest.raises(ConstraintError, match=r"no constraint pipeline[\s\S]*ddp\(axes=\['data'\]\), num_microbatches=2"):
+    assert (
+        plan.options["num_microbatches"] == 2 and found.best.options["num_microbatches"] == "auto"
+    )
+    assert (
+        found.change == "without num_microbatches=2"
+        and "ddp(axes=['data']) forced, takes" in str(found)
+    )
+    with pytest.raises(
+        ConstraintError,
+        match=r"no constraint pipeline[\s\S]*ddp\(axes=\['data'\]\), num_microbatches=2",
+    ):
         autopar.what_if(plan, model, batch, hardware=GLOO, without="pipeline")

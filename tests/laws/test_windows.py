@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from autopar.halo import Halo
-from autopar.layout import Strategy
+from autopar.core.layout import Strategy
+from autopar.core.placements import Halo
 from autopar.rules import Call, call_on, strategies
 from autopar.rules.law import check_strategy
 
@@ -26,7 +26,9 @@ def spatial(call: Call, mesh_shape: tuple[int, ...], num: int) -> list[Strategy]
     first = len(call.inputs[0].shape) - num
     found = []
     for strategy in strategies(call, mesh_shape):
-        placements = [p for layout in (*strategy.inputs, *strategy.outputs) for p in layout.placements]
+        placements = [
+            p for layout in (*strategy.inputs, *strategy.outputs) for p in layout.placements
+        ]
         if any(isinstance(p, Shard) and p.dim >= first for p in placements):
             found.append(strategy)
     return found
@@ -44,13 +46,20 @@ def lawful(target: Any, args: tuple[Any, ...], mesh_shape: tuple[int, ...], num:
 
 @st.composite
 def windows(draw: st.DrawFn) -> Any:
-    """Kernel, stride, dilation and padding of one dim, and a length of which, for most paddings, results are a stride's share."""
-    kernel, stride, dilation = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    """Kernel, stride, dilation and padding of one dim, and a length of which, for most paddings,
+    results are a stride's share."""
+    kernel, stride, dilation = (
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+    )
     extent = dilation * (kernel - 1) + 1
     least = max(0, -(-(extent - stride) // 2))
     padding = draw(st.integers(least, max(least, (extent - 1) // 2)) | st.integers(0, extent // 2))
     length = stride * draw(st.integers(max(2, -(-extent // stride)), 10))
-    return SimpleNamespace(kernel=kernel, stride=stride, dilation=dilation, padding=padding, length=length)
+    return SimpleNamespace(
+        kernel=kernel, stride=stride, dilation=dilation, padding=padding, length=length
+    )
 
 
 def image(*shape: int) -> torch.Tensor:
@@ -70,12 +79,28 @@ def test_a_convolution_over_parts_of_space_is_the_whole_one(
     h: Any, w: Any, mesh_shape: tuple[int, ...], groups: int, biased: bool, mask: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    x, weight, bias = image(1, 2, h.length, w.length), image(2, 2 // groups, h.kernel, w.kernel), image(2) if biased else None
-    how = ([h.stride, w.stride], [h.padding, w.padding], [h.dilation, w.dilation], False, [0, 0], groups)
+    x, weight, bias = (
+        image(1, 2, h.length, w.length),
+        image(2, 2 // groups, h.kernel, w.kernel),
+        image(2) if biased else None,
+    )
+    how = (
+        [h.stride, w.stride],
+        [h.padding, w.padding],
+        [h.dilation, w.dilation],
+        False,
+        [0, 0],
+        groups,
+    )
     forward = (x, weight, bias, *how)
     lawful(aten.convolution.default, forward, mesh_shape, 2)
     grad = image(*aten.convolution.default(*forward).shape)
-    lawful(aten.convolution_backward.default, (grad, x, weight, [2], *how, list(map(bool, mask))), mesh_shape, 2)
+    lawful(
+        aten.convolution_backward.default,
+        (grad, x, weight, [2], *how, list(map(bool, mask))),
+        mesh_shape,
+        2,
+    )
 
 
 @examples(40)
@@ -84,12 +109,23 @@ def test_pooling_over_parts_of_space_is_the_whole_one(
     h: Any, w: Any, mesh_shape: tuple[int, ...], ceil_mode: bool, count_include_pad: bool
 ) -> None:
     torch.manual_seed(0)
-    x = image(1, 2, h.length, w.length) - 3.0  # mostly negative: a maximum over zeros beyond the ends would show
-    kernel, stride, padding = [h.kernel, w.kernel], [h.stride, w.stride], [min(h.padding, h.kernel // 2), min(w.padding, w.kernel // 2)]
+    x = (
+        image(1, 2, h.length, w.length) - 3.0
+    )  # mostly negative: a maximum over zeros beyond the ends would show
+    kernel, stride, padding = (
+        [h.kernel, w.kernel],
+        [h.stride, w.stride],
+        [min(h.padding, h.kernel // 2), min(w.padding, w.kernel // 2)],
+    )
     maximum = (x, kernel, stride, padding, [h.dilation, w.dilation], ceil_mode)
     values, indices = aten.max_pool2d_with_indices.default(*maximum)
     lawful(aten.max_pool2d_with_indices.default, maximum, mesh_shape, 2)
-    lawful(aten.max_pool2d_with_indices_backward.default, (image(*values.shape), *maximum, indices), mesh_shape, 2)
+    lawful(
+        aten.max_pool2d_with_indices_backward.default,
+        (image(*values.shape), *maximum, indices),
+        mesh_shape,
+        2,
+    )
     average = (x, kernel, stride, padding, ceil_mode, count_include_pad)
     grad = image(*aten.avg_pool2d.default(*average).shape)
     lawful(aten.avg_pool2d.default, average, mesh_shape, 2)
@@ -98,9 +134,18 @@ def test_pooling_over_parts_of_space_is_the_whole_one(
 
 @pytest.mark.parametrize("mesh_shape", MESHES)
 def test_volumes_are_split_as_images_are(mesh_shape: tuple[int, ...]) -> None:
-    x, weight, how = image(1, 2, 6, 4, 6), image(2, 2, 3, 3, 3), ([1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    x, weight, how = (
+        image(1, 2, 6, 4, 6),
+        image(2, 2, 3, 3, 3),
+        ([1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1),
+    )
     assert lawful(aten.convolution.default, (x, weight, None, *how), mesh_shape, 3)
-    assert lawful(aten.convolution_backward.default, (image(*x.shape), x, weight, [2], *how, [True] * 3), mesh_shape, 3)
+    assert lawful(
+        aten.convolution_backward.default,
+        (image(*x.shape), x, weight, [2], *how, [True] * 3),
+        mesh_shape,
+        3,
+    )
     values, indices = aten.max_pool3d_with_indices.default(x, [2] * 3)
     assert lawful(aten.max_pool3d_with_indices.default, (x, [2] * 3), mesh_shape, 3)
     pooled = (image(*values.shape), x, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, indices)
@@ -110,14 +155,35 @@ def test_volumes_are_split_as_images_are(mesh_shape: tuple[int, ...]) -> None:
 def test_a_transposed_convolution_is_split_where_its_windows_do_not_overlap() -> None:
     x, how = image(1, 2, 4, 6), ([2, 2], [0, 0], [1, 1], True, [0, 0], 1)
     assert lawful(aten.convolution.default, (x, image(2, 2, 2, 2), image(2), *how), (2,), 2) == 2
-    assert lawful(aten.convolution_backward.default, (image(1, 2, 8, 12), x, image(2, 2, 2, 2), [2], *how, [True] * 3), (2,), 2) == 2
+    assert (
+        lawful(
+            aten.convolution_backward.default,
+            (image(1, 2, 8, 12), x, image(2, 2, 2, 2), [2], *how, [True] * 3),
+            (2,),
+            2,
+        )
+        == 2
+    )
     assert lawful(aten.convolution.default, (x, image(2, 2, 3, 3), None, *how), (2,), 2) == 0
 
 
 def test_resizing_by_a_whole_factor_keeps_space_split() -> None:
-    assert lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 6), [8, 9]), (2,), 2) == 1, "6 to 9 is no whole factor"
-    assert lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 4), [12, 12], 3.1, 3.0), (2,), 2) == 1, "a height of another scale"
-    assert lawful(aten.upsample_nearest2d_backward.default, (image(1, 2, 8, 12), [8, 12], [1, 2, 4, 6]), (2,), 2) == 2
+    assert lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 6), [8, 9]), (2,), 2) == 1, (
+        "6 to 9 is no whole factor"
+    )
+    assert (
+        lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 4), [12, 12], 3.1, 3.0), (2,), 2)
+        == 1
+    ), "a height of another scale"
+    assert (
+        lawful(
+            aten.upsample_nearest2d_backward.default,
+            (image(1, 2, 8, 12), [8, 12], [1, 2, 4, 6]),
+            (2,),
+            2,
+        )
+        == 2
+    )
 
 
 def placed(target: Any, *args: Any) -> list[str]:
@@ -130,7 +196,15 @@ def test_a_halo_is_what_the_windows_see_beyond_a_part() -> None:
     x, how = image(1, 2, 8, 8), ([1, 1], False, [0, 0], 1)
 
     def halo(kernel: int, stride: int, padding: int) -> list[str]:
-        return placed(aten.convolution.default, x, image(2, 2, kernel, kernel), None, [stride] * 2, [padding] * 2, *how)
+        return placed(
+            aten.convolution.default,
+            x,
+            image(2, 2, kernel, kernel),
+            None,
+            [stride] * 2,
+            [padding] * 2,
+            *how,
+        )
 
     assert halo(3, 1, 1) == ["S(2)~1~1, R"]
     assert halo(5, 1, 2) == ["S(2)~2~2, R"]
@@ -138,18 +212,34 @@ def test_a_halo_is_what_the_windows_see_beyond_a_part() -> None:
     assert halo(4, 2, 1) == ["S(2)~1~1, R"]
     assert halo(2, 2, 0) == halo(1, 1, 0) == ["S(2), R"], "patches do not overlap"
     assert halo(3, 1, 0) == [], "without padding the parts of the result begin elsewhere"
-    assert placed(aten.max_pool2d_with_indices.default, x, [3, 3], [2, 2], [1, 1]) == ["S(2)~1~0~lowest"]
+    assert placed(aten.max_pool2d_with_indices.default, x, [3, 3], [2, 2], [1, 1]) == [
+        "S(2)~1~0~lowest"
+    ]
     grad = image(1, 2, 8, 8)
     backward = (grad, x, image(2, 2, 3, 3), None, [1, 1], [1, 1], *how)
-    assert placed(aten.convolution_backward.default, *backward, [True, True, False]) == ["S(2)~1~1, S(2)~1~1, R"]
-    assert placed(aten.convolution_backward.default, *backward, [False, True, False]) == ["S(2), S(2)~1~1, R"]
-    assert placed(aten.convolution_backward.default, *backward, [True, False, False]) == ["S(2)~1~1, S(2), R"]
+    assert placed(aten.convolution_backward.default, *backward, [True, True, False]) == [
+        "S(2)~1~1, S(2)~1~1, R"
+    ]
+    assert placed(aten.convolution_backward.default, *backward, [False, True, False]) == [
+        "S(2), S(2)~1~1, R"
+    ]
+    assert placed(aten.convolution_backward.default, *backward, [True, False, False]) == [
+        "S(2)~1~1, S(2), R"
+    ]
 
 
 def test_a_halo_is_not_wider_than_a_neighbours_part_and_one_axis_alone_splits_the_dim() -> None:
     x = image(1, 1, 6, 1)
     how = ([1, 1], [2, 0], [1, 1], False, [0, 0], 1)
-    call, _ = call_on(aten.convolution.default, args := (x, image(1, 1, 5, 1), None, *how), {}, aten.convolution.default(*args))
+    call, _ = call_on(
+        aten.convolution.default,
+        args := (x, image(1, 1, 5, 1), None, *how),
+        {},
+        aten.convolution.default(*args),
+    )
     assert spatial(call, (3,), 2), "parts of 2"
     assert not spatial(call, (6,), 2), "parts of 1"
-    assert all(sum(isinstance(p, Halo) for p in s.inputs[0].placements) == 1 for s in spatial(call, (2, 3), 2))
+    assert all(
+        sum(isinstance(p, Halo) for p in s.inputs[0].placements) == 1
+        for s in spatial(call, (2, 3), 2)
+    )

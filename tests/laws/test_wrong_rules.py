@@ -1,4 +1,5 @@
-"""The law itself: every rule that is wrong on purpose is caught, on shapes where the right one passes."""
+"""The law itself: every rule that is wrong on purpose is caught, on shapes where the right one
+passes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from autopar.rules.law import check_strategies
 from autopar.rules.table import TABLE
 
 CASES = {**COMMON_CASES, **FURTHER_CASES}
-EVEN = (SimpleNamespace(a=4, b=4, c=4, d=4, before=[4, 6], after=[24]), SimpleNamespace(a=4, b=6, c=2, d=8, before=[2, 12], after=[4, 6]))
+EVEN = (
+    SimpleNamespace(a=4, b=4, c=4, d=4, before=[4, 6], after=[24]),
+    SimpleNamespace(a=4, b=6, c=2, d=8, before=[2, 12], after=[4, 6]),
+)
 ODD = (SimpleNamespace(a=5, b=3, c=5, d=3, before=[5, 4], after=[5, 2, 2]),)
 CAUGHT = "is wrong on shapes"
 
@@ -41,7 +45,9 @@ def lawful(name: str, target: Any, shapes: tuple[SimpleNamespace, ...]) -> None:
             check_strategies(call, tensors, (2,))
 
 
-def caught(name: str, target: Any, mutate: Callable[[], None], shapes: tuple[SimpleNamespace, ...]) -> None:
+def caught(
+    name: str, target: Any, mutate: Callable[[], None], shapes: tuple[SimpleNamespace, ...]
+) -> None:
     lawful(name, target, shapes)  # what the law refuses below is the mutation
     mutate()
     with pytest.raises(RuleError, match=CAUGHT):
@@ -61,7 +67,9 @@ def test_wrong_local_arguments_are_caught(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_what_is_wrong_only_on_uneven_parts_is_caught_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_only_on_uneven_parts_is_caught_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, local = UNEVEN[name]
     monkeypatch.setitem(localization.LOCALIZERS, target, local)  # type: ignore[arg-type]
     lawful(name, target, EVEN)

@@ -1,6 +1,8 @@
-"""Parameters held through a step of several microbatches: ZeRO's stages move what the paper says, add up in fp32, and are right.
+"""Parameters held through a step of several microbatches: ZeRO's stages move what the paper says,
+add up in fp32, and are right.
 
-Ψ elements over P devices, M microbatches; what a device sends, by rings (Rajbhandari et al., "ZeRO", 2020, sections 5 and 7).
+Ψ elements over P devices, M microbatches; what a device sends, by rings (Rajbhandari et al.,
+"ZeRO", 2020, sections 5 and 7).
 """
 
 from __future__ import annotations
@@ -24,48 +26,57 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.breakdown import breakdown
 from autopar.capture.trace import Parameter
-from autopar.collective import Collective
 from autopar.constraints import fsdp, megatron, pipeline
-from autopar.cost.held import Held, StepMoves, held_ways, stage_on
-from autopar.cost.times import CollectivePrices
-from autopar.emit.calls import CALLS
+from autopar.core.collective import Collective
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, local_shape
+from autopar.core.layout_graph import all_layouts
+from autopar.core.mesh import Mesh
+from autopar.cost.op_times import CollectivePrices
+from autopar.cost.zero_stages import Held, StepMoves, held_ways, stage_on
+from autopar.emit.context import CALLS
 from autopar.errors import ConstraintError, LayoutError, ValidationError
-from autopar.hardware import HardwareProfile
-from autopar.kernels.sums import add_to
-from autopar.layout import Layout, local_shape
-from autopar.layout_graph import all_layouts
-from autopar.mesh import Mesh
-from autopar.planning import Planned
+from autopar.kernels.collectives import add_to
+from autopar.planner import Planned
 from autopar.plans import Plan
-from autopar.run.lockstep_ranks import Ranks
-from autopar.run.lockstep_staged import run_staged
-from autopar.run.program import StagedProgram
-from autopar.run.splitting import local_part
+from autopar.program.interpreter import Ranks
+from autopar.program.interpreter_stages import run_staged
+from autopar.program.program import StagedProgram
+from autopar.program.splitting import local_part
 
 LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 MICROBATCHES = 2
-ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")  # what is done per use is never hidden
+ALONE = replace(
+    HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone"
+)  # what is done per use is never hidden
 
 
 def planned(
     kind: str, mesh: Mesh, *constraints: Any, hardware: Any = "h100-sxm", **options: Any
 ) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
-    made = plan_model(model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints, **options)[1]
+    made = plan_model(
+        model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints, **options
+    )[1]
     return made, model, batch
 
 
 def moved(made: Planned, phase: str, kind: str) -> Counter[int]:
-    """Elements of what is gathered, scattered or reduced along the first axis, by how many collectives, before some share buckets."""
+    """Elements of what is gathered, scattered or reduced along the first axis, by how many
+    collectives, before some share buckets."""
     assert made.plan.pipeline is not None
     steps = [(step.phase, step.collective) for _, step in made.plan.pipeline.stages[0].steps()]
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, 0)]
-    return Counter(max(c.bytes, c.output_bytes(2)) // getattr(torch, c.dtype).itemsize for c in found)
+    return Counter(
+        max(c.bytes, c.output_bytes(2)) // getattr(torch, c.dtype).itemsize for c in found
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
-    made, model, batch = planned("llama", LINE, megatron(dp=2, zero=stage, microbatches=MICROBATCHES))
+    made, model, batch = planned(
+        "llama", LINE, megatron(dp=2, zero=stage, microbatches=MICROBATCHES)
+    )
     sizes = Counter(p.numel() for p in model.parameters())
     once, none = sizes, Counter[int]()
     gathered = {1: ("step", "forward"), 2: ("step", "forward"), 3: ("forward", "step")}[stage]
@@ -81,7 +92,9 @@ def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
     pipe = made.plan.pipeline
     assert pipe is not None
     said = {part.sharded[0] for part in breakdown(pipe.stages[0]) if part.weights}
-    assert said == {f"ZeRO-{stage}"} if stage < 3 else said <= {"ZeRO-2", "ZeRO-3"}  # gathered per use, some kept until backward
+    assert (
+        said == {f"ZeRO-{stage}"} if stage < 3 else said <= {"ZeRO-2", "ZeRO-3"}
+    )  # gathered per use, some kept until backward
     assert autopar.verify(made.plan, model, batch).ok
     assert autopar.check(made.plan, model, batch).ok
 
@@ -96,7 +109,9 @@ def test_over_two_axes_each_gradient_is_added_once(stage: int) -> None:
 
 
 def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:
-    made, model, batch = planned("llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=ALONE)
+    made, model, batch = planned(
+        "llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=ALONE
+    )
     assert moved(made, "step", "all_reduce") == Counter(p.numel() for p in model.parameters())
     assert not moved(made, "backward", "all_reduce")
     assert autopar.verify(made.plan, model, batch).ok
@@ -104,27 +119,43 @@ def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:
 
 def test_stages_1_and_2_are_there_for_one_microbatch() -> None:
     made, model, batch = planned("gpt2", LINE, megatron(dp=2, zero=1))
-    assert made.plan.pipeline is not None and made.plan.pipeline.num_microbatches == 1 and made.plan.pipeline.accumulates
-    assert moved(made, "step", "all_gather").total() and moved(made, "step", "reduce_scatter").total()
+    assert (
+        made.plan.pipeline is not None
+        and made.plan.pipeline.num_microbatches == 1
+        and made.plan.pipeline.accumulates
+    )
+    assert (
+        moved(made, "step", "all_gather").total() and moved(made, "step", "reduce_scatter").total()
+    )
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
     again = Plan.loads(made.plan.dumps())
     assert again == made.plan
 
 
 @pytest.mark.parametrize(("stage", "tied"), [(1, True), (1, False), (2, True)])
-def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_summed_in_parts(stage: int, tied: bool) -> None:
-    """By heads the bias rests over both axes in mesh order: once a step it is gathered, and its sums are reduced, through the tensor axis,
-    so that the data axis moves all of it; what is held are parts of the tensor axis, as of all else."""
+def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_summed_in_parts(
+    stage: int, tied: bool
+) -> None:
+    """By heads the bias rests over both axes in mesh order: once a step it is gathered, and its
+    sums are reduced, through the tensor axis, so that the data axis moves all of it; what is held
+    are parts of the tensor axis, as of all else."""
     model, batch = zoo_small.gpt2(tie_word_embeddings=tied)
     asked = megatron(dp=2, tp=2, zero=stage)
-    made = plan_model(model, SQUARE, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))[1]
+    made = plan_model(
+        model, SQUARE, example_inputs=batch, hardware="h100-sxm", constraints=(asked,)
+    )[1]
     assert isinstance(made.program, StagedProgram)
-    split = {p.name for p in made.program.stages[0].parameters if p.layout.placements[1] != Layout.parse("R").placements[0]}
+    split = {
+        p.name
+        for p in made.program.stages[0].parameters
+        if p.layout.placements[1] != Layout.parse("R").placements[0]
+    }
     local = {name: p.numel() // (1 + (name in split)) for name, p in model.named_parameters()}
     moves = {name: n * (1 + name.endswith("c_attn.bias")) for name, n in local.items()}
     assert {"transformer.h.0.attn.c_attn.bias", "transformer.wte.weight"} < split
     assert moved(made, "step", "all_gather") == Counter(moves.values())
-    position = "transformer.wpe.weight"  # looked up by what all samples have, its gradient is summed where it is made
+    # looked up by what all samples have, its gradient is summed where it is made
+    position = "transformer.wpe.weight"
     reduced = Counter(n for name, n in moves.items() if name != position)
     phases = ("step", "backward") if stage == 1 else ("backward", "step")
     assert [moved(made, phase, "reduce_scatter") for phase in phases] == [reduced, Counter()]
@@ -139,38 +170,56 @@ def test_stage_1_with_stages_of_a_pipeline_and_tensor_parallelism(num_layers: in
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
     model, batch = zoo_small.gpt2(num_layers=num_layers)
     asked = megatron(pp=2, tp=2, dp=2, zero=1, microbatches=MICROBATCHES)
-    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))[1]
+    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))[
+        1
+    ]
     assert isinstance(made.program, StagedProgram)
     for stage in made.program.stages:
-        assert not any(c.kind == "reduce_scatter" for phase, _, c in stage.collectives if phase == "backward")
+        assert not any(
+            c.kind == "reduce_scatter" for phase, _, c in stage.collectives if phase == "backward"
+        )
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
 def test_with_stages_and_tensor_parallelism() -> None:
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
-    made, model, batch = planned("gpt2", mesh, megatron(pp=2, tp=2, dp=2, zero=2, microbatches=MICROBATCHES))
+    made, model, batch = planned(
+        "gpt2", mesh, megatron(pp=2, tp=2, dp=2, zero=2, microbatches=MICROBATCHES)
+    )
     assert isinstance(made.program, StagedProgram)
     for stage in made.program.stages:
         kinds = {c.kind for phase, _, c in stage.collectives if phase == "step"}
-        assert "all_gather" in kinds and "reduce_scatter" not in kinds  # what cannot be cut rests whole, and is reduced once
+        assert (
+            "all_gather" in kinds and "reduce_scatter" not in kinds
+        )  # what cannot be cut rests whole, and is reduced once
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
 @pytest.mark.slow
 def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -> None:
-    """Where parameters do not fit whole with their optimizer's state: gathered once while the copies fit, else per use."""
-    ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[0].plan.prediction.peak_bytes
+    """Where parameters do not fit whole with their optimizer's state: gathered once while the
+    copies fit, else per use."""
+    ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[
+        0
+    ].plan.prediction.peak_bytes
     steps, copies, per_use = [], [], []
     for share in (0.75, 0.55):
-        limits = {"memory_bytes": int(ample * share), "gap": 1e-4}  # the ways to hold a parameter are near ties
+        limits = {
+            "memory_bytes": int(ample * share),
+            "gap": 1e-4,
+        }  # the ways to hold a parameter are near ties
         made, _, _ = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES, **limits)
         pipe = made.plan.pipeline
         assert pipe is not None
         steps.append(made.plan.prediction.step_s)
         copies.append(made.plan.prediction.memory_bytes.get("copies", 0))
-        per_use.append([part.sharded[0] for part in breakdown(pipe.stages[0]) if part.weights].count("ZeRO-3"))
+        per_use.append(
+            [part.sharded[0] for part in breakdown(pipe.stages[0]) if part.weights].count("ZeRO-3")
+        )
     assert steps == sorted(steps), "less memory is never faster"
-    assert copies[0] > 2 * copies[1] and per_use[0] < per_use[1], "what was held gathered is gathered per use"
+    assert copies[0] > 2 * copies[1] and per_use[0] < per_use[1], (
+        "what was held gathered is gathered per use"
+    )
 
 
 @pytest.mark.parametrize("zero", [-1, 4])
@@ -181,7 +230,9 @@ def test_other_stages_are_refused(zero: int) -> None:
 
 def test_fully_sharded_parameters_are_not_held_gathered() -> None:
     made, _, _ = planned("llama", LINE, fsdp("data"), num_microbatches=MICROBATCHES)
-    assert "copies" not in made.plan.prediction.memory_bytes and not moved(made, "step", "all_gather")
+    assert "copies" not in made.plan.prediction.memory_bytes and not moved(
+        made, "step", "all_gather"
+    )
 
 
 # ── the ways to hold a parameter ──
@@ -195,7 +246,11 @@ class ByBytes(CollectivePrices):
 
 
 def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
-    return [w for at in all_layouts(shape, mesh_shape) for w in held_ways(at, mesh_shape, trained=True, stages={})]
+    return [
+        w
+        for at in all_layouts(shape, mesh_shape)
+        for w in held_ways(at, mesh_shape, trained=True, stages={})
+    ]
 
 
 @examples(40)
@@ -207,7 +262,8 @@ def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
 def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_sum_back(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], seed: int
 ) -> None:
-    """On numbers: the parts of a parameter become the parts that are read; partial sums become the parts of the gradient."""
+    """On numbers: the parts of a parameter become the parts that are read; partial sums become
+    the parts of the gradient."""
     mesh = Mesh({f"axis{i}": n for i, n in enumerate(mesh_shape)})
     moves = StepMoves(mesh_shape, ByBytes(mesh, HardwareProfile.load("h100-sxm")), 2)
     p = Parameter("w", (), "w", shape, shape, torch.float32, True, 0, torch.float32)
@@ -220,35 +276,62 @@ def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_
         assert moves.seconds(p, held) is None
         return
     whole = torch.randint(-8, 8, shape, generator=generator).double()
-    assert_leads(whole, mesh, held.storage, [s.collective for s in gathers], held.working, generator)
+    assert_leads(
+        whole, mesh, held.storage, [s.collective for s in gathers], held.working, generator
+    )
     assert_leads(whole, mesh, held.sums, [s.collective for s in reduces], held.storage, generator)
 
 
 def assert_leads(
-    whole: torch.Tensor, mesh: Mesh, source: Layout, collectives: list[Collective], target: Layout, generator: torch.Generator
+    whole: torch.Tensor,
+    mesh: Mesh,
+    source: Layout,
+    collectives: list[Collective],
+    target: Layout,
+    generator: torch.Generator,
 ) -> None:
     graph, at = fx.Graph(), source
     node = graph.placeholder("x")
     for c in collectives:
-        dim = {"all_gather": None, "all_reduce": None, "reduce_scatter": c.dim, "slice": c.dim, "all_to_all": c.to_dim}[c.kind]
+        dim = {
+            "all_gather": None,
+            "all_reduce": None,
+            "reduce_scatter": c.dim,
+            "slice": c.dim,
+            "all_to_all": c.to_dim,
+        }[c.kind]
         length = {}
-        if c.kind in ("all_gather", "all_to_all") and whole.shape[c.dim] % at.num_shards(c.dim, mesh.shape):
+        if c.kind in ("all_gather", "all_to_all") and whole.shape[c.dim] % at.num_shards(
+            c.dim, mesh.shape
+        ):
             length = {"length": whole.shape[c.dim]}
-        at = at.with_placement(c.axis, Shard(dim)) if dim is not None else at.with_placement(c.axis, Layout.parse("R").placements[0])
+        at = (
+            at.with_placement(c.axis, Shard(dim))
+            if dim is not None
+            else at.with_placement(c.axis, Layout.parse("R").placements[0])
+        )
         call, args = CALLS[c.kind](c, at)
         node = graph.call_function(call, (node, *args), length)
     graph.output((node,))
     assert at == target
-    (result,) = Ranks(mesh, None, None, torch.device("cpu"))(fx.GraphModule({}, graph), "step", [parts_of(whole, mesh, source, generator)])
+    (result,) = Ranks(mesh, None, None, torch.device("cpu"))(
+        fx.GraphModule({}, graph), "step", [parts_of(whole, mesh, source, generator)]
+    )
     for rank, part in enumerate(result):
         assert torch.equal(part, parts_of(whole, mesh, target, generator)[rank])
 
 
-def parts_of(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """One tensor per rank. Along partial sums random terms, the last what is missing to the whole."""
+def parts_of(
+    whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """One tensor per rank. Along partial sums random terms, the last what is missing to the
+    whole."""
     sharded = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
     partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
-    plain = Layout([p if isinstance(p, Shard) else Layout.parse("R").placements[0] for p in layout.placements], layout.order)
+    plain = Layout(
+        [p if isinstance(p, Shard) else Layout.parse("R").placements[0] for p in layout.placements],
+        layout.order,
+    )
     terms: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
     last = tuple(mesh.shape[a] - 1 for a in partial)
     for place in itertools.product(*(range(mesh.shape[a]) for a in sharded)):
@@ -258,7 +341,9 @@ def parts_of(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.G
         missing = local_part(whole, plain, mesh.shape, tuple(whole.shape), coordinate).clone()
         for who in itertools.product(*(range(mesh.shape[a]) for a in partial)):
             if who != last:
-                terms[place, who] = torch.randint(-8, 8, missing.shape, generator=generator).double()
+                terms[place, who] = torch.randint(
+                    -8, 8, missing.shape, generator=generator
+                ).double()
                 missing = missing - terms[place, who]
         terms[place, last] = missing
     result = []
@@ -269,7 +354,8 @@ def parts_of(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.G
 
 
 def test_a_forced_stage_is_gathered_and_summed_through_inner_splitters() -> None:
-    """Where the axis is the outer splitter of the same dim as another, which stays split for what reads the parameter."""
+    """Where the axis is the outer splitter of the same dim as another, which stays split for
+    what reads the parameter."""
     for stage, sums in ((1, "P S(0)"), (2, "S(0) S(0)")):
         found = list(held_ways(Layout.parse("S(0) S(0)"), (2, 2), trained=True, stages={0: stage}))
         assert ("R S(0)", sums) in [(str(w.working), str(w.sums)) for w in found]
@@ -282,11 +368,20 @@ def test_ways_are_zero_s_stages_on_each_axis() -> None:
     found = ways((4, 4), (2,))
     rests = [w for w in found if str(w.storage) == "S(0)"]
     assert [stage_on(w, 0) for w in rests] == [1, 2, 3]
-    assert [(str(w.working), str(w.sums)) for w in rests] == [("R", "P"), ("R", "S(0)"), ("S(0)", "S(0)")]
-    assert [(str(w.working), str(w.sums)) for w in found if str(w.storage) == "R"] == [("R", "R"), ("R", "P")]
+    assert [(str(w.working), str(w.sums)) for w in rests] == [
+        ("R", "P"),
+        ("R", "S(0)"),
+        ("S(0)", "S(0)"),
+    ]
+    assert [(str(w.working), str(w.sums)) for w in found if str(w.storage) == "R"] == [
+        ("R", "R"),
+        ("R", "P"),
+    ]
     frozen = list(held_ways(Layout.parse("S(0)"), (2,), trained=False, stages={}))
     assert [str(w.working) for w in frozen] == ["R", "S(0)"]
-    assert [stage_on(w, 0) for w in held_ways(Layout.parse("S(0)"), (2,), trained=True, stages={0: 2})] == [2]
+    assert [
+        stage_on(w, 0) for w in held_ways(Layout.parse("S(0)"), (2,), trained=True, stages={0: 2})
+    ] == [2]
 
 
 def test_of_one_dim_split_by_two_axes_only_the_inner_one_is_gathered_alone() -> None:
@@ -311,14 +406,19 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_sixteen_bit_gradients_add_up_in_fp32(zero: int) -> None:
-    """256 + 1 + 1 + 1 is 256 in bfloat16 when added one by one, and 260 when rounded once (259 lies between 258 and 260)."""
+    """256 + 1 + 1 + 1 is 256 in bfloat16 when added one by one, and 260 when rounded once (259
+    lies between 258 and 260)."""
     x = torch.ones(8, 4, dtype=torch.bfloat16)
     x[0], x[1] = 128, 128
     x[2:] = 0.5
     model, mesh = Scale(torch.bfloat16), Mesh({"data": 2})
-    made = plan_model(model, mesh, example_inputs={"x": x}, hardware="h100-sxm", constraints=(megatron(dp=2, zero=zero, microbatches=4),))[
-        1
-    ]
+    made = plan_model(
+        model,
+        mesh,
+        example_inputs={"x": x},
+        hardware="h100-sxm",
+        constraints=(megatron(dp=2, zero=zero, microbatches=4),),
+    )[1]
     assert isinstance(made.program, StagedProgram)
     gradient = run_staged(made.program, dict(model.named_parameters()), {}, {"x": x}).gradients["w"]
     assert gradient.dtype == torch.bfloat16
@@ -349,7 +449,9 @@ def test_the_certificate_refuses_changes_of_what_is_done_once_a_step() -> None:
         text.replace('"phase": "step"', '"phase": "forward"', 1),
         text.replace('"accumulates": true', '"accumulates": false'),
         text.replace('"copies": ', '"copies": 1', 1),
-        text.replace(f'"bytes": {once[-1].collective.bytes}', f'"bytes": {once[-1].collective.bytes * 2}', 1),
+        text.replace(
+            f'"bytes": {once[-1].collective.bytes}', f'"bytes": {once[-1].collective.bytes * 2}', 1
+        ),
         text.replace('/storage"', '/parameter"', 1),
     ]
     for changed in changes:
@@ -366,6 +468,10 @@ def test_a_pipeline_may_mix_the_stages_of_zero() -> None:
     mesh = Mesh({"stage": 2, "data": 2})
     made, model, batch = planned("gpt2", mesh, pipeline("stage", microbatches=MICROBATCHES))
     budget = int(made.plan.prediction.peak_bytes * 0.75)
-    short, _, _ = planned("gpt2", mesh, pipeline("stage", microbatches=MICROBATCHES), memory_bytes=budget)
+    short, _, _ = planned(
+        "gpt2", mesh, pipeline("stage", microbatches=MICROBATCHES), memory_bytes=budget
+    )
     assert short.plan.prediction.peak_bytes <= budget
-    assert autopar.verify(short.plan, model, batch).ok and autopar.check(short.plan, model, batch).ok
+    assert (
+        autopar.verify(short.plan, model, batch).ok and autopar.check(short.plan, model, batch).ok
+    )

@@ -1,4 +1,5 @@
-"""Outputs and buffers that are zero up to rounding are equal, and those that differ by more than that are not."""
+"""Outputs and buffers that are zero up to rounding are equal, and those that differ by more than
+that are not."""
 
 from __future__ import annotations
 

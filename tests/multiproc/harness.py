@@ -1,8 +1,10 @@
-"""Runs a function of a test file in gloo processes, and brings back what they return or the first exception.
+"""Runs a function of a test file in gloo processes, and brings back what they return or the first
+exception.
 
-`run_processes(4, __file__, "function", *args)` loads the file in each of 4 spawned processes, joins them in one gloo
-group and calls ``function(rank, *args)``. The first rank to fail takes the others down; so does the time limit, which is for
-processes that wait for each other, not for slow ones. Within a process captures are shared, as within pytest's.
+`run_processes(4, __file__, "function", *args)` loads the file in each of 4 spawned processes, joins
+them in one gloo group and calls ``function(rank, *args)``. The first rank to fail takes the others
+down; so does the time limit, which is for processes that wait for each other, not for slow ones.
+Within a process captures are shared, as within pytest's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from autopar.errors import AutoparError
 from benchmarks.ranks import run_ranks
 
 
-def run_processes(num_processes: int, path: str, function: str, *args: Any, timeout_s: float = 900.0) -> list[Any]:
+def run_processes(
+    num_processes: int, path: str, function: str, *args: Any, timeout_s: float = 900.0
+) -> list[Any]:
     """The results of ``function(rank, *args)`` by rank; both must be picklable.
 
     Raises:
@@ -35,9 +39,13 @@ def run_processes(num_processes: int, path: str, function: str, *args: Any, time
         raise AssertionError(str(error)) from None
 
 
-def call_in_file(rank: int, tell: Callable[[Any], None], path: str, function: str, args: tuple[Any, ...]) -> Any:
+def call_in_file(
+    rank: int, tell: Callable[[Any], None], path: str, function: str, args: tuple[Any, ...]
+) -> Any:
     """What `function` of the file at `path` returns on this rank."""
-    gc.set_threshold(10_000, 10, 10)  # graphs and plans are many small objects, of which few are garbage
+    gc.set_threshold(
+        10_000, 10, 10
+    )  # graphs and plans are many small objects, of which few are garbage
     shared_captures.share()
     spec = importlib.util.spec_from_file_location("multiproc_worker", path)
     assert spec is not None and spec.loader is not None

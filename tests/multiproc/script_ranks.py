@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.run.executor import Executor
+from autopar.program.executor import Executor
 
 
 def depart(what: str) -> None:

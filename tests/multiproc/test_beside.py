@@ -1,4 +1,5 @@
-"""All that is saved beside a model comes back on any number of processes, or is refused when it is saved."""
+"""All that is saved beside a model comes back on any number of processes, or is refused when it
+is saved."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     largest = 0.0
     for path, value in wanted.items():
         if isinstance(value, tuple):
-            assert found[path][1].dtype == value[1].dtype and found[path][1].shape == value[1].shape, path
-            difference = np.abs(found[path][1].astype(float) - value[1].astype(float)).max(initial=0.0)
+            assert (
+                found[path][1].dtype == value[1].dtype and found[path][1].shape == value[1].shape
+            ), path
+            difference = np.abs(found[path][1].astype(float) - value[1].astype(float)).max(
+                initial=0.0
+            )
             largest = max(largest, float(difference))
         else:
             assert found[path] == value, path
@@ -38,16 +43,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def test_going_back_on_the_same_processes_is_exact(saved: tuple[Path, dict[str, Any]]) -> None:
     told = saved[1]
-    numbers = {when: {path: x for path, x in told[when].items() if isinstance(x, tuple)} for when in ("before", "after")}
+    numbers = {
+        when: {path: x for path, x in told[when].items() if isinstance(x, tuple)}
+        for when in ("before", "after")
+    }
     assert apart(numbers["before"], numbers["after"]) > 1e-3, "a step changes something"
     assert apart(told["back"], told["before"]) == 0 and apart(told["again"], told["after"]) == 0
     kinds = {path: value[0] for path, value in told["back"].items() if isinstance(value, tuple)}
-    assert kinds[".ema.first.weight"] == kinds[".values.weight"] == kinds[".values.3.1.0"] == "HeldTensor", "in parts, as they were"
+    assert (
+        kinds[".ema.first.weight"]
+        == kinds[".values.weight"]
+        == kinds[".values.3.1.0"]
+        == "HeldTensor"
+    ), "in parts, as they were"
     assert kinds[".values.array"] == "ndarray" and kinds[".values.best"] == "Tensor"
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_other_numbers_of_processes_go_on_as_if_nothing_had_happened(num_processes: int, saved: tuple[Path, dict[str, Any]]) -> None:
+def test_other_numbers_of_processes_go_on_as_if_nothing_had_happened(
+    num_processes: int, saved: tuple[Path, dict[str, Any]]
+) -> None:
     folder, wanted = saved
     for told in run_processes(num_processes, WORKER, "load", str(folder)):
         for start in ("fresh", "stepped"):
@@ -61,21 +76,41 @@ def test_what_stages_hold_comes_back_without_stages(tmp_path: Path) -> None:
     found = run_processes(1, WORKER, "load", str(tmp_path))[0]
     for start in ("fresh", "stepped"):
         assert apart(found[start], told["before"]) == 0
-        assert apart(*(beside_the_model(each) for each in (found[f"{start} next"], told["after"]))) < 1e-5
+        assert (
+            apart(*(beside_the_model(each) for each in (found[f"{start} next"], told["after"])))
+            < 1e-5
+        )
 
 
 def beside_the_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what follows from the model's dropout, which is another in another number of microbatches."""
-    return {path: value for path, value in values.items() if path.startswith((".critic", ".third", ".head", ".random critic", ".rate"))}
+    """Without what follows from the model's dropout, which is another in another number of
+    microbatches."""
+    return {
+        path: value
+        for path, value in values.items()
+        if path.startswith((".critic", ".third", ".head", ".random critic", ".rate"))
+    }
 
 
-def test_what_one_rank_cannot_write_for_all_is_refused_and_what_to_do_instead_works(tmp_path: Path) -> None:
+def test_what_one_rank_cannot_write_for_all_is_refused_and_what_to_do_instead_works(
+    tmp_path: Path,
+) -> None:
     told = run_processes(2, WORKER, "refused", str(tmp_path))
     assert told[0] == told[1]
     for kind in ("number", "tensor", "names", "module"):
-        assert "own" in told[0][kind] and "differ" in told[0][kind] and "all_gather_object" in told[0][kind], kind
+        assert (
+            "own" in told[0][kind]
+            and "differ" in told[0][kind]
+            and "all_gather_object" in told[0][kind]
+        ), kind
     assert "ema" in told[0]["of a stage"] and "AveragedModel(pm)" in told[0]["of a stage"]
-    assert "of_critic=Adam has parameters of a module that is not saved with it" in told[0]["optimizer"]
-    assert "parameters that are not of the model" in told[0]["both"] and "pass it by name" in told[0]["both"]
+    assert (
+        "of_critic=Adam has parameters of a module that is not saved with it"
+        in told[0]["optimizer"]
+    )
+    assert (
+        "parameters that are not of the model" in told[0]["both"]
+        and "pass it by name" in told[0]["both"]
+    )
     assert "no state_dict" in told[0]["no state"] and told[0]["steps"] == "()"
     assert told[0]["followed"] == "{'of ranks': [{'seen': 0}, {'seen': 1}]}"

@@ -1,4 +1,5 @@
-"""Buckets on real processes: gradients bit for bit as without, those of the plain model, in the memory that was predicted."""
+"""Buckets on real processes: gradients bit for bit as without, those of the plain model, in the
+memory that was predicted."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from harness import run_processes
 from autopar import constraints
 from autopar.capture import capture
 from autopar.constraints import Constraint
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.planner import PlanOptions, make_plan
 
 pytestmark = pytest.mark.multiproc
 
 
 CASES: dict[str, dict[str, tuple[Constraint, str]]] = {
-    "llama": {"llama replicated": (constraints.ddp(), "cpu-gloo"), "llama beside compute": (constraints.fsdp(), "h100-sxm")},
+    "llama": {
+        "llama replicated": (constraints.ddp(), "cpu-gloo"),
+        "llama beside compute": (constraints.fsdp(), "h100-sxm"),
+    },
     "gpt2": {"gpt2 sharded": (constraints.fsdp(), "cpu-gloo")},
 }
 
@@ -31,7 +35,9 @@ def test_two_processes_compute_what_they_do_without_buckets(kind: str) -> None:
     for name, (constraint, hardware) in CASES[kind].items():
         model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
         options = PlanOptions(constraints=(constraint,), outputs="dtensor")
-        plan = make_plan(capture(model, (), batch), Mesh(2), HardwareProfile.load(hardware), options).plan
+        plan = make_plan(
+            capture(model, (), batch), Mesh(2), HardwareProfile.load(hardware), options
+        ).plan
         assert plan.buckets
         plans[name] = plan.dumps()
     for facts in run_processes(2, str(Path(__file__).parent / "worker_buckets.py"), "run", plans):

@@ -1,4 +1,5 @@
-"""Ranks that come with other weights train one model, the first rank's; ranks that pass other batches are told."""
+"""Ranks that come with other weights train one model, the first rank's; ranks that pass other
+batches are told."""
 
 from __future__ import annotations
 
@@ -18,26 +19,34 @@ def facts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
-def test_weights_that_differ_are_the_first_ranks_and_that_is_said_once(facts: list[dict[str, Any]], name: str) -> None:
+def test_weights_that_differ_are_the_first_ranks_and_that_is_said_once(
+    facts: list[dict[str, Any]], name: str
+) -> None:
     first, second = (fact[name] for fact in facts)
     assert first["own"] != second["own"]
     assert first["loss"] == second["loss"] == pytest.approx(first["expected"], rel=1e-6)
     for held in (first["held"], second["held"]):
         assert held and all(held[key] == first["own"][key] for key in held)
     said = [line for line in first["told"] + second["told"] if "differ between ranks" in line]
-    assert said == ["5 parameters or buffers differ between ranks, 'layers.0.weight' the first: all take rank 0's "
-                    "(seed every rank alike to build them so)"]  # fmt: skip
+    assert said == [
+        "5 parameters or buffers differ between ranks, 'layers.0.weight' the first: all take rank"
+        " 0's (seed every rank alike to build them so)"
+    ]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
-def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_not(facts: list[dict[str, Any]], name: str) -> None:
+def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_not(
+    facts: list[dict[str, Any]], name: str
+) -> None:
     for fact in facts:
         for said in (fact[name]["refusal"], fact[name]["later"]):
             assert "ranks were given different batches: '0'" in said and 'batch="local"' in said
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
-def test_random_states_that_differ_are_refused_on_every_rank(facts: list[dict[str, Any]], name: str) -> None:
+def test_random_states_that_differ_are_refused_on_every_rank(
+    facts: list[dict[str, Any]], name: str
+) -> None:
     for fact in (each[name]["random"] for each in facts):
         for said in (fact["seed"], fact["state"]):
             assert "ranks [1] have another random state than rank 0" in said
@@ -51,7 +60,9 @@ def parts() -> list[dict[str, dict[str, str]]]:
     return run_processes(4, str(HERE / "worker_equal.py"), "run_parts")
 
 
-@pytest.mark.parametrize(("name", "splitters", "ranks"), [("tensor", "(0,)", [2, 3]), ("whole", "()", [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("name", "splitters", "ranks"), [("tensor", "(0,)", [2, 3]), ("whole", "()", [0, 1, 2, 3])]
+)
 def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
     parts: list[dict[str, dict[str, str]]], name: str, splitters: str, ranks: list[int]
 ) -> None:
@@ -61,6 +72,8 @@ def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
         assert "pass these ranks the same tensors" in fact["other"]
 
 
-def test_parts_of_a_batch_that_the_plan_splits_over_all_ranks_may_differ(parts: list[dict[str, dict[str, str]]]) -> None:
+def test_parts_of_a_batch_that_the_plan_splits_over_all_ranks_may_differ(
+    parts: list[dict[str, dict[str, str]]],
+) -> None:
     for fact in (each["data"] for each in parts):
         assert fact == {"splitters": "(0, 1)", "same": "", "other": ""}

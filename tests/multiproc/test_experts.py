@@ -1,4 +1,5 @@
-"""A small Mixtral on four gloo processes, experts split over two or all of them, follows the plain model. The processes measure."""
+"""A small Mixtral on four gloo processes, experts split over two or all of them, follows the
+plain model. The processes measure."""
 
 from __future__ import annotations
 
@@ -31,22 +32,40 @@ def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() ->
     for facts in run_processes(4, str(Path(__file__).parent / "worker_dispatch.py"), "run"):
         assert facts["wrong"] == []
         (said,) = facts["said"]
-        assert "rows go to their experts by an all-to-all" in said and "do not reach each other's memory" in said
+        assert (
+            "rows go to their experts by an all-to-all" in said
+            and "do not reach each other's memory" in said
+        )
         for phase, row in (("forward", 32), ("backward", 2 * 32)):
             measured, predicted = facts[phase]
-            assert measured == predicted >= 2 * (16 * 2 * row * 4), "rows of pairs that go and that come"
+            assert measured == predicted >= 2 * (16 * 2 * row * 4), (
+                "rows of pairs that go and that come"
+            )
 
 
 def test_steps_follow_the_plain_model() -> None:
     model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
-    plans = {name: autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=wish) for name, wish in WISHES.items()}
+    plans = {
+        name: autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=wish)
+        for name, wish in WISHES.items()
+    }
     assert any(c.own for c in plans["mixtral dispatched"].communications)
     texts = {name: plan.dumps() for name, plan in plans.items()}
     assert len(set(texts.values())) == len(texts)
-    for facts in run_processes(4, str(Path(__file__).parent / "worker_training.py"), "run", texts, 1):
+    for facts in run_processes(
+        4, str(Path(__file__).parent / "worker_training.py"), "run", texts, 1
+    ):
         assert facts.keys() == plans.keys()
         for name, found in facts.items():
             assert found["hash"] == plans[name].hash
-            assert max(found["loss"]) < 2e-6 and max(found["norm"]) < 2e-6 and found["parameters"] < 2e-6
-            assert found["state"] == {"keys": "<All keys matched successfully>", "apart": True, "same": True}
+            assert (
+                max(found["loss"]) < 2e-6
+                and max(found["norm"]) < 2e-6
+                and found["parameters"] < 2e-6
+            )
+            assert found["state"] == {
+                "keys": "<All keys matched successfully>",
+                "apart": True,
+                "same": True,
+            }
             assert found["sharded"] >= 2, "the experts' two weights"

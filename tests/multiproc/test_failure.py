@@ -39,7 +39,11 @@ def compiled(rank: int) -> float:
     mine, theirs = call(parallel), call(plain)
     mine["loss"].backward()
     theirs["loss"].backward()
-    return max(error(mine["loss"], theirs["loss"]), error(mine["logits"], theirs["logits"]), worst(parallel, plain, gradients=True))
+    return max(
+        error(mine["loss"], theirs["loss"]),
+        error(mine["logits"], theirs["logits"]),
+        worst(parallel, plain, gradients=True),
+    )
 
 
 def test_what_this_process_has_captured_its_ranks_do_not_trace() -> None:

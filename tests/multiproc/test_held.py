@@ -1,4 +1,5 @@
-"""On several processes a script reads, writes and mixes parameters and gradients as it does those of the plain model."""
+"""On several processes a script reads, writes and mixes parameters and gradients as it does
+those of the plain model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def told(kind: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", NUM)
-def test_what_a_script_does_with_a_weight_and_its_gradient_is_what_it_does_with_the_plain_models(kind: str) -> None:
+def test_what_a_script_does_with_a_weight_and_its_gradient_is_what_it_does_with_the_plain_models(
+    kind: str,
+) -> None:
     tolerance = 1e-12 if kind == "fsdp" else 1e-6  # GPT-2 computes its loss in fp32
     apart = {case: max(each[case] for each in told(kind)) for case in CASES}
     assert {case: far for case, far in apart.items() if not far < tolerance} == {}
@@ -42,7 +45,10 @@ def test_optimizers_that_look_at_whole_parameters_step_as_with_the_plain_model()
 def test_parameters_that_are_unfrozen_after_compile_train_as_the_plain_models() -> None:
     for each in run_processes(2, WORKER, "thaw"):
         assert each["apart"] < 1e-12
-        assert each["programs"] == 3, "for two more sets of trained parameters, the last of which does for a third, and for a shape"
+        assert each["programs"] == 3, (
+            "for two more sets of trained parameters, the last of which does for a third, and for a"
+            " shape"
+        )
 
 
 def test_what_cannot_be_is_said_in_words() -> None:

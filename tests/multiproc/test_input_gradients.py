@@ -15,7 +15,9 @@ WORKER = str(Path(__file__).parent / "worker_input_gradients.py")
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_inputs_get_the_plain_models_gradients(plan: str) -> None:
-    tolerance = 1e-6 if plan.startswith("llama") else 1e-12  # parts of it compute in float32 themselves
+    tolerance = (
+        1e-6 if plan.startswith("llama") else 1e-12
+    )  # parts of it compute in float32 themselves
     for told in run_processes(math.prod(PLANS[plan][1].values()), WORKER, "run", plan):
         for way in ("global", "local") if "convolutions" not in plan else ("global",):
             assert told[way] < tolerance and told[f"{way} split"] == 1.0
@@ -23,10 +25,16 @@ def test_inputs_get_the_plain_models_gradients(plan: str) -> None:
 
 def test_ranks_of_which_one_asks_for_a_gradient_are_told_so() -> None:
     first, second = run_processes(2, WORKER, "apart")
-    assert first == second and "ranks do different things: rank 0 calls" in first and "that requires a gradient" in first
+    assert (
+        first == second
+        and "ranks do different things: rank 0 calls" in first
+        and "that requires a gradient" in first
+    )
 
 
 def test_a_generator_and_a_discriminator_train_as_the_plain_ones() -> None:
     for told in run_processes(2, WORKER, "adversaries"):
-        assert told["ours"] == pytest.approx(told["plain"], rel=1e-12) and len(set(told["plain"])) == 6
+        assert (
+            told["ours"] == pytest.approx(told["plain"], rel=1e-12) and len(set(told["plain"])) == 6
+        )
         assert max(told["parameters"]) < 1e-12 and any(told["sharded"])

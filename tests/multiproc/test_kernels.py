@@ -1,4 +1,5 @@
-"""Plans with collective-overlap kernels on real processes, where these run as collective and product one after the other, and say so."""
+"""Plans with collective-overlap kernels on real processes, where these run as collective and
+product one after the other, and say so."""
 
 from __future__ import annotations
 
@@ -11,16 +12,26 @@ from harness import run_processes
 from overlapping import NORMING, REACHED, overlapping
 
 from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.core.mesh import Mesh
+from autopar.planner import PlanOptions, make_plan
 
 pytestmark = pytest.mark.multiproc
 
 
 KERNELS = {"all_gather_matmul", "matmul_reduce_scatter"}
 CASES = {  # in float64 the model computes its norms in float32 and casts, which no kernel does
-    "llama with kernels": (torch.float64, REACHED, KERNELS, 1e-6),  # parts of the model compute in float32 themselves
-    "llama in float32 with norms": (torch.float32, NORMING, KERNELS | {"matmul_reduce_add_rmsnorm"}, 1e-4),
+    "llama with kernels": (
+        torch.float64,
+        REACHED,
+        KERNELS,
+        1e-6,
+    ),  # parts of the model compute in float32 themselves
+    "llama in float32 with norms": (
+        torch.float32,
+        NORMING,
+        KERNELS | {"matmul_reduce_add_rmsnorm"},
+        1e-4,
+    ),
 }
 
 
@@ -29,7 +40,9 @@ def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None
     for name, (dtype, reached, expected, _) in CASES.items():
         model, batch = zoo_small.llama(num_layers=1, dtype=dtype)
         profile = overlapping(link_bytes_per_s=2e8, kernels=reached)
-        plan = make_plan(capture(model, (), batch), Mesh(2), profile, PlanOptions(outputs="dtensor")).plan
+        plan = make_plan(
+            capture(model, (), batch), Mesh(2), profile, PlanOptions(outputs="dtensor")
+        ).plan
         assert {c.kernel.name for c in plan.communications if c.kernel is not None} == expected
         texts[name] = plan.dumps()
     for facts in run_processes(2, str(Path(__file__).parent / "worker_overlap.py"), "run", texts):

@@ -1,4 +1,5 @@
-"""Lightning's Trainer on two processes, each of which holds half of the parameters, beside the plain one on one."""
+"""Lightning's Trainer on two processes, each of which holds half of the parameters, beside the
+plain one on one."""
 
 from __future__ import annotations
 
@@ -20,11 +21,16 @@ pytestmark = [
 def test_two_processes_see_save_and_go_on_as_one(tmp_path: Path) -> None:
     wanted = trained(tmp_path / "alone", "auto")
     resumed = trained(tmp_path / "alone" / "again", "auto", tmp_path / "alone" / "epoch=0.ckpt")
-    ranks = run_processes(2, str(Path(__file__).parent / "worker_lightning.py"), "run", str(tmp_path))
+    ranks = run_processes(
+        2, str(Path(__file__).parent / "worker_lightning.py"), "run", str(tmp_path)
+    )
     for first, again in ranks:
         same(first, wanted)
         same(again, resumed)
         assert set(first["parts"]) == {0.5}
     assert [first["writes"] for first, _ in ranks] == [True, False]
-    mine, theirs = (Classifier.load_from_checkpoint(each / "last.ckpt") for each in (tmp_path, tmp_path / "alone"))
+    mine, theirs = (
+        Classifier.load_from_checkpoint(each / "last.ckpt")
+        for each in (tmp_path, tmp_path / "alone")
+    )
     torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-6)

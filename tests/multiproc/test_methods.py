@@ -14,7 +14,9 @@ WORKER = str(Path(__file__).parent / "worker_methods.py")
 def test_methods_read_and_write_what_is_trained() -> None:
     for told in run_processes(2, WORKER, "called"):
         assert told.pop("words") == "of the class" and not told.pop("private")
-        assert {kind: abs(value) < 1e-5 for kind, value in told.items()} == dict.fromkeys(told, True), told
+        assert {kind: abs(value) < 1e-5 for kind, value in told.items()} == dict.fromkeys(
+            told, True
+        ), told
 
 
 @pytest.mark.parametrize("stages", [False, True])

@@ -1,4 +1,5 @@
-"""On several processes, too, a loss that is computed of the outputs has the plain model's gradients, however the outputs come."""
+"""On several processes, too, a loss that is computed of the outputs has the plain model's
+gradients, however the outputs come."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ WORKER = str(Path(__file__).parent / "worker_outer_loss.py")
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_with_a_loss_outside_of_the_model_follows_the_plain_model(plan: str) -> None:
-    tolerance = 1e-6 if plan.startswith("llama") else 1e-12  # parts of it compute in float32 themselves
+    tolerance = (
+        1e-6 if plan.startswith("llama") else 1e-12
+    )  # parts of it compute in float32 themselves
     for told in run_processes(math.prod(PLANS[plan][1].values()), WORKER, "run", plan):
         assert told.keys() == set(OUTPUTS)
         for outputs, facts in told.items():
@@ -31,13 +34,21 @@ def test_training_with_a_loss_outside_of_the_model_follows_the_plain_model(plan:
 def test_parameters_that_a_loss_does_not_reach_have_no_gradient() -> None:
     for told in run_processes(2, WORKER, "heads"):
         first, both, second = told
-        assert first[0] == ["right.weight", "right.bias"] and both[0] == [] and second[0] == ["left.weight", "left.bias"]
+        assert (
+            first[0] == ["right.weight", "right.bias"]
+            and both[0] == []
+            and second[0] == ["left.weight", "left.bias"]
+        )
         assert all(error < 1e-12 for _, error in told)
 
 
 def test_ranks_that_compute_different_losses_are_told_so() -> None:
     first, second = run_processes(2, WORKER, "apart")
-    assert first == second and "ranks computed different losses of the same outputs: their gradients by 0 differ" in first
+    assert (
+        first == second
+        and "ranks computed different losses of the same outputs: their gradients by 0 differ"
+        in first
+    )
 
 
 def test_a_sum_of_outputs_is_a_loss_like_any_other() -> None:

@@ -1,4 +1,5 @@
-"""Outputs beside a loss: whole where forward alone is run, and in training parts that refuse to be read as wholes."""
+"""Outputs beside a loss: whole where forward alone is run, and in training parts that refuse to
+be read as wholes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_outputs.py")
 
 
-@pytest.mark.parametrize(("use", "plan"), [*(("evaluation", plan) for plan in PLANS), ("inference", "data parallel")])
+@pytest.mark.parametrize(
+    ("use", "plan"), [*(("evaluation", plan) for plan in PLANS), ("inference", "data parallel")]
+)
 def test_metrics_of_an_evaluation_are_the_plain_model_s_on_every_rank(use: str, plan: str) -> None:
     model, batch = model_and_batch()
     wanted = metrics(model(*batch)[1], batch[1])
@@ -27,4 +30,6 @@ def test_whole_outputs_that_do_not_fit_come_as_dtensors() -> None:
 
 def test_in_training_reading_a_part_is_refused_with_what_to_do() -> None:
     for told in run_processes(2, WORKER, "training"):
-        assert len(told) == 3 and all('outputs="full"' in each and "full_tensor()" in each for each in told)
+        assert len(told) == 3 and all(
+            'outputs="full"' in each and "full_tensor()" in each for each in told
+        )

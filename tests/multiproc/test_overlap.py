@@ -1,4 +1,5 @@
-"""Communication beside compute on real processes: what the plain model computes, in the memory that was predicted."""
+"""Communication beside compute on real processes: what the plain model computes, in the memory
+that was predicted."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from harness import run_processes
 
 from autopar import constraints
 from autopar.capture import capture
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.planner import PlanOptions, make_plan
 
 pytestmark = pytest.mark.multiproc
 SHARDED, REPLICATED = "gpt2 fully sharded", "llama replicated"
@@ -22,16 +23,23 @@ SHARDED, REPLICATED = "gpt2 fully sharded", "llama replicated"
 
 def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None:
     plans = {}
-    for name, constraint, slowdown in ((SHARDED, constraints.fsdp(), 0.41), (REPLICATED, constraints.ddp(), 0.0)):
+    for name, constraint, slowdown in (
+        (SHARDED, constraints.fsdp(), 0.41),
+        (REPLICATED, constraints.ddp(), 0.0),
+    ):
         model, batch = getattr(zoo_small, name.split()[0])(num_layers=1, dtype=torch.float64)
         options = PlanOptions(constraints=(constraint,), outputs="dtensor")
-        plan = make_plan(capture(model, (), batch), Mesh(2), HardwareProfile.load("h100-sxm"), options).plan
+        plan = make_plan(
+            capture(model, (), batch), Mesh(2), HardwareProfile.load("h100-sxm"), options
+        ).plan
         assert plan.overlap.backward_bytes > 0
         plans[name] = replace(plan, overlap=replace(plan.overlap, slowdown=slowdown)).dumps()
     for facts in run_processes(2, str(Path(__file__).parent / "worker_overlap.py"), "run", plans):
         assert facts.keys() == plans.keys()
         for fact in facts.values():
             assert fact["starts"] > 0 and not fact["missing"]
-            assert max(fact["loss"], fact["gradients"]) < 1e-6  # parts of the models compute in float32 themselves
+            assert (
+                max(fact["loss"], fact["gradients"]) < 1e-6
+            )  # parts of the models compute in float32 themselves
             predicted, seen = fact["peaks"]
             assert abs(predicted - seen) <= 0.01 * seen

@@ -10,7 +10,9 @@ from harness import run_processes
 pytestmark = pytest.mark.multiproc
 
 
-def test_over_gloo_the_numbers_are_the_references_and_each_process_says_once_why_nothing_overlaps() -> None:
+def test_over_gloo_the_numbers_are_the_references_and_each_process_says_once_why_nothing_overlaps() -> (  # noqa: E501
+    None
+):
     for fact in run_processes(3, str(Path(__file__).parent / "worker_overlapped.py"), "run"):
         assert fact["wrong"] == []
         assert len(fact["messages"]) == 1

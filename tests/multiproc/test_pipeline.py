@@ -1,4 +1,5 @@
-"""Pipelines on two and four gloo processes follow the plain model: loss, clipped gradients, parameters, evaluation, state."""
+"""Pipelines on two and four gloo processes follow the plain model: loss, clipped gradients,
+parameters, evaluation, state."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ PLANS: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
         "three each, tied": ("gpt2:6", {"stage": 2}, (pipeline("stage", **INTERLEAVED, chunks=3),)),
         "one microbatch": ("llama", {"stage": 2}, (pipeline("stage", microbatches=1),)),
     },
-    4: {"tensor": ("llama", {"stage": 2, "tensor": 2}, (pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")))},
+    4: {
+        "tensor": (
+            "llama",
+            {"stage": 2, "tensor": 2},
+            (pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")),
+        )
+    },
 }
 FURTHER: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
     2: {
@@ -37,15 +44,29 @@ FURTHER: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
         "two each": ("llama:4", {"stage": 2}, (pipeline("stage", **INTERLEAVED),)),
         "zero 2, no stages": ("gpt2", {"data": 2}, (megatron(dp=2, zero=2, microbatches=2),)),
     },
-    4: {"zero 1": ("gpt2", {"stage": 2, "data": 2}, (megatron(pp="stage", dp=2, zero=1, microbatches=2),))},
+    4: {
+        "zero 1": (
+            "gpt2",
+            {"stage": 2, "data": 2},
+            (megatron(pp="stage", dp=2, zero=1, microbatches=2),),
+        )
+    },
 }
 
 
 def text(kind: str, mesh: dict[str, int], *constraints: Any, **options: Any) -> tuple[str, str]:
     model, batch = built(kind)
-    return kind, autopar.plan(
-        model, autopar.Mesh(mesh), example_inputs=batch, hardware="cpu-gloo", constraints=constraints, **options
-    ).dumps()
+    return (
+        kind,
+        autopar.plan(
+            model,
+            autopar.Mesh(mesh),
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            constraints=constraints,
+            **options,
+        ).dumps(),
+    )
 
 
 def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = True) -> None:
@@ -55,15 +76,21 @@ def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = T
             assert max(fact["loss"]) < 2e-6 and max(fact["norm"]) < 2e-6 and fact["clipped"]
             assert fact["parameters"] < 1e-5 and fact["logits"] < 1e-4 and fact["scaled"] < 1e-6
             measured, predicted = fact["peak"]
-            assert -0.03 < measured / predicted - 1 < 0.015  # some KB of a tiny model's 400; with torch 2.15 six fewer
+            assert (
+                -0.03 < measured / predicted - 1 < 0.015
+            )  # some KB of a tiny model's 400; with torch 2.15 six fewer
             assert fact["all held"] and fact["state"]
         # Not of every rank: where a tied head is a stage of its own, the stage before it has all.
         assert any(f[name]["not all here"] for f in facts) == staged
 
 
-def follow(num_processes: int, wanted: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]) -> None:
+def follow(
+    num_processes: int, wanted: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]
+) -> None:
     """All plans in one set of processes: starting them and capturing take longer than the plans."""
-    plans = {name: text(kind, mesh, *constraints) for name, (kind, mesh, constraints) in wanted.items()}
+    plans = {
+        name: text(kind, mesh, *constraints) for name, (kind, mesh, constraints) in wanted.items()
+    }
     measured = run_processes(num_processes, WORKER, "run", plans)
     assert len(measured) == num_processes
     for name, (_, mesh, _) in wanted.items():
@@ -85,21 +112,33 @@ def test_they_do_so_under_further_plans(num_processes: int) -> None:
 @pytest.mark.parametrize("name", ["zero 1", "four ranks"])
 def test_four_processes_with_several_stages_each(name: str) -> None:
     if name == "zero 1":
-        plan = text("gpt2:4", {"stage": 2, "data": 2}, megatron(pp="stage", dp=2, zero=1, microbatches=2, chunks=2))
+        plan = text(
+            "gpt2:4",
+            {"stage": 2, "data": 2},
+            megatron(pp="stage", dp=2, zero=1, microbatches=2, chunks=2),
+        )
     else:
-        plan = text("llama:8", {"stage": 4}, pipeline("stage", microbatches=4, schedule="interleaved_1f1b"))
+        plan = text(
+            "llama:8", {"stage": 4}, pipeline("stage", microbatches=4, schedule="interleaved_1f1b")
+        )
     check(run_processes(4, WORKER, "run", {name: plan}), {name: plan})
 
 
 @pytest.mark.slow
 def test_parameters_gathered_per_use() -> None:
-    plans = {"zero 3": text("gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data"))}
+    plans = {
+        "zero 3": text(
+            "gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data")
+        )
+    }
     check(run_processes(4, WORKER, "run", plans), plans)
     plans = {"zero 3": text("gpt2", {"data": 2}, fsdp("data"), num_microbatches=2)}
     check(run_processes(2, WORKER, "run", plans), plans, staged=False)
 
 
 @pytest.mark.parametrize("axis", ["stage", "data"])
-def test_losses_are_divided_by_what_the_whole_batch_counts_also_by_a_buffer_on_ranks_that_do_not_read_it(axis: str) -> None:
+def test_losses_are_divided_by_what_the_whole_batch_counts_also_by_a_buffer_on_ranks_that_do_not_read_it(  # noqa: E501
+    axis: str,
+) -> None:
     for worst in run_processes(2, str(Path(__file__).parent / "worker_weighted.py"), "run", axis):
         assert max(worst) < 1e-12

@@ -1,4 +1,5 @@
-"""Mixed precision on four gloo processes: weights, gradients and optimizer state are fp32, all else is bf16."""
+"""Mixed precision on four gloo processes: weights, gradients and optimizer state are fp32, all
+else is bf16."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from worker_precision import NUM_LAYERS  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar.constraints import Constraint, fsdp, megatron, pipeline  # noqa: E402
-from autopar.mesh import Mesh  # noqa: E402
+from autopar.core.mesh import Mesh  # noqa: E402
 from autopar.plans import Plan  # noqa: E402
 
 pytestmark = pytest.mark.multiproc
@@ -30,12 +31,21 @@ WAYS: dict[str, Constraint] = {
 def plan(way: str) -> Plan:
     kind = way.split()[0]
     model, batch = getattr(zoo_small, kind)(num_layers=NUM_LAYERS[kind])
-    return autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(WAYS[way],), precision="bf16")
+    return autopar.plan(
+        model,
+        MESH,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=(WAYS[way],),
+        precision="bf16",
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_follows_the_model_whose_weights_are_cast(way: str) -> None:
-    facts = run_processes(4, str(Path(__file__).parent / "worker_precision.py"), "run", {way: plan(way).dumps()})
+    facts = run_processes(
+        4, str(Path(__file__).parent / "worker_precision.py"), "run", {way: plan(way).dumps()}
+    )
     for fact in facts:
         assert fact[way]["dtypes"] == {"torch.float32"}
         assert max(fact[way]["loss"]) < 5e-3

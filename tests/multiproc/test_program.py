@@ -1,4 +1,5 @@
-"""A program on four gloo processes does what the plain model does. The processes measure, the tests judge."""
+"""A program on four gloo processes does what the plain model does. The processes measure, the
+tests judge."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from harness import run_processes
 
-from autopar.run.optimizers import REFUSED, SUPPORTED
+from autopar.runtime.optimizers import REFUSED, SUPPORTED
 
 pytestmark = pytest.mark.multiproc
 HERE = Path(__file__).parent
@@ -29,7 +30,9 @@ def test_every_step_allocates_on_fake_groups_what_it_allocates_on_real_ones(fact
     assert [fact["steps"]["memory"] for fact in facts] == [[]] * 4
 
 
-def test_steps_on_dims_that_ranks_do_not_divide_move_every_element_and_allocate_what_is_predicted() -> None:
+def test_steps_on_dims_that_ranks_do_not_divide_move_every_element_and_allocate_what_is_predicted() -> (  # noqa: E501
+    None
+):
     for fact in run_processes(4, str(HERE / "worker_uneven.py"), "run"):
         assert fact == {"wrong": [], "memory": []}
 
@@ -54,16 +57,25 @@ def test_clipping_uses_the_true_global_norm_and_scales_every_gradient(facts: Fac
         assert max(fact["norms"].values()) < 2e-6
 
 
-def test_parameters_and_gradients_rest_in_the_storage_layout_and_join_to_the_models_values(facts: Facts) -> None:
+def test_parameters_and_gradients_rest_in_the_storage_layout_and_join_to_the_models_values(
+    facts: Facts,
+) -> None:
     for fact in facts:
-        assert fact["storage"] == {"local": True, "full": True, "grads": True, "placements": "(Shard(dim=0), _StridedShard(dim=1, sf=3))"}
+        assert fact["storage"] == {
+            "local": True,
+            "full": True,
+            "grads": True,
+            "placements": "(Shard(dim=0), _StridedShard(dim=1, sf=3))",
+        }
 
 
 def test_names_ties_and_frozen_parameters_are_the_models(facts: Facts) -> None:
     assert all(all(fact["names"].values()) for fact in facts)
 
 
-def test_a_checkpoint_loads_into_every_mesh_and_the_plain_model_and_training_goes_on(facts: Facts) -> None:
+def test_a_checkpoint_loads_into_every_mesh_and_the_plain_model_and_training_goes_on(
+    facts: Facts,
+) -> None:
     for fact in facts:
         assert set(fact["checkpoints"]) == {"(2, 2)", "(4, 1)", "(1, 4)", "plain"}
         assert max(fact["checkpoints"].values()) < 2e-6
@@ -77,8 +89,12 @@ def test_a_full_state_dict_loads_into_a_model_built_on_meta(facts: Facts) -> Non
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_a_supported_optimizer_computes_what_it_computes_on_the_plain_model(facts: Facts, name: str) -> None:
-    tolerance = 2e-5 if name == "LBFGS" else 2e-6  # fp32, which its many evaluations round; in float64 see `test_held`
+def test_a_supported_optimizer_computes_what_it_computes_on_the_plain_model(
+    facts: Facts, name: str
+) -> None:
+    tolerance = (
+        2e-5 if name == "LBFGS" else 2e-6
+    )  # fp32, which its many evaluations round; in float64 see `test_held`
     assert max(fact["optimizers"][name] for fact in facts) < tolerance
 
 
@@ -89,7 +105,9 @@ def test_a_refused_optimizer_says_why_at_its_first_step(facts: Facts, name: str)
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
 @pytest.mark.parametrize("batch", ["global", "local"])
-def test_the_predicted_peak_is_the_measured_one_and_nothing_is_left_behind(facts: Facts, outputs: str, batch: str) -> None:
+def test_the_predicted_peak_is_the_measured_one_and_nothing_is_left_behind(
+    facts: Facts, outputs: str, batch: str
+) -> None:
     for fact in facts:
         predicted, measured, left = fact["memory"][f"{outputs} {batch}"]
         assert measured == predicted
@@ -108,7 +126,9 @@ def test_local_batches_and_output_forms_agree_with_the_global_ones(facts: Facts)
 
 
 def test_ranks_with_another_plan_are_named_on_every_rank(facts: Facts) -> None:
-    assert all("ranks [2] have another plan than rank 0" in fact["refusals"]["plan"] for fact in facts)
+    assert all(
+        "ranks [2] have another plan than rank 0" in fact["refusals"]["plan"] for fact in facts
+    )
 
 
 def test_a_mesh_of_another_size_or_shape_is_refused(facts: Facts) -> None:
@@ -121,4 +141,7 @@ def test_every_storable_layout_joins_to_the_full_tensor_whole_and_box_by_box(fac
     for fact in facts:
         assert fact["strided"]["wrong"] == []
         assert fact["strided"]["count"] == 31
-        assert fact["strided"]["refused"] == [((4, 3, 8), "S(2)#1 S(2)#0"), ((3, 8, 4), "S(1)#1 S(1)#0")]
+        assert fact["strided"]["refused"] == [
+            ((4, 3, 8), "S(2)#1 S(2)#0"),
+            ((3, 8, 4), "S(1)#1 S(1)#0"),
+        ]

@@ -1,4 +1,5 @@
-"""A run goes on from its checkpoint on other numbers of processes, in other layouts, and loses nothing."""
+"""A run goes on from its checkpoint on other numbers of processes, in other layouts, and loses
+nothing."""
 
 from __future__ import annotations
 
@@ -27,13 +28,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(1, tmp_path_factory.mktemp("alone"), ALL_STEPS)
 
 
-def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened(tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened(
+    tmp_path: Path, alone: dict[str, Any]
+) -> None:
     first = train(4, tmp_path, TRAINED)
     assert first["sharded"] and first["steps"] == (TRAINED,)
     second = train(3, tmp_path, TRAINED + 1)
     third = train(2, tmp_path, TRAINED + 2, stages=True)
     last = train(1, tmp_path, ALL_STEPS)
-    assert [run["start"] for run in (first, second, third, last)] == [0, TRAINED, TRAINED + 1, TRAINED + 2]
+    assert [run["start"] for run in (first, second, third, last)] == [
+        0,
+        TRAINED,
+        TRAINED + 1,
+        TRAINED + 2,
+    ]
     assert len({run["mesh"] for run in (first, second, third, last)}) == 4
     losses = [loss for run in (first, second, third, last) for loss in run["losses"]]
     assert losses == pytest.approx(alone["losses"], rel=1e-6) and len(set(losses)) == ALL_STEPS
@@ -43,33 +51,73 @@ def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened
 def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Path) -> None:
     told = run_processes(2, WORKER, "blind", str(tmp_path))
     for each in told:
-        assert "ranks [1] do not see the checkpoints that rank 0 sees: () against (1,)" in each["rank 0 sees it"]
-        assert "ranks [1] do not see the checkpoints that rank 0 sees: (1,) against ()" in each["rank 1 sees it"]
-        assert "ranks [1] do not see the folder that rank 0 made" in each["saved apart"] and "all machines share" in each["saved apart"]
+        assert (
+            "ranks [1] do not see the checkpoints that rank 0 sees: () against (1,)"
+            in each["rank 0 sees it"]
+        )
+        assert (
+            "ranks [1] do not see the checkpoints that rank 0 sees: (1,) against ()"
+            in each["rank 1 sees it"]
+        )
+        assert (
+            "ranks [1] do not see the folder that rank 0 made" in each["saved apart"]
+            and "all machines share" in each["saved apart"]
+        )
         assert "Error" in each["a file"] and "can be written to" in each["a file"]
 
 
 def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) -> None:
     first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
     assert first == second
-    assert "step 0 is damaged: rank_00000.safetensors is not as it was written" in first[0] and "there is no earlier one" in first[0]
-    assert "step 1 is damaged: rank_00001.safetensors is not as it was written" in first[1] and "no earlier one is whole" in first[1]
+    assert (
+        "step 0 is damaged: rank_00000.safetensors is not as it was written" in first[0]
+        and "there is no earlier one" in first[0]
+    )
+    assert (
+        "step 1 is damaged: rank_00001.safetensors is not as it was written" in first[1]
+        and "no earlier one is whole" in first[1]
+    )
 
 
-def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_of_the_other_are_told(tmp_path: Path) -> None:
+def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_of_the_other_are_told(  # noqa: E501
+    tmp_path: Path,
+) -> None:
     with ThreadPoolExecutor() as pool:
-        both = list(pool.map(lambda name: run_processes(2, WORKER, "beside", str(tmp_path), name), ("first", "second")))
+        both = list(
+            pool.map(
+                lambda name: run_processes(2, WORKER, "beside", str(tmp_path), name),
+                ("first", "second"),
+            )
+        )
     (ended, same), (went_on, _) = sorted(both, key=lambda ranks: int(ranks[0]["saved"]))
-    assert ended == same and "another run saves into this folder, too: step" in ended["said"] and "end the other" in ended["said"]
+    assert (
+        ended == same
+        and "another run saves into this folder, too: step" in ended["said"]
+        and "end the other" in ended["said"]
+    )
     assert ended["saved"] == 0 and went_on["saved"] == 3
-    assert went_on["damage"] == "" and set(went_on["run"]) == {2, 3} and len(set(went_on["run"].values())) == 1
+    assert (
+        went_on["damage"] == ""
+        and set(went_on["run"]) == {2, 3}
+        and len(set(went_on["run"].values())) == 1
+    )
 
 
 def test_ranks_write_in_the_background_and_an_error_of_one_is_raised_on_all(tmp_path: Path) -> None:
     first, second = run_processes(2, WORKER, "background", str(tmp_path))
     for told in (first, second):
         assert told["changed"] and told["same"] and told["loaded"] == 1
-        assert "step 2 was not saved in the background" in told["said"] and "No space left" in told["said"]
+        assert (
+            "step 2 was not saved in the background" in told["said"]
+            and "No space left" in told["said"]
+        )
         assert told["steps"] == (1,) and told["last"] == (1, 3)
     names = {path.name for path in (tmp_path / "step_000000003").iterdir()}
-    assert names == {"rank_00000.safetensors", "rank_00001.safetensors", "contents.json", "others.json", "plan.json", "autopar.json"}
+    assert names == {
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+        "contents.json",
+        "others.json",
+        "plan.json",
+        "autopar.json",
+    }

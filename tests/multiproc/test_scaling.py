@@ -1,5 +1,5 @@
-"""On several processes a gradient scaler does in stages and in microbatches what it does on one process: the same gradients, the same steps
-left out, the same scales."""
+"""On several processes a gradient scaler does in stages and in microbatches what it does on one
+process: the same gradients, the same steps left out, the same scales."""
 
 from __future__ import annotations
 
@@ -44,13 +44,32 @@ def test_a_precision_of_fp16_has_the_gradients_of_fp32_in_every_layout() -> None
 
 FURTHER = {
     "whole batches": [
-        "fused", "fused, not clipped", "accumulation", "one stage overflows", "one shard overflows", "one shard overflows, fused"
+        "fused",
+        "fused, not clipped",
+        "accumulation",
+        "one stage overflows",
+        "one shard overflows",
+        "one shard overflows, fused",
     ],
-    "sharded in two": ["fused, not clipped", "accumulation", "two optimizers", "one shard overflows", "one shard overflows, fused"],
+    "sharded in two": [
+        "fused, not clipped",
+        "accumulation",
+        "two optimizers",
+        "one shard overflows",
+        "one shard overflows, fused",
+    ],
     "replicated in three": ["foreach", "accumulation", "one stage overflows"],
     "stages in one": ["normed", "an optimizer for each stage"],
-    "stages in two": [name for name in LOOPS if name not in ("normed", "an optimizer for each stage") and "shard" not in name],
-    "stages in three": ["fused, not clipped", "one stage overflows", "one stage overflows, foreach"],
+    "stages in two": [
+        name
+        for name in LOOPS
+        if name not in ("normed", "an optimizer for each stage") and "shard" not in name
+    ],
+    "stages in three": [
+        "fused, not clipped",
+        "one stage overflows",
+        "one stage overflows, foreach",
+    ],
     "interleaved": ["accumulation", "one stage overflows"],
 }
 

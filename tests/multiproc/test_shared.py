@@ -1,4 +1,5 @@
-"""Parameters that several stages hold stay one, also where some stage has no part of their gradient."""
+"""Parameters that several stages hold stay one, also where some stage has no part of their
+gradient."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On several processes, stages of a model that returns no loss train with one outside of it as the plain model does, in the predicted
-memory, and run forward alone where no gradient is wanted."""
+"""On several processes, stages of a model that returns no loss train with one outside of it as the
+plain model does, in the predicted memory, and run forward alone where no gradient is wanted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_stages_without_loss.py")
 
 
-@pytest.fixture(scope="module", params=[*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
+@pytest.fixture(
+    scope="module",
+    params=[*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)],
+)
 def facts(request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any]]]:
     _, axes, _ = (PLANS | FURTHER)[request.param]
-    return [pair for told in run_processes(math.prod(axes.values()), WORKER, "run", [request.param]) for pair in told.items()]
+    return [
+        pair
+        for told in run_processes(math.prod(axes.values()), WORKER, "run", [request.param])
+        for pair in told.items()
+    ]
 
 
-def test_training_with_a_loss_outside_follows_the_plain_model(facts: list[tuple[str, dict[str, Any]]]) -> None:
+def test_training_with_a_loss_outside_follows_the_plain_model(
+    facts: list[tuple[str, dict[str, Any]]],
+) -> None:
     for name, told in facts:
         tolerance = 1e-6 if "tied" in name else 1e-12  # parts of it compute in float32 themselves
         wanted, found = told["losses"]
@@ -29,12 +38,16 @@ def test_training_with_a_loss_outside_follows_the_plain_model(facts: list[tuple[
         assert told["parameters"] < tolerance and abs(told["moved"]) > 1e-4 and told["held"]
 
 
-def test_evaluation_is_planned_as_forward_alone_in_the_same_stages(facts: list[tuple[str, dict[str, Any]]]) -> None:
+def test_evaluation_is_planned_as_forward_alone_in_the_same_stages(
+    facts: list[tuple[str, dict[str, Any]]],
+) -> None:
     for name, told in facts:
         assert told["evaluated"] < (1e-6 if "tied" in name else 1e-12) and told["forward alone"]
 
 
-def test_gradients_of_gradients_are_refused_on_every_rank(facts: list[tuple[str, dict[str, Any]]]) -> None:
+def test_gradients_of_gradients_are_refused_on_every_rank(
+    facts: list[tuple[str, dict[str, Any]]],
+) -> None:
     assert all("programs have first derivatives only" in told["second"] for _, told in facts)
 
 
@@ -50,7 +63,9 @@ def test_what_a_loss_leaves_out_what_calls_share_and_what_is_refused() -> None:
     for told in (first, second):
         assert all(told[which] < 1e-12 for which in ("logits", "size", "two calls"))
         assert "backward ran a second time through one call" in told["twice"]
-    assert "was changed in place since the call" in second["changed"]  # of the first stage backward reads nothing
+    assert (
+        "was changed in place since the call" in second["changed"]
+    )  # of the first stage backward reads nothing
 
 
 def test_a_stage_that_trains_nothing_takes_part_in_backward() -> None:
@@ -59,15 +74,24 @@ def test_a_stage_that_trains_nothing_takes_part_in_backward() -> None:
 
 
 def test_an_output_that_was_changed_is_told_of_on_all_ranks() -> None:
-    assert all("output 'early' was changed in place" in said for said in run_processes(2, WORKER, "changed"))
+    assert all(
+        "output 'early' was changed in place" in said
+        for said in run_processes(2, WORKER, "changed")
+    )
 
 
 def test_ranks_that_compute_different_losses_are_told_so() -> None:
     first, second = run_processes(2, WORKER, "apart")
-    assert first == second and "ranks computed different losses of the same outputs: their gradients by logits differ" in first
+    assert (
+        first == second
+        and "ranks computed different losses of the same outputs: their gradients by logits differ"
+        in first
+    )
 
 
-def test_what_has_no_part_in_the_loss_is_not_computed_and_its_infinite_derivatives_do_no_harm() -> None:
+def test_what_has_no_part_in_the_loss_is_not_computed_and_its_infinite_derivatives_do_no_harm() -> (
+    None
+):
     assert all(error < 1e-12 for errors in run_processes(2, WORKER, "unused") for error in errors)
 
 

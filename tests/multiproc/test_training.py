@@ -1,6 +1,8 @@
-"""Training real models on four gloo processes, 2×2, follows the plain model under plans with every kind of collective.
+"""Training real models on four gloo processes, 2×2, follows the plain model under plans with every
+kind of collective.
 
-The plans are random legal ones, chosen by seed for what is in them. The processes measure, the tests judge.
+The plans are random legal ones, chosen by seed for what is in them. The processes measure, the
+tests judge.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from slow_attention import slow_attention  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar import constraints  # noqa: E402
-from autopar.hardware import HardwareProfile  # noqa: E402
-from autopar.mesh import Mesh  # noqa: E402
+from autopar.core.hardware import HardwareProfile  # noqa: E402
+from autopar.core.mesh import Mesh  # noqa: E402
 from autopar.plans import Plan  # noqa: E402
 from benchmarks.random_plans import prepare, random_plan  # noqa: E402
 from benchmarks.zoo import build  # noqa: E402
@@ -46,29 +48,59 @@ def plans() -> dict[str, Plan]:
         found[kind] = random_plan(ready, seed, loudness=(1.0, 1.0), recompute_share=0.3)[0]
     model, batch = zoo_small.gpt2(dtype=torch.float64)
     forced = constraints.tensor_parallel("1d", axes=("a", "b"))
-    found[JOINED] = autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(forced,))
+    found[JOINED] = autopar.plan(
+        model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(forced,)
+    )
     found[OFFLOADED] = _offloaded(model, batch)
     model, batch = zoo_small.llama(dtype=torch.float64)
     forced = constraints.megatron(dp="a", cp="b", zero=3)
-    found[MIRRORED] = autopar.plan(model, MESH, example_inputs=batch, hardware=slow_attention(), constraints=(forced,))
+    found[MIRRORED] = autopar.plan(
+        model, MESH, example_inputs=batch, hardware=slow_attention(), constraints=(forced,)
+    )
     return found
 
 
 def _offloaded(model: Any, batch: Any) -> Plan:
     """Parameters rest sharded, some on the hosts, where some of what is kept waits too."""
-    free = autopar.plan(model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=(constraints.fsdp(),))
-    within, asked = int(0.52 * free.prediction.peak_bytes), (constraints.fsdp(), constraints.offload())
-    return autopar.plan(model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=asked, memory_bytes=within)
+    free = autopar.plan(
+        model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=(constraints.fsdp(),)
+    )
+    within, asked = (
+        int(0.52 * free.prediction.peak_bytes),
+        (constraints.fsdp(), constraints.offload()),
+    )
+    return autopar.plan(
+        model,
+        MESH,
+        example_inputs=batch,
+        hardware=quick_hosts(),
+        constraints=asked,
+        memory_bytes=within,
+    )
 
 
 @pytest.fixture(scope="module")
 def facts(plans: dict[str, Plan]) -> Facts:
-    return run_processes(4, str(Path(__file__).parent / "worker_training.py"), "run", {kind: p.dumps() for kind, p in plans.items()})
+    return run_processes(
+        4,
+        str(Path(__file__).parent / "worker_training.py"),
+        "run",
+        {kind: p.dumps() for kind, p in plans.items()},
+    )
 
 
 def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
     kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
-    assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "swap", "fetch", "store"}
+    assert kinds == {
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "reduce_scatter",
+        "slice",
+        "swap",
+        "fetch",
+        "store",
+    }
     assert {"parameters", "activations"} <= plans[OFFLOADED].prediction.host_bytes.keys()
     for plan in (plans[kind] for kind in SEEDS):
         assert {c.collective.axis for c in plan.communications if c.phase == "backward"} == {0, 1}
@@ -76,7 +108,9 @@ def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: dict[str, Plan], kind: str) -> None:
+def test_steps_with_clipping_follow_the_plain_model(
+    facts: Facts, plans: dict[str, Plan], kind: str
+) -> None:
     # 2e-6: both models compute their loss in float32, whatever their weights are.
     for fact in facts:
         assert fact[kind]["hash"] == plans[kind].hash
@@ -91,7 +125,11 @@ def test_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: dict[st
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_dict_of_one_module_makes_another_the_same(facts: Facts, kind: str) -> None:
     for fact in facts:
-        assert fact[kind]["state"] == {"keys": "<All keys matched successfully>", "apart": True, "same": True}
+        assert fact[kind]["state"] == {
+            "keys": "<All keys matched successfully>",
+            "apart": True,
+            "same": True,
+        }
 
 
 def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
@@ -99,10 +137,14 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
     ready = prepare(model, batch, Mesh({"a": 3}), HardwareProfile.load("cpu-gloo"))
     plan, program = random_plan(ready, 0)
     assert any("length" in node.kwargs for node in program.forward.graph.nodes)
-    for fact in run_processes(3, str(Path(__file__).parent / "worker_training.py"), "run", {"gpt2": plan.dumps()}):
+    for fact in run_processes(
+        3, str(Path(__file__).parent / "worker_training.py"), "run", {"gpt2": plan.dumps()}
+    ):
         facts = fact["gpt2"]
         assert facts["sharded"] and facts["state"]["same"] and facts["state"]["apart"]
-        assert max(facts["loss"]) < 2e-6 and max(facts["norm"]) < 1e-5 and facts["parameters"] < 1e-5
+        assert (
+            max(facts["loss"]) < 2e-6 and max(facts["norm"]) < 1e-5 and facts["parameters"] < 1e-5
+        )
 
 
 def test_dropout_is_the_same_on_one_process_and_on_four() -> None:

@@ -1,4 +1,5 @@
-"""On several processes, too, calls of other shapes and in the other mode compute what the plain model does, over the same parameters."""
+"""On several processes, too, calls of other shapes and in the other mode compute what the plain
+model does, over the same parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan
 
 def test_ranks_that_pass_batches_of_different_shapes_are_told_so() -> None:
     first, second = run_processes(2, WORKER, "apart")
-    assert first == second and "rank 1 calls GPT2LMHeadModel in training mode with input_ids = int64 (5, 16)" in first
+    assert (
+        first == second
+        and "rank 1 calls GPT2LMHeadModel in training mode with input_ids = int64 (5, 16)" in first
+    )
 
 
 def test_a_batch_that_the_constraints_cannot_hold_for_is_computed_without_them() -> None:

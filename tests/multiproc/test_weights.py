@@ -1,4 +1,5 @@
-"""Weights come in from one model's files and go out into others', whatever the ranks hold of them; each rank reads its own parts."""
+"""Weights come in from one model's files and go out into others', whatever the ranks hold of
+them; each rank reads its own parts."""
 
 from __future__ import annotations
 
@@ -21,14 +22,25 @@ WORKER = str(Path(__file__).parent / "worker_weights.py")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, _ = build("gpt2")
     folder = tmp_path_factory.mktemp("theirs")
-    save_file({name: x.detach() for name, x in model.named_parameters()}, folder / "model.safetensors")
+    save_file(
+        {name: x.detach() for name, x in model.named_parameters()}, folder / "model.safetensors"
+    )
     return folder
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_rank_reads_what_it_holds_and_what_is_written_is_the_whole_model(plan: str, theirs: Path, tmp_path: Path) -> None:
+def test_every_rank_reads_what_it_holds_and_what_is_written_is_the_whole_model(
+    plan: str, theirs: Path, tmp_path: Path
+) -> None:
     mesh = PLANS[plan][1]
-    told = run_processes(math.prod(mesh.values()), WORKER, "there_and_back", plan, str(theirs), str(tmp_path / "ours"))
+    told = run_processes(
+        math.prod(mesh.values()),
+        WORKER,
+        "there_and_back",
+        plan,
+        str(theirs),
+        str(tmp_path / "ours"),
+    )
     model, batch = build("gpt2")
     wanted, found = load_file(theirs / "model.safetensors"), dict[str, torch.Tensor]()
     files = sorted((tmp_path / "ours").glob("*.safetensors"))
@@ -36,8 +48,12 @@ def test_every_rank_reads_what_it_holds_and_what_is_written_is_the_whole_model(p
         found |= load_file(each)
     assert len(files) > 1 and found.keys() == wanted.keys()
     assert all(torch.equal(found[name], x) for name, x in wanted.items())
-    assert all(each["read"] == each["held"] < each["all"] for each in told), "no rank reads more than it holds"
-    assert [each["loss"] for each in told] == pytest.approx([model(**batch).loss.item()] * len(told), rel=1e-5)
+    assert all(each["read"] == each["held"] < each["all"] for each in told), (
+        "no rank reads more than it holds"
+    )
+    assert [each["loss"] for each in told] == pytest.approx(
+        [model(**batch).loss.item()] * len(told), rel=1e-5
+    )
     assert {each["hosts"] for each in told} == {plan == "on hosts"}
     assert not list((tmp_path / "ours").glob(".*"))
 

@@ -1,4 +1,5 @@
-"""Run by some number of processes: what a script saves beside a model, and what comes back of it on other numbers of processes."""
+"""Run by some number of processes: what a script saves beside a model, and what comes back of it
+on other numbers of processes."""
 
 from __future__ import annotations
 
@@ -65,12 +66,19 @@ class Training:
         self.optimizer = torch.optim.AdamW([p for name, p in named if "bias" not in name], 0.05)
         self.average = AveragedModel(self.model)
         self.others: dict[str, Any] = {
-            "average": self.average, "critic": self.critic, "third": self.third, "head": self.head,
-            "biases": torch.optim.SGD([p for name, p in named if "bias" in name], 0.05, momentum=0.9),
+            "average": self.average,
+            "critic": self.critic,
+            "third": self.third,
+            "head": self.head,
+            "biases": torch.optim.SGD(
+                [p for name, p in named if "bias" in name], 0.05, momentum=0.9
+            ),
             "of_critic": torch.optim.Adam(self.critic.parameters(), 0.05),
-            "of_both": torch.optim.RMSprop([*self.third.parameters(), *self.head.parameters()], 0.05),
+            "of_both": torch.optim.RMSprop(
+                [*self.third.parameters(), *self.head.parameters()], 0.05
+            ),
             "scheduler": torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5),
-        }  # fmt: skip
+        }
         if not stages:
             self.others["ema"] = Ema(self.model)
             self.others["values"] = self._values(seed)
@@ -78,9 +86,13 @@ class Training:
     def _values(self, seed: int) -> dict[str, Any]:
         weight = self.model.first.weight.detach()
         return {
-            "weight": weight * seed, 3: [weight + 1, (weight - 1,)], "array": np.arange(6.0).reshape(2, 3) * seed,
-            "generator": np.random.RandomState(seed).get_state(), "number": np.float32(seed), "best": torch.tensor(seed),
-        }  # fmt: skip
+            "weight": weight * seed,
+            3: [weight + 1, (weight - 1,)],
+            "array": np.arange(6.0).reshape(2, 3) * seed,
+            "generator": np.random.RandomState(seed).get_state(),
+            "number": np.float32(seed),
+            "best": torch.tensor(seed),
+        }
 
     def step(self) -> None:
         """Of all of them."""
@@ -97,11 +109,28 @@ class Training:
 
     def values(self) -> dict[str, Any]:
         """Of all of them, whole."""
-        modules = {"model": self.model, "average": self.average.module, "critic": self.critic, "third": self.third}
+        modules = {
+            "model": self.model,
+            "average": self.average.module,
+            "critic": self.critic,
+            "third": self.third,
+        }
         found: dict[str, Any] = {name: module.full_state_dict() for name, module in modules.items()}
-        found |= {f"random {name}": module.random_state for name, module in modules.items() if name != "average"}
-        found |= {"head": self.head.state_dict(), "counted": self.average.n_averaged, "rate": self.optimizer.param_groups[0]["lr"]}
-        found |= {"ema": self.others["ema"].shadow, "values": self.others["values"]} if "ema" in self.others else {}
+        found |= {
+            f"random {name}": module.random_state
+            for name, module in modules.items()
+            if name != "average"
+        }
+        found |= {
+            "head": self.head.state_dict(),
+            "counted": self.average.n_averaged,
+            "rate": self.optimizer.param_groups[0]["lr"],
+        }
+        found |= (
+            {"ema": self.others["ema"].shadow, "values": self.others["values"]}
+            if "ema" in self.others
+            else {}
+        )
         return dict(_flat(found))
 
 
@@ -113,13 +142,20 @@ def _flat(value: Any, path: str = "") -> Any:
             yield from _flat(each, f"{path}.{key}")
     elif isinstance(value, Tensor | np.ndarray):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        yield path, (type(value).__name__, np.asarray(whole.detach() if isinstance(whole, Tensor) else whole).copy())
+        yield (
+            path,
+            (
+                type(value).__name__,
+                np.asarray(whole.detach() if isinstance(whole, Tensor) else whole).copy(),
+            ),
+        )
     else:
         yield path, value
 
 
 def save(rank: int, folder: str, stages: bool = False, background: bool = False) -> dict[str, Any]:
-    """Train, save, train on and go back: values as they were saved, as they came back, and after each one's next step."""
+    """Train, save, train on and go back: values as they were saved, as they came back, and after
+    each one's next step."""
     training, checkpoints = Training(1, stages=stages), autopar.Checkpoints(folder)
     training.step()
     training.step()
@@ -135,7 +171,8 @@ def save(rank: int, folder: str, stages: bool = False, background: bool = False)
 
 
 def load(rank: int, folder: str) -> dict[str, Any]:
-    """Go on in a run that has made no step, or one: what came back, and what came of the next step."""
+    """Go on in a run that has made no step, or one: what came back, and what came of the next
+    step."""
     found = {}
     for name, num_steps in (("fresh", 0), ("stepped", 1)):
         training = Training(7)
@@ -152,7 +189,7 @@ def load(rank: int, folder: str) -> dict[str, Any]:
 
 
 def _is_there(folder: str, name: str) -> bool:
-    from autopar.run.saved_others import read_others
+    from autopar.checkpoint.companion_states import read_others
 
     (place,) = autopar.Checkpoints(folder)._found().values()
     return name in read_others(place).kinds
@@ -178,7 +215,8 @@ class Own:
 
 
 def refused(rank: int, folder: str) -> dict[str, str]:
-    """What each kind that one rank cannot write for all is refused with; then what its remedy does."""
+    """What each kind that one rank cannot write for all is refused with; then what its remedy
+    does."""
     checkpoints, training = autopar.Checkpoints(folder), Training(1, stages=True)
     pm, critic = training.model, training.critic
     both = torch.optim.SGD([*pm.parameters(), *critic.parameters()], 0.1)
@@ -188,7 +226,9 @@ def refused(rank: int, folder: str) -> dict[str, str]:
         "names": _refusal(lambda: checkpoints.save(1, pm, own=Own({f"rank {rank}": 1}))),
         "module": _refusal(lambda: checkpoints.save(1, pm, own=_filled(rank))),
         "of a stage": _refusal(lambda: checkpoints.save(1, pm, ema=Ema(pm))),
-        "optimizer": _refusal(lambda: checkpoints.save(1, pm, of_critic=training.others["of_critic"])),
+        "optimizer": _refusal(
+            lambda: checkpoints.save(1, pm, of_critic=training.others["of_critic"])
+        ),
         "both": _refusal(lambda: checkpoints.save(1, pm, both)),
         "no state": _refusal(lambda: checkpoints.save(1, pm, own=rank)),
         "steps": str(checkpoints.steps()),
@@ -196,9 +236,24 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     everywhere: list[Any] = [None, None]
     torch.distributed.all_gather_object(everywhere, {"seen": rank})
     extras = {"of ranks": everywhere}
-    checkpoints.save(1, pm, extras=extras, average=training.average, critic=critic, both=both, of_critic=training.others["of_critic"])
+    checkpoints.save(
+        1,
+        pm,
+        extras=extras,
+        average=training.average,
+        critic=critic,
+        both=both,
+        of_critic=training.others["of_critic"],
+    )
     extras.clear()
-    checkpoints.load(pm, extras=extras, average=training.average, critic=critic, both=both, of_critic=training.others["of_critic"])
+    checkpoints.load(
+        pm,
+        extras=extras,
+        average=training.average,
+        critic=critic,
+        both=both,
+        of_critic=training.others["of_critic"],
+    )
     return {**said, "followed": str(extras)}
 
 

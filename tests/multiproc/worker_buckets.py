@@ -1,4 +1,5 @@
-"""Run by processes: a plan with buckets and the same without, in turns, against the plain model and the predicted memory."""
+"""Run by processes: a plan with buckets and the same without, in turns, against the plain model
+and the predicted memory."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from worker_overlap import error, measured
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
-from autopar.run.memory import trace_peak
-from autopar.run.module import ParallelModule
+from autopar.program.memory import trace_peak
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 
 
 def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
@@ -23,17 +24,26 @@ def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
 
 
 def follow(kind: str, plan: Plan, rank: int) -> dict[str, Any]:
-    """Whether gradients are bit for bit those without buckets, their largest relative error, and both peaks."""
+    """Whether gradients are bit for bit those without buckets, their largest relative error, and
+    both peaks."""
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
     plain = copy.deepcopy(model)
     trace, mesh = capture(model, (), batch), device_mesh(plan.mesh)
     programs = [emit(trace, each) for each in (plan, replace(plan, buckets=()))]
-    modules = [ParallelModule(program, mesh, copy.deepcopy(model), outputs="dtensor") for program in programs]
+    modules = [
+        ParallelModule(program, mesh, copy.deepcopy(model), outputs="dtensor")
+        for program in programs
+    ]
     for module in (*modules, plain):
         module(**batch).loss.backward()
-    together, alone = ({name: p.grad.full_tensor() for name, p in m.named_parameters() if p.grad is not None} for m in modules)
+    together, alone = (
+        {name: p.grad.full_tensor() for name, p in m.named_parameters() if p.grad is not None}
+        for m in modules
+    )
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    predicted = trace_peak(programs[0], outputs="dtensor", coordinate=plan.mesh.coordinate(rank)).peak_bytes
+    predicted = trace_peak(
+        programs[0], outputs="dtensor", coordinate=plan.mesh.coordinate(rank)
+    ).peak_bytes
     return {
         "missing": sorted(theirs.keys() - together.keys()),
         "equal": all(torch.equal(together[name], x) for name, x in alone.items()),

@@ -1,4 +1,5 @@
-"""Run by four gloo processes: dispatched experts against the op that is not split; what they hold; as a compiler sees them."""
+"""Run by four gloo processes: dispatched experts against the op that is not split; what they
+hold; as a compiler sees them."""
 
 from __future__ import annotations
 
@@ -37,12 +38,25 @@ def operands(how: str) -> tuple[Tensor, ...]:
         return torch.randint(-3, 4, shape, generator=generator).double()
 
     ids = torch.randint(-1, EXPERTS + 1, (TOKENS, PICKS), generator=generator)
-    ids = {"any": ids, "one": torch.full_like(ids, 5), "none": torch.full_like(ids, EXPERTS), "again": ids[:, :1].expand(-1, PICKS)}[how]
-    return whole(TOKENS, 4), whole(TOKENS, 3), ids.contiguous(), whole(TOKENS, PICKS), whole(EXPERTS, 2, 5, 3), whole(EXPERTS, 4, 5)
+    ids = {
+        "any": ids,
+        "one": torch.full_like(ids, 5),
+        "none": torch.full_like(ids, EXPERTS),
+        "again": ids[:, :1].expand(-1, PICKS),
+    }[how]
+    return (
+        whole(TOKENS, 4),
+        whole(TOKENS, 3),
+        ids.contiguous(),
+        whole(TOKENS, PICKS),
+        whole(EXPERTS, 2, 5, 3),
+        whole(EXPERTS, 4, 5),
+    )
 
 
 def run(rank: int) -> dict[str, Any]:
-    """What is not as it should be, what is logged, and bytes held at most: (measured, predicted) in forward and in backward."""
+    """What is not as it should be, what is logged, and bytes held at most: (measured, predicted)
+    in forward and in backward."""
     group = NUM, dist.group.WORLD.group_name, rank, False
     routed = *group[:-1], True  # gloo's processes do not reach each other's memory
     starts = [i * EXPERTS // NUM for i in range(NUM)]
@@ -52,28 +66,63 @@ def run(rank: int) -> dict[str, Any]:
         grad, x, ids, gates, up, down = operands(how)
         whole = ops.experts(x, ids, gates, up, down, "relu", EXPERTS)
         whole_grads = ops.experts_backward(grad, x, ids, gates, up, down, "relu", EXPERTS)
-        mine = [t.tensor_split([4, 8, 12])[rank] for t in (grad, x, ids, gates)] + [t.chunk(NUM)[rank] for t in (up, down)]
+        mine = [t.tensor_split([4, 8, 12])[rank] for t in (grad, x, ids, gates)] + [
+            t.chunk(NUM)[rank] for t in (up, down)
+        ]
         ways = (("", lambda f: f, group), ("routed ", lambda f: f, routed))
-        for name, call, settings in (*ways, ("compiled ", lambda f: torch.compile(f, backend="eager", fullgraph=True), routed)):
-            made = call(dispatched.experts_bound)(*mine[1:], "relu", EXPERTS, starts, 4 * PICKS, *settings)
-            grads = call(dispatched.experts_backward_bound)(*mine, "relu", EXPERTS, starts, 4 * PICKS, *settings)
+        for name, call, settings in (
+            *ways,
+            ("compiled ", lambda f: torch.compile(f, backend="eager", fullgraph=True), routed),
+        ):
+            made = call(dispatched.experts_bound)(
+                *mine[1:], "relu", EXPERTS, starts, 4 * PICKS, *settings
+            )
+            grads = call(dispatched.experts_backward_bound)(
+                *mine, "relu", EXPERTS, starts, 4 * PICKS, *settings
+            )
             parts = [whole, *whole_grads]
-            expected = [t.tensor_split([4, 8, 12])[rank] for t in parts[:3]] + [t.chunk(NUM)[rank] for t in parts[3:]]
-            wrong += [f"{name}{how} {i}" for i, (a, b) in enumerate(zip((made, *grads), expected, strict=True)) if not torch.equal(a, b)]
-    held_bytes = {phase: held(group, starts, backward=phase == "backward") for phase in ("forward", "backward")}
+            expected = [t.tensor_split([4, 8, 12])[rank] for t in parts[:3]] + [
+                t.chunk(NUM)[rank] for t in parts[3:]
+            ]
+            wrong += [
+                f"{name}{how} {i}"
+                for i, (a, b) in enumerate(zip((made, *grads), expected, strict=True))
+                if not torch.equal(a, b)
+            ]
+    held_bytes = {
+        phase: held(group, starts, backward=phase == "backward")
+        for phase in ("forward", "backward")
+    }
     return {"wrong": wrong, "said": said.messages, **held_bytes}
 
 
-def held(group: tuple[int, str, int, bool], starts: list[int], *, backward: bool) -> tuple[int, int]:
-    """With balanced picks: what really lives at most beside the operands, and what a run on fake tensors in a fake group says."""
-    step: Callable[..., Any] = dispatched.experts_backward_bound if backward else dispatched.experts_bound
+def held(
+    group: tuple[int, str, int, bool], starts: list[int], *, backward: bool
+) -> tuple[int, int]:
+    """With balanced picks: what really lives at most beside the operands, and what a run on fake
+    tensors in a fake group says."""
+    step: Callable[..., Any] = (
+        dispatched.experts_backward_bound if backward else dispatched.experts_bound
+    )
 
     def peak(name: str) -> int:
         ids = (torch.arange(16).view(16, 1) + torch.arange(2)) % EXPERTS
-        tensors = [torch.ones(16, 32), torch.ones(16, 32), ids, torch.ones(16, 2), torch.ones(2, 2, 48, 32), torch.ones(2, 32, 48)]
+        tensors = [
+            torch.ones(16, 32),
+            torch.ones(16, 32),
+            ids,
+            torch.ones(16, 2),
+            torch.ones(2, 2, 48, 32),
+            torch.ones(2, 32, 48),
+        ]
         own = tensors[0 if backward else 1 :]
         known = sum(t.untyped_storage().nbytes() for t in tensors)
-        return least_peak(tensors, lambda: step(*own, "silu", EXPERTS, starts, 32, group[0], name, *group[2:])) - known
+        return (
+            least_peak(
+                tensors, lambda: step(*own, "silu", EXPERTS, starts, 32, group[0], name, *group[2:])
+            )
+            - known
+        )
 
     measured = peak(group[1])
     with FakeTensorMode():

@@ -20,7 +20,9 @@ def run(rank: int, plan: str | None) -> list[float]:
     model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)
     torch.manual_seed(7 + rank)
     loaded = Plan.loads(plan) if plan else None
-    module = autopar.compile(model, loaded.mesh if loaded else dist.get_world_size(), example_inputs=batch, plan=loaded)
+    module = autopar.compile(
+        model, loaded.mesh if loaded else dist.get_world_size(), example_inputs=batch, plan=loaded
+    )
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3), []
     for _ in range(3):
         loss = module(**batch)["loss"]

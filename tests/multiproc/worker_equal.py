@@ -31,7 +31,8 @@ class Net(nn.Module):
 
 
 def run(rank: int) -> dict[str, Any]:
-    """Per constraint the loss, what this rank holds, what rank 0's model was, and what was warned of; and how batches are refused."""
+    """Per constraint the loss, what this rank holds, what rank 0's model was, and what was
+    warned of; and how batches are refused."""
     facts: dict[str, Any] = {}
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     for name, constraints in CONSTRAINTS.items():
@@ -39,12 +40,24 @@ def run(rank: int) -> dict[str, Any]:
         model, told = Net(), _Told()
         first = {key: x.clone() for key, x in model.state_dict().items()}
         logging.getLogger("autopar").addHandler(told)
-        made = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+        made = autopar.compile(
+            model,
+            autopar.Mesh({"gpu": 2}),
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            constraints=constraints,
+        )
         logging.getLogger("autopar").removeHandler(told)
         loss = made(batch).detach().item()
-        held = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in made.state_dict().items()}
+        held = {
+            key: x.full_tensor() if isinstance(x, DTensor) else x
+            for key, x in made.state_dict().items()
+        }
         facts[name] = {"loss": loss, "told": told.lines, "expected": _loss(rank, first, batch)}
-        facts[name] |= {"held": {key: x.tolist() for key, x in held.items()}, "own": {key: x.tolist() for key, x in first.items()}}
+        facts[name] |= {
+            "held": {key: x.tolist() for key, x in held.items()},
+            "own": {key: x.tolist() for key, x in first.items()},
+        }
         facts[name]["refusal"] = _refusal(model, batch, constraints, rank)
         facts[name]["later"] = _refusal(model, batch, constraints, rank, after=3)
         facts[name]["random"] = _refuse_random_states(constraints, rank)
@@ -52,7 +65,8 @@ def run(rank: int) -> dict[str, Any]:
 
 
 def run_parts(rank: int) -> dict[str, dict[str, str]]:
-    """Per constraint what parts of a batch are refused with that differ between ranks which share them."""
+    """Per constraint what parts of a batch are refused with that differ between ranks which
+    share them."""
     torch.manual_seed(0)
     whole, model = torch.randn(8, 8), Net()
     mesh = autopar.Mesh({"data": 2, "tensor": 2})
@@ -63,14 +77,23 @@ def run_parts(rank: int) -> dict[str, dict[str, str]]:
         "data": [ddp()],
     }
     for name, constraints in layouts.items():
-        pm = autopar.compile(model, mesh, example_inputs=whole, hardware="cpu-gloo", constraints=constraints, batch="local")
+        pm = autopar.compile(
+            model,
+            mesh,
+            example_inputs=whole,
+            hardware="cpu-gloo",
+            constraints=constraints,
+            batch="local",
+        )
         splitters = pm.input_layouts["0"].splitters(0)
         num_parts, part = {0: (1, 0), 1: (2, rank // 2), 2: (4, rank)}[len(splitters)]
         own = whole.chunk(num_parts)[part]
         facts[name] = {"splitters": str(splitters), "same": _message(pm, own)}
         facts[name]["other"] = _message(pm, own.flip(0) if rank == 3 else own)
     constraints = layouts["whole"]
-    pm = autopar.compile(model, mesh, example_inputs=whole, hardware="cpu-gloo", constraints=constraints)
+    pm = autopar.compile(
+        model, mesh, example_inputs=whole, hardware="cpu-gloo", constraints=constraints
+    )
     facts["whole"]["remedy"] = _message(pm, whole)
     return facts
 
@@ -83,11 +106,14 @@ class Dropping(Net):
 
 
 def _refuse_random_states(constraints: Any, rank: int) -> dict[str, Any]:
-    """What random states that differ between ranks are refused with, and losses with those that do not."""
+    """What random states that differ between ranks are refused with, and losses with those that
+    do not."""
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     mesh = autopar.Mesh({"gpu": 2})
     torch.manual_seed(0)
-    pm = autopar.compile(Dropping(), mesh, example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+    pm = autopar.compile(
+        Dropping(), mesh, example_inputs=batch, hardware="cpu-gloo", constraints=constraints
+    )
     pm.manual_seed(3 + rank)
     found: dict[str, Any] = {"seed": _message(pm, batch)}
     pm.manual_seed(3)
@@ -123,9 +149,17 @@ def _loss(rank: int, state: dict[str, torch.Tensor], batch: torch.Tensor) -> flo
     return plain(batch).item() if rank == 0 else float("nan")
 
 
-def _refusal(model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int, *, after: int = 0) -> str:
+def _refusal(
+    model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int, *, after: int = 0
+) -> str:
     """What a batch that differs between ranks is refused with, after so many that do not."""
-    made = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+    made = autopar.compile(
+        model,
+        autopar.Mesh({"gpu": 2}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=constraints,
+    )
     for _ in range(after):
         made(batch)
     try:

@@ -10,7 +10,7 @@ from flex import batch_of, model_of
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture._torch.flex import flex_attention_eager
+from autopar.capture.dynamo.flex_attention import flex_attention_eager
 from autopar.constraints import ddp, fsdp, megatron
 
 CASES: dict[str, list[Any]] = {

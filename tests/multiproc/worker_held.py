@@ -1,4 +1,5 @@
-"""Run by several processes: what scripts do with parameters and gradients, beside the same script with the plain model."""
+"""Run by several processes: what scripts do with parameters and gradients, beside the same
+script with the plain model."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def again(seed: int = SEED) -> None:
     torch.manual_seed(seed)
 
 
-# Each is given the module and one of its weights, with gradients, under no_grad; weight and gradient are compared afterwards.
+# Each is given the module and one of its weights, with gradients, under no_grad; weight and
+# gradient are compared afterwards.
 WRITES: dict[str, Case] = {
     "rows": lambda m, p: p.grad[:5].zero_(),
     "one row": lambda m, p: p.data[3].fill_(2.0),
@@ -67,21 +69,29 @@ WRITES: dict[str, Case] = {
     "copied": lambda m, p: p.copy_(ones_of(p)),
     "averaged": lambda m, p: p.lerp_(ones_of(p), 0.1),
     "indices": lambda m, p: p.index_fill_(0, torch.tensor([1, 5]), 4.0),
-    "indices that are added": lambda m, p: p.grad.index_add_(0, torch.tensor([1, 5]), ones_of(p)[:2]),
+    "indices that are added": lambda m, p: p.grad.index_add_(
+        0, torch.tensor([1, 5]), ones_of(p)[:2]
+    ),
     "summed along": lambda m, p: p.cumsum_(0),
     "a triangle": lambda m, p: p.tril_(),
     "rows of norm one": lambda m, p: p.div_(p.norm(dim=1, keepdim=True)),
     "norms in place": lambda m, p: p.mul_(torch.norm(p, dim=-1, keepdim=True).square_()),
     "centred": lambda m, p: p.grad.sub_(p.grad.mean(dim=1, keepdim=True)),
     "where": lambda m, p: p.copy_(torch.where(p > 0, p, torch.zeros_like(p))),
-    "the smallest": lambda m, p: p.masked_fill_(p.abs() < p.abs().flatten().kthvalue(40).values, 0.0),
-    "orthogonal": lambda m, p: p.copy_(torch.linalg.svd(p, full_matrices=False)[0] @ torch.linalg.svd(p, full_matrices=False)[2]),
+    "the smallest": lambda m, p: p.masked_fill_(
+        p.abs() < p.abs().flatten().kthvalue(40).values, 0.0
+    ),
+    "orthogonal": lambda m, p: p.copy_(
+        torch.linalg.svd(p, full_matrices=False)[0] @ torch.linalg.svd(p, full_matrices=False)[2]
+    ),
     "noise": lambda m, p: (again(), p.grad.add_(torch.randn_like(p.grad))),
     "drawn in place": lambda m, p: (again(), p.normal_()),
     "initialized": lambda m, p: (again(), nn.init.xavier_uniform_(p)),
     "an orthogonal start": lambda m, p: (again(), nn.init.orthogonal_(p)),
     "clipped": lambda m, p: nn.utils.clip_grad_norm_(m.parameters(), 0.01),
-    "clipped one by one": lambda m, p: nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=False),
+    "clipped one by one": lambda m, p: nn.utils.clip_grad_norm_(
+        m.parameters(), 0.01, foreach=False
+    ),
     "clipped by value": lambda m, p: nn.utils.clip_grad_value_(m.parameters(), 1e-3),
     "clipped beside a head": lambda m, p: clip_beside(m, p),
     "an average that is plain": lambda m, p: p.add_(averaged(p)),
@@ -124,7 +134,8 @@ def summed(module: nn.Module) -> Tensor:
 
 
 def clip_beside(module: nn.Module, p: Tensor) -> float:
-    """torch's function over the module's parameters and those of a plain head; the head's gradient is added to the weight's."""
+    """torch's function over the module's parameters and those of a plain head; the head's
+    gradient is added to the weight's."""
     head = nn.Parameter(ones_of(p))
     head.grad = ones_of(p) * 2
     norm = nn.utils.clip_grad_norm_([*module.parameters(), head], 0.05)
@@ -140,14 +151,23 @@ def pair(kind: str) -> tuple[Any, nn.Module, tuple[Any, ...], dict[str, Tensor],
         plain: nn.Module = Net().double()
         args: tuple[Any, ...] = (torch.randn(8, 16, dtype=torch.float64),)
         made = autopar.compile(
-            copy.deepcopy(plain), example_inputs=args, hardware=profile, constraints=[autopar.constraints.fsdp()]
+            copy.deepcopy(plain),
+            example_inputs=args,
+            hardware=profile,
+            constraints=[autopar.constraints.fsdp()],
         )
         return made, plain, args, {}, "up.weight"
     plain, batch = zoo_small.gpt2(num_layers=1, dtype=torch.float64)
     sizes = {"tp": 2} if kind == "heads" else {"dp": 2, "tp": 2}
-    constraint = autopar.constraints.megatron(**sizes, zero=3) if kind == "grid" else autopar.constraints.megatron(tp=2)
+    constraint = (
+        autopar.constraints.megatron(**sizes, zero=3)
+        if kind == "grid"
+        else autopar.constraints.megatron(tp=2)
+    )
     mesh = autopar.Mesh(sizes)
-    made = autopar.compile(copy.deepcopy(plain), mesh, example_inputs=batch, hardware=profile, constraints=[constraint])
+    made = autopar.compile(
+        copy.deepcopy(plain), mesh, example_inputs=batch, hardware=profile, constraints=[constraint]
+    )
     return made, plain, (), batch, "transformer.h.0.attn.c_attn.weight"
 
 
@@ -191,17 +211,23 @@ def run(rank: int, kind: str) -> dict[str, float]:
                 do(model, model.get_parameter(name))
         found[case] = apart(made, plain)
         if case != "steps" and kind == "fsdp":
-            changed = any(not torch.equal(q, start[n]) or not torch.equal(q.grad, gradients[n]) for n, q in plain.named_parameters())
+            changed = any(
+                not torch.equal(q, start[n]) or not torch.equal(q.grad, gradients[n])
+                for n, q in plain.named_parameters()
+            )
             assert changed, f"{case} does nothing"
     reset()
     for case, read in READS.items():
         with torch.no_grad():
-            found[f"read {case}"] = abs(read(made, made.get_parameter(name)) - read(plain, plain.get_parameter(name)))
+            found[f"read {case}"] = abs(
+                read(made, made.get_parameter(name)) - read(plain, plain.get_parameter(name))
+            )
     return found
 
 
 def train(rank: int) -> dict[str, float]:
-    """Losses with penalties, heads beside a compiled body, thawing, saved state: how far from the plain model after some steps."""
+    """Losses with penalties, heads beside a compiled body, thawing, saved state: how far from
+    the plain model after some steps."""
     found: dict[str, float] = {}
     y = torch.arange(8) % 6
     made, plain, (x,), _, _ = pair("fsdp")
@@ -209,7 +235,9 @@ def train(rank: int) -> dict[str, float]:
     heads[1].load_state_dict(heads[0].state_dict())
     for options in ({"foreach": True}, {"fused": True}, {}):
         pairs = zip((made, plain), heads, strict=True)
-        optimizers = [torch.optim.AdamW([*m.parameters(), *h.parameters()], 1e-2, **options) for m, h in pairs]
+        optimizers = [
+            torch.optim.AdamW([*m.parameters(), *h.parameters()], 1e-2, **options) for m, h in pairs
+        ]
         for _ in range(2):
             for model, head, optimizer in zip((made, plain), heads, optimizers, strict=True):
                 loss = F.cross_entropy(head(model(x)), y)
@@ -219,7 +247,9 @@ def train(rank: int) -> dict[str, float]:
                 nn.utils.clip_grad_norm_([*model.parameters(), *head.parameters()], 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
-        found[f"a head and penalties {options}"] = max(apart(made, plain), (heads[0].weight - heads[1].weight).abs().max().item())
+        found[f"a head and penalties {options}"] = max(
+            apart(made, plain), (heads[0].weight - heads[1].weight).abs().max().item()
+        )
     scales = []
     for model, head in zip((made, plain), heads, strict=True):
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -232,7 +262,9 @@ def train(rank: int) -> dict[str, float]:
             optimizer.zero_grad()
         scales.append(scaler.get_scale())
     of_heads = (heads[0].weight - heads[1].weight).abs().max().item()
-    found["scaled losses"] = max(apart(made, plain), of_heads, *(abs(scale - 32.0) for scale in scales))
+    found["scaled losses"] = max(
+        apart(made, plain), of_heads, *(abs(scale - 32.0) for scale in scales)
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (made, plain)]
     for step in range(3):
         if step == 1:  # a plain run that goes on compiled
@@ -252,7 +284,8 @@ def train(rank: int) -> dict[str, float]:
 
 
 def optimize(rank: int) -> dict[str, float]:
-    """Optimizers that write through masks, take norms of rows, read numbers and join all parameters: how far from the plain model."""
+    """Optimizers that write through masks, take norms of rows, read numbers and join all
+    parameters: how far from the plain model."""
     found: dict[str, float] = {}
     y = torch.arange(8) % 6
     made, plain, (x,), _, _ = pair("fsdp")
@@ -282,7 +315,8 @@ def optimize(rank: int) -> dict[str, float]:
 
 
 class Trusting(torch.optim.SGD):
-    """Steps as long as the parameter, of gradients of a few ranks, as many optimizers of other packages do."""
+    """Steps as long as the parameter, of gradients of a few ranks, as many optimizers of other
+    packages do."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -298,7 +332,10 @@ class Trusting(torch.optim.SGD):
 
 
 def apart_values(module: nn.Module, plain: nn.Module) -> float:
-    return max((whole(p) - q).abs().max().item() for p, q in zip(module.parameters(), plain.parameters(), strict=True))
+    return max(
+        (whole(p) - q).abs().max().item()
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def thaw(rank: int) -> dict[str, Any]:
@@ -307,7 +344,10 @@ def thaw(rank: int) -> dict[str, Any]:
     plain = Net().double().requires_grad_(False)
     plain.down.requires_grad_(True)
     x, y = torch.randn(8, 16, dtype=torch.float64), torch.arange(8) % 6
-    options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "constraints": [autopar.constraints.fsdp()]}
+    options: dict[str, Any] = {
+        "hardware": load_profile("cpu-gloo-frictionless"),
+        "constraints": [autopar.constraints.fsdp()],
+    }
     made: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(x,), **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (made, plain)]
     found: dict[str, Any] = {"apart": 0.0}
@@ -350,12 +390,17 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def stages(rank: int) -> dict[str, Any]:
-    """torch's norm over the parameters of a stage is refused, the module's own is the whole model's."""
+    """torch's norm over the parameters of a stage is refused, the module's own is the whole
+    model's."""
     plain, batch = zoo_small.gpt2(num_layers=2, dtype=torch.float64)
     options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "outputs": "loss"}
     constraints = [autopar.constraints.pipeline("pp", microbatches=2)]
     made: Any = autopar.compile(
-        copy.deepcopy(plain), autopar.Mesh({"pp": 2}), example_inputs=batch, constraints=constraints, **options
+        copy.deepcopy(plain),
+        autopar.Mesh({"pp": 2}),
+        example_inputs=batch,
+        constraints=constraints,
+        **options,
     )
     made(**batch).loss.backward()
     plain(**batch).loss.backward()

@@ -17,15 +17,20 @@ import autopar
 def launched(rank: int) -> None:
     """As torchrun tells processes of each other."""
     world = str(dist.get_world_size())
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world})
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    )
 
 
 def run(rank: int, folder: str) -> list[dict[str, Any]]:
-    """A run on parameters that are split, from other random numbers on each rank, and one that goes on from its first checkpoint."""
+    """A run on parameters that are split, from other random numbers on each rank, and one that
+    goes on from its first checkpoint."""
     launched(rank)
     warnings.simplefilter("ignore")
     options = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}
     strategy = partial(autopar.LightningStrategy, compile_options=options)
     first = trained(Path(folder), strategy(), seed=1 + rank)
-    again = trained(Path(folder) / "again", strategy(), Path(folder) / "epoch=0.ckpt", seed=1 + rank)
+    again = trained(
+        Path(folder) / "again", strategy(), Path(folder) / "epoch=0.ckpt", seed=1 + rank
+    )
     return [first, again]

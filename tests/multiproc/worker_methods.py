@@ -1,4 +1,5 @@
-"""Run by some number of processes: the model's own methods on a compiled module, and what their refusals say to do instead."""
+"""Run by some number of processes: the model's own methods on a compiled module, and what their
+refusals say to do instead."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.first, self.norm, self.second = (
+            nn.Linear(16, 16),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, 16),
+        )
         self._scale = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +91,9 @@ def made(stages: bool = False) -> tuple[Any, Any]:
     plain = Net().double()
     cut = autopar.constraints.pipeline("gpu", microbatches=1)
     constraints = (cut if stages else autopar.constraints.fsdp(),)
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware=quick_hosts(), constraints=constraints)
+    return plain, autopar.compile(
+        copy.deepcopy(plain), example_inputs=(X,), hardware=quick_hosts(), constraints=constraints
+    )
 
 
 def step(module: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -112,15 +119,25 @@ def called(rank: int) -> dict[str, Any]:
     }
     module.penalty().backward()
     plain.penalty().backward()
-    found["gradient"] = (module.first.weight.grad.full_tensor() - plain.first.weight.grad).abs().max().item()
+    found["gradient"] = (
+        (module.first.weight.grad.full_tensor() - plain.first.weight.grad).abs().max().item()
+    )
     module.initialize()
     plain.initialize()
-    return {**found, "initialized": apart(module, plain), "words": module.words(), "private": hasattr(module, "_scale")}
+    return {
+        **found,
+        "initialized": apart(module, plain),
+        "words": module.words(),
+        "private": hasattr(module, "_scale"),
+    }
 
 
 def apart(module: Any, plain: nn.Module) -> float:
     state = module.full_state_dict()
-    return max((state[name].double() - x.double()).abs().max().item() for name, x in plain.state_dict().items())
+    return max(
+        (state[name].double() - x.double()).abs().max().item()
+        for name, x in plain.state_dict().items()
+    )
 
 
 def refused(rank: int, stages: bool) -> dict[str, Any]:
@@ -141,7 +158,10 @@ def refused(rank: int, stages: bool) -> dict[str, Any]:
     }
     plain = copy.deepcopy(model)
     plain.load_state_dict(module.full_state_dict(), assign=True)
-    found = {"loss": abs(plain(X).item() - module(X).item()), "decoded": tuple(plain.decode(X).shape)}
+    found = {
+        "loss": abs(plain(X).item() - module(X).item()),
+        "decoded": tuple(plain.decode(X).shape),
+    }
     plain = copy.deepcopy(model)
     plain.load_state_dict(average.module.full_state_dict(), assign=True)
     update_bn([X, X], plain)

@@ -1,4 +1,5 @@
-"""Run by four processes: the hand-written program as a `ParallelModule`, against the plain model."""
+"""Run by four processes: the hand-written program as a `ParallelModule`, against the plain
+model."""
 
 from __future__ import annotations
 
@@ -16,24 +17,29 @@ import worker_steps
 from handwritten import BATCH, Toy, batch, program
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.core.stored_placements import storable
 from autopar.errors import AutoparError
-from autopar.layout import Layout
-from autopar.layout.stored_placements import storable
-from autopar.mesh import Mesh
-from autopar.run.checkpoints import CheckpointTensor
-from autopar.run.device_mesh import device_mesh
-from autopar.run.live import LiveBytes
-from autopar.run.memory import trace_peak
-from autopar.run.module import ParallelModule
-from autopar.run.optimizers import REFUSED, SUPPORTED
-from autopar.run.parameters import Storage
-from autopar.run.splitting import local_part, split
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.memory import trace_peak
+from autopar.program.splitting import local_part, split
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.dtensor_checkpoints import CheckpointTensor
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.optimizers import REFUSED, SUPPORTED
+from autopar.runtime.parameters import Storage
 
 
-def build(data: int = 2, tensor: int = 2, model: nn.Module | None = None, **options: Any) -> ParallelModule:
+def build(
+    data: int = 2, tensor: int = 2, model: nn.Module | None = None, **options: Any
+) -> ParallelModule:
     target = program(data, tensor)
     return ParallelModule(target, device_mesh(target.mesh), model or Toy(), **options)
 
@@ -55,8 +61,12 @@ def whole(tensor: Tensor) -> Tensor:
 def worst(a: nn.Module, b: nn.Module, *, gradients: bool = False) -> float:
     """Largest relative difference of parameters or gradients."""
     theirs = dict(b.named_parameters())
-    pairs = [(p.grad, theirs[n].grad) if gradients else (p, theirs[n]) for n, p in a.named_parameters()]
-    return max(error(whole(mine), their) for mine, their in pairs if mine is not None and their is not None)
+    pairs = [
+        (p.grad, theirs[n].grad) if gradients else (p, theirs[n]) for n, p in a.named_parameters()
+    ]
+    return max(
+        error(whole(mine), their) for mine, their in pairs if mine is not None and their is not None
+    )
 
 
 def message(action: Any) -> str:
@@ -85,7 +95,11 @@ def training(rank: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     errors["parameters"], errors["mean"] = worst(parallel, plain), error(parallel.mean, plain.mean)
-    return {**errors, "note": mine["note"], "requires_grad": [mine["loss"].requires_grad, mine["logits"].requires_grad]}
+    return {
+        **errors,
+        "note": mine["note"],
+        "requires_grad": [mine["loss"].requires_grad, mine["logits"].requires_grad],
+    }
 
 
 def norms(rank: int) -> dict[str, float]:
@@ -94,7 +108,10 @@ def norms(rank: int) -> dict[str, float]:
         plain, parallel = Toy(), build()
         call(plain)["loss"].backward()
         call(parallel)["loss"].backward()
-        pair = parallel.clip_grad_norm_(0.5, norm_type), nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+        pair = (
+            parallel.clip_grad_norm_(0.5, norm_type),
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type),
+        )
         result[str(norm_type)] = max(error(*pair), worst(parallel, plain, gradients=True))
     return result
 
@@ -106,32 +123,46 @@ def storage(rank: int) -> dict[str, Any]:
     local, full, grads = [], [], []
     call(parallel)["loss"].backward()
     for tensor in target.parameters:
-        parameter, value = parallel.get_parameter(tensor.name), plain.get_parameter(tensor.name).detach()
+        parameter, value = (
+            parallel.get_parameter(tensor.name),
+            plain.get_parameter(tensor.name).detach(),
+        )
         part = split(value, tensor.layout, target.mesh, tensor.view)[rank]
         local.append(torch.equal(parameter.to_local().reshape(part.shape), part))
         full.append(torch.equal(parameter.full_tensor(), value))
         grads.append(not tensor.has_gradient or parameter.grad.placements == parameter.placements)
-    return {"local": all(local), "full": all(full), "grads": all(grads), "placements": str(parallel.fused.weight.placements)}
+    return {
+        "local": all(local),
+        "full": all(full),
+        "grads": all(grads),
+        "placements": str(parallel.fused.weight.placements),
+    }
 
 
 def names(rank: int) -> dict[str, Any]:
     parallel, plain = build(), Toy()
     return {
         "state_dict": list(parallel.state_dict()) == list(plain.state_dict()),
-        "parameters": [n for n, _ in parallel.named_parameters()] == [n for n, _ in plain.named_parameters()],
-        "buffers": [n for n, _ in parallel.named_buffers()] == [n for n, _ in plain.named_buffers()],
+        "parameters": [n for n, _ in parallel.named_parameters()]
+        == [n for n, _ in plain.named_parameters()],
+        "buffers": [n for n, _ in parallel.named_buffers()]
+        == [n for n, _ in plain.named_buffers()],
         "tied": parallel.tied.weight is parallel.first.weight,
         "frozen": not parallel.scale.requires_grad,
     }
 
 
 def checkpoints(rank: int, folder: str) -> dict[str, Any]:
-    """Model and optimizer from 2×2 into 2×2, 4×1, 1×4 and the plain model, each then trained one step further."""
+    """Model and optimizer from 2×2 into 2×2, 4×1, 1×4 and the plain model, each then trained one
+    step further."""
     plain, parallel = Toy(), build()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, parallel)]
     advance(plain, optimizers[0])
     advance(parallel, optimizers[1])
-    saved = {"model": parallel.state_dict(), "optimizer": get_optimizer_state_dict(parallel, optimizers[1])}
+    saved = {
+        "model": parallel.state_dict(),
+        "optimizer": get_optimizer_state_dict(parallel, optimizers[1]),
+    }
     dcp.save(saved, checkpoint_id=folder)
     before = copy.deepcopy(plain)
     advance(plain, optimizers[0])
@@ -142,7 +173,10 @@ def checkpoints(rank: int, folder: str) -> dict[str, Any]:
             for parameter in other.parameters():
                 parameter.to_local().zero_()
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
-        state = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, optimizer)}
+        state = {
+            "model": other.state_dict(),
+            "optimizer": get_optimizer_state_dict(other, optimizer),
+        }
         dcp.load(state, checkpoint_id=folder)
         other.load_state_dict(state["model"])
         set_optimizer_state_dict(other, optimizer, state["optimizer"])
@@ -185,7 +219,11 @@ def loading(rank: int) -> dict[str, Any]:
     keys = parallel.load_state_dict(plain.state_dict())
     parallel.offset.copy_(plain.offset)
     mine, theirs = call(parallel), call(plain)
-    return {"keys": str(keys), "parameters": worst(parallel, plain), "loss": error(mine["loss"], theirs["loss"])}
+    return {
+        "keys": str(keys),
+        "parameters": worst(parallel, plain),
+        "loss": error(mine["loss"], theirs["loss"]),
+    }
 
 
 def optimizers(rank: int) -> dict[str, Any]:
@@ -193,7 +231,10 @@ def optimizers(rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in (*SUPPORTED, *REFUSED):
         plain, parallel = Toy(), build()
-        pair = [getattr(torch.optim, name)([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, parallel)]
+        pair = [
+            getattr(torch.optim, name)([p for p in m.parameters() if p.requires_grad], lr=0.01)
+            for m in (plain, parallel)
+        ]
         if name in REFUSED:
             call(parallel)["loss"].backward()
             result[name] = message(pair[1].step)
@@ -215,22 +256,32 @@ def memory(rank: int) -> dict[str, Any]:
             values = list(batch().values())
             if mode == "local":
                 borders = zip(values, parallel.program.inputs, strict=True)
-                values = [local_part(x, t.layout, mesh.shape, t.view, mesh.coordinate(rank)).clone() for x, t in borders]
-            predicted = trace_peak(parallel.program, outputs=outputs, batch=mode, coordinate=mesh.coordinate(rank))
+                values = [
+                    local_part(x, t.layout, mesh.shape, t.view, mesh.coordinate(rank)).clone()
+                    for x, t in borders
+                ]
+            predicted = trace_peak(
+                parallel.program, outputs=outputs, batch=mode, coordinate=mesh.coordinate(rank)
+            )
             result[f"{outputs} {mode}"] = (predicted.peak_bytes, *measured(parallel, values))
-            assert trace_peak(parallel.program, outputs=outputs, batch=mode, train=False).peak_bytes < predicted.peak_bytes
+            assert (
+                trace_peak(parallel.program, outputs=outputs, batch=mode, train=False).peak_bytes
+                < predicted.peak_bytes
+            )
     return result
 
 
 def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[int]]:
     """The peak, and the bytes that each of ten steps left behind.
 
-    gloo's thread may hold an operand for a moment after the wait, so the least of the peaks counts, and what is left is
-    counted when that thread has had time to let go.
+    gloo's thread may hold an operand for a moment after the wait, so the least of the peaks counts,
+    and what is left is counted when that thread has had time to let go.
     """
     gc.disable()  # a reference cycle must not be cleaned up behind the test's back
     peaks, left = set(), set()
-    for _ in range(16):  # calls 1, 2, 4, 8 and 16 compare batches between ranks, which is no part of a step
+    for _ in range(
+        16
+    ):  # calls 1, 2, 4, 8 and 16 compare batches between ranks, which is no part of a step
         parallel(values[0], target=values[1])["loss"].backward()
         parallel.zero_grad()
     with LiveBytes() as live:
@@ -263,7 +314,8 @@ def batches(rank: int) -> dict[str, Any]:
     return {
         "loss": error(out["loss"], whole_outputs["loss"]),
         "local": torch.equal(out["logits"], whole_outputs["logits"][half]),
-        "dtensor": isinstance(dtensor, DTensor) and torch.equal(dtensor.full_tensor(), whole_outputs["logits"]),
+        "dtensor": isinstance(dtensor, DTensor)
+        and torch.equal(dtensor.full_tensor(), whole_outputs["logits"]),
         "samples": list(sampler),
         "layouts": {k: str(v) for k, v in local.input_layouts.items()},
         "whole batch": message(lambda: call(local)),
@@ -289,7 +341,8 @@ def layouts_of(view: tuple[int, ...]) -> list[Layout]:
 
 
 def strided(rank: int) -> dict[str, Any]:
-    """Every layout of a fused and of a plain weight: what `storable` allows joins to the full tensor, also box by box."""
+    """Every layout of a fused and of a plain weight: what `storable` allows joins to the full
+    tensor, also box by box."""
     devices = device_mesh(Mesh({"data": 2, "tensor": 2}))
     result: dict[str, Any] = {"wrong": [], "refused": [], "count": 0}
     for shape, view in (((8, 8), (8, 8)), ((4, 24), (4, 3, 8)), ((24, 4), (3, 8, 4))):
@@ -301,13 +354,17 @@ def strided(rank: int) -> dict[str, Any]:
             tensor = replace(program().parameters[0], shape=shape, view=view, layout=layout)
             stored = Storage.of(tensor, devices).distribute(full)
             result["count"] += 1
-            if not (torch.equal(stored.full_tensor(), full) and boxes_cover(CheckpointTensor.of(stored), full)):
+            if not (
+                torch.equal(stored.full_tensor(), full)
+                and boxes_cover(CheckpointTensor.of(stored), full)
+            ):
                 result["wrong"].append((view, str(layout)))
     return result
 
 
 def boxes_cover(stored: CheckpointTensor, full: Tensor) -> bool:
-    """Whether the boxes hold the full tensor's values at their places, and each local element once."""
+    """Whether the boxes hold the full tensor's values at their places, and each local element
+    once."""
     rebuilt = torch.full_like(full, -1.0)
     for chunk in stored.__create_chunk_list__():
         place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))

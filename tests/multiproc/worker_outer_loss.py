@@ -1,4 +1,5 @@
-"""Run by several processes: a loss of the outputs, computed by the user on every rank, beside the plain model's."""
+"""Run by several processes: a loss of the outputs, computed by the user on every rank, beside
+the plain model's."""
 
 from __future__ import annotations
 
@@ -14,23 +15,28 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import constraints
+from autopar.core.layout import local_shape
 from autopar.errors import RuntimeStateError
-from autopar.layout import local_shape
-from autopar.run.splitting import local_part
+from autopar.program.splitting import local_part
 
 PLANS: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]] = {
     "several ddp": ("several", {"a": 2}, (constraints.ddp(),)),
     "several fsdp uneven": ("several", {"a": 3}, (constraints.fsdp(),)),
     "convolutions fsdp": ("convolutions", {"a": 2}, (constraints.fsdp(),)),
     "llama heads": ("llama_layer", {"a": 2}, (constraints.tensor_parallel("1d", axes="a"),)),
-    "llama grid": ("llama_layer", {"a": 2, "b": 2}, (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b"))),
+    "llama grid": (
+        "llama_layer",
+        {"a": 2, "b": 2},
+        (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b")),
+    ),
 }
 OUTPUTS = ("auto", "dtensor", "local")
 STEPS, LEARNING_RATE = 3, 0.1
 
 
 def run(rank: int, plan: str) -> dict[str, Any]:
-    """Per way in which outputs come: losses, the largest error of a parameter, and that of the outputs of an evaluation."""
+    """Per way in which outputs come: losses, the largest error of a parameter, and that of the
+    outputs of an evaluation."""
     return {outputs: follow(plan, outputs) for outputs in OUTPUTS}
 
 
@@ -48,20 +54,31 @@ def follow(plan: str, outputs: str) -> dict[str, Any]:
         for _ in range(STEPS):
             found = _named(model(**batch))
             in_parts = outputs == "local" and model is module
-            loss = _loss_of_parts(module, found) if in_parts else loss_of({name: _full(x) for name, x in found.items()})
+            loss = (
+                _loss_of_parts(module, found)
+                if in_parts
+                else loss_of({name: _full(x) for name, x in found.items()})
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             seen.append(loss.item())
-    facts = {"losses": losses, "parts": [t.shape != _shape(module, t) for t in module.program.outputs]}
+    facts = {
+        "losses": losses,
+        "parts": [t.shape != _shape(module, t) for t in module.program.outputs],
+    }
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
     facts["parameters"] = largest((p.full_tensor() - q).abs().max() for p, q in pairs)
-    facts["sharded"] = sum(not all(x.is_replicate() for x in p.placements) for p in module.parameters())
+    facts["sharded"] = sum(
+        not all(x.is_replicate() for x in p.placements) for p in module.parameters()
+    )
     facts["moved"] = losses[0][0] - losses[0][-1]
     if outputs != "local":
         with torch.no_grad():
             ours, theirs = _named(module.eval()(**batch)), _named(plain.eval()(**batch))
-        facts["evaluated"] = largest((_full(ours[name]) - x).abs().max() for name, x in theirs.items())
+        facts["evaluated"] = largest(
+            (_full(ours[name]) - x).abs().max() for name, x in theirs.items()
+        )
     return facts
 
 
@@ -71,22 +88,33 @@ def largest(errors: Iterable[Tensor]) -> float:
 
 
 def loss_of(found: dict[str, Tensor]) -> Tensor:
-    """A number that every differentiable output has a part in; what is added up has a weight of its own per element."""
-    return torch.stack([(weights(name, x.shape).to(x) * x).sum() + x.pow(2).sum() / math.prod(x.shape) for name, x in found.items()]).sum()
+    """A number that every differentiable output has a part in; what is added up has a weight of
+    its own per element."""
+    return torch.stack(
+        [
+            (weights(name, x.shape).to(x) * x).sum() + x.pow(2).sum() / math.prod(x.shape)
+            for name, x in found.items()
+        ]
+    ).sum()
 
 
 def weights(name: str, shape: Any) -> Tensor:
-    return torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(tuple(shape)) / math.prod(shape)
+    return torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(
+        tuple(shape)
+    ) / math.prod(shape)
 
 
 def _loss_of_parts(module: Any, found: dict[str, Tensor]) -> Tensor:
-    """The same of this rank's parts: what a part of the whole loss' gradient is, whatever the other ranks hold."""
+    """The same of this rank's parts: what a part of the whole loss' gradient is, whatever the
+    other ranks hold."""
     terms = []
     sizes, place = tuple(module.device_mesh.shape), module.device_mesh.get_coordinate()
     for t in module.program.outputs:
         if t.has_gradient:
             mine = local_part(weights(t.name, t.shape), t.layout, sizes, t.view, place)
-            terms.append((mine * found[t.name]).sum() + found[t.name].pow(2).sum() / math.prod(t.shape))
+            terms.append(
+                (mine * found[t.name]).sum() + found[t.name].pow(2).sum() / math.prod(t.shape)
+            )
     return torch.stack(terms).sum()
 
 
@@ -101,7 +129,12 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _shape(module: Any, tensor: Any) -> tuple[int, ...]:
-    return local_shape(tensor.shape, tensor.layout, tuple(module.device_mesh.shape), module.device_mesh.get_coordinate())
+    return local_shape(
+        tensor.shape,
+        tensor.layout,
+        tuple(module.device_mesh.shape),
+        module.device_mesh.get_coordinate(),
+    )
 
 
 class Heads(nn.Module):
@@ -121,17 +154,23 @@ def heads(rank: int) -> list[Any]:
     torch.manual_seed(0)
     plain, x = Heads().double(), torch.randn(8, 8, dtype=torch.float64)
     options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.ddp(),)}
-    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"a": 2}), example_inputs=(x,), **options)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), autopar.Mesh({"a": 2}), example_inputs=(x,), **options
+    )
     told: list[Any] = []
     for used in ((0,), (0, 1), (1,)):
         for model in (plain, module):
             model.zero_grad()
             found = model(x)
-            torch.stack([found[place].pow(2).sum() + found[place].sum() for place in used]).sum().backward()
+            torch.stack(
+                [found[place].pow(2).sum() + found[place].sum() for place in used]
+            ).sum().backward()
         pairs = list(zip(module.named_parameters(), plain.parameters(), strict=True))
         none = [name for (name, p), _ in pairs if p.grad is None]
         assert none == [name for (name, _), q in pairs if q.grad is None]
-        errors = ((p.grad.full_tensor() - q.grad).abs().max() for (_, p), q in pairs if q.grad is not None)
+        errors = (
+            (p.grad.full_tensor() - q.grad).abs().max() for (_, p), q in pairs if q.grad is not None
+        )
         told.append((none, largest(errors)))
     return told
 
@@ -140,7 +179,9 @@ def expanded(rank: int) -> float:
     """The error of gradients that begin with one number for a whole output."""
     torch.manual_seed(0)
     plain, x = nn.Linear(8, 4), torch.randn(8, 8)
-    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"a": 2}), example_inputs=(x,), hardware="cpu-gloo")
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), autopar.Mesh({"a": 2}), example_inputs=(x,), hardware="cpu-gloo"
+    )
     for model in (plain, module):
         model(x).sum().backward()
     return float((module.weight.grad.full_tensor() - plain.weight.grad).abs().max())
@@ -150,7 +191,9 @@ def apart(rank: int) -> str:
     """What a loss that ranks compute differently is told."""
     torch.manual_seed(0)
     x = torch.randn(8, 8)
-    module: Any = autopar.compile(Heads(), autopar.Mesh({"a": 2}), example_inputs=(x,), hardware="cpu-gloo")
+    module: Any = autopar.compile(
+        Heads(), autopar.Mesh({"a": 2}), example_inputs=(x,), hardware="cpu-gloo"
+    )
     left, _ = module(x)
     torch.manual_seed(100 + rank)
     try:

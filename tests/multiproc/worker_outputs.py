@@ -36,14 +36,27 @@ def model_and_batch() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 def metrics(logits: Any, y: Tensor) -> list[float]:
     """As a script computes them that knows of one process."""
-    return [logits.argmax(-1).float().mean().item(), float((logits.argmax(-1) == y).float().mean()), logits.sum().item()]
+    return [
+        logits.argmax(-1).float().mean().item(),
+        float((logits.argmax(-1) == y).float().mean()),
+        logits.sum().item(),
+    ]
 
 
-def evaluation(rank: int, plan: str, *, inference: bool = False, **options: Any) -> tuple[list[float], str]:
+def evaluation(
+    rank: int, plan: str, *, inference: bool = False, **options: Any
+) -> tuple[list[float], str]:
     """Metrics of an evaluation, and how its plan says that outputs come."""
     model, batch = model_and_batch()
-    options = {"constraints": PLANS[plan], "hardware": "cpu-gloo", "inference": inference, **options}
-    module: Any = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, **options).eval()
+    options = {
+        "constraints": PLANS[plan],
+        "hardware": "cpu-gloo",
+        "inference": inference,
+        **options,
+    }
+    module: Any = autopar.compile(
+        model, autopar.Mesh({"gpu": 2}), example_inputs=batch, **options
+    ).eval()
     with torch.no_grad():
         found = metrics(module(*batch)[1], batch[1])
     made = module.plan if inference else module.variants.known[-1].plan
@@ -55,15 +68,26 @@ def inference(rank: int, plan: str) -> tuple[list[float], str]:
 
 
 def scarce(rank: int) -> tuple[bool, str, Any]:
-    """An evaluation whose whole outputs do not fit: whether its logits are a DTensor all the same, and how its plan says they come."""
+    """An evaluation whose whole outputs do not fit: whether its logits are a DTensor all the
+    same, and how its plan says they come."""
     torch.manual_seed(0)
     model, batch = Wide(), (torch.randn(8, 4),)
-    options: dict[str, Any] = {"constraints": PLANS["data parallel"], "hardware": "cpu-gloo", "memory_bytes": 400_000}
-    module: Any = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, **options).eval()
+    options: dict[str, Any] = {
+        "constraints": PLANS["data parallel"],
+        "hardware": "cpu-gloo",
+        "memory_bytes": 400_000,
+    }
+    module: Any = autopar.compile(
+        model, autopar.Mesh({"gpu": 2}), example_inputs=batch, **options
+    ).eval()
     with torch.no_grad():
         logits = module(*batch)[1]
     made = module.variants.known[-1].plan
-    return isinstance(logits, torch.distributed.tensor.DTensor), made.options["outputs"], made.prediction.peak_bytes
+    return (
+        isinstance(logits, torch.distributed.tensor.DTensor),
+        made.options["outputs"],
+        made.prediction.peak_bytes,
+    )
 
 
 class Wide(nn.Module):
@@ -79,14 +103,19 @@ class Wide(nn.Module):
 
 
 def training(rank: int) -> list[str]:
-    """What a script is told that reads logits in training as if they were whole; gathered, they are right."""
+    """What a script is told that reads logits in training as if they were whole; gathered, they
+    are right."""
     model, batch = model_and_batch()
     options: dict[str, Any] = {"constraints": PLANS["data parallel"], "hardware": "cpu-gloo"}
     wanted = [*metrics(model(*batch)[1], batch[1])]
     module: Any = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, **options)
     loss, logits = module(*batch)
     told = []
-    for read in (lambda: logits.argmax(-1).float().mean().item(), lambda: logits.argmax(-1) == batch[1], lambda: float(logits.sum())):
+    for read in (
+        lambda: logits.argmax(-1).float().mean().item(),
+        lambda: logits.argmax(-1) == batch[1],
+        lambda: float(logits.sum()),
+    ):
         try:
             read()
         except AutoparError as error:

@@ -1,4 +1,5 @@
-"""Run by two processes: plans with communication beside compute, against the plain model, and their memory against the prediction."""
+"""Run by two processes: plans with communication beside compute, against the plain model, and
+their memory against the prediction."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from autopar.capture import capture
 from autopar.emit import emit
 from autopar.kernels import collectives as steps
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
-from autopar.run.memory import trace_peak
-from autopar.run.module import ParallelModule
+from autopar.program.memory import trace_peak
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 
 
 def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
     """By name: the model's kind, and its dtype where that is not double precision."""
     dtypes = {name: torch.float32 if "float32" in name else torch.float64 for name in plans}
-    return {name: follow(name.split()[0], Plan.loads(text), rank, dtypes[name]) for name, text in plans.items()}
+    return {
+        name: follow(name.split()[0], Plan.loads(text), rank, dtypes[name])
+        for name, text in plans.items()
+    }
 
 
 def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -35,14 +39,24 @@ def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, An
     loss.backward()
     expected.backward()
     theirs = dict(plain.named_parameters())
-    errors = {name: error(p.grad.full_tensor(), theirs[name].grad) for name, p in module.named_parameters() if p.grad is not None}
+    errors = {
+        name: error(p.grad.full_tensor(), theirs[name].grad)
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
     names = {name for name, p in theirs.items() if p.grad is not None}
-    predicted = trace_peak(program, outputs="dtensor", coordinate=plan.mesh.coordinate(rank)).peak_bytes
+    predicted = trace_peak(
+        program, outputs="dtensor", coordinate=plan.mesh.coordinate(rank)
+    ).peak_bytes
     return {
         "loss": abs(loss.item() - expected.item()) / expected.item(),
         "gradients": max(errors.values()),
         "missing": sorted(names - errors.keys()),
-        "starts": sum(node.target is steps.start for g in (program.forward, program.backward) for node in g.graph.nodes),
+        "starts": sum(
+            node.target is steps.start
+            for g in (program.forward, program.backward)
+            for node in g.graph.nodes
+        ),
         "peaks": (predicted, measured(module, batch)),
     }
 
@@ -52,7 +66,8 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def measured(module: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """Live bytes at their most in a step whose outputs are held until backward ends, as in a training loop."""
+    """Live bytes at their most in a step whose outputs are held until backward ends, as in a
+    training loop."""
 
     def step() -> Any:
         result = module(**batch)

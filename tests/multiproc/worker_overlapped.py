@@ -1,4 +1,5 @@
-"""Run by three gloo processes: the overlapped products, which have no shared memory there, and what they log."""
+"""Run by three gloo processes: the overlapped products, which have no shared memory there, and
+what they log."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from norm_cases import EPS, ranks_of, same
 from overlap_cases import whole_numbers
 
 from autopar import ops
-from autopar.kernels import normed_scatter, overlapped, overlapped_references
+from autopar.kernels import normed, overlapped
+from autopar.kernels import overlapped as overlapped_references
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.together import shards_of
+from autopar.kernels.fused import shards_of
 from autopar.ops.products import dot
 
 
@@ -29,26 +31,41 @@ def run(rank: int) -> dict[str, Any]:
     wrong = []
     for _ in range(2):
         shards = shards_of(x, 0, 3)
-        gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards[rank], w), 0, 0, group, 2, dot, 8)
+        gathered, y = overlapped.all_gather_dot(
+            "mk,kn->mn", (shards[rank], w), 0, 0, group, 2, dot, 8
+        )
         part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
         addends = [y * other for other in range(3)]
-        added = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot, addends[rank])
-        expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
-        with_addends = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0, addends)[rank]
+        added = overlapped.dot_reduce_scatter(
+            "mk,kn->mn", pairs[rank], 0, group, 2, dot, addends[rank]
+        )
+        expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[
+            rank
+        ]
+        with_addends = overlapped_references.matmul_reduce_scatter_reference(
+            "mk,kn->mn", pairs, 0, addends
+        )[rank]
         for name, found, wanted in (
-            ("gathered", gathered, x), ("product", y, x @ w), ("sum", part, expected), ("with addends", added, with_addends),
-        ):  # fmt: skip
+            ("gathered", gathered, x),
+            ("product", y, x @ w),
+            ("sum", part, expected),
+            ("with addends", added, with_addends),
+        ):
             wrong += [] if torch.equal(found, wanted) else [name]
     ranks = ranks_of("mk,kn->mn", (8, 3), (3, 16), 0, 3)
     a, b, residual, weight = ranks.of(rank)
     norm = 16, EPS, torch.float32, torch.float32, torch.float32
-    made = normed_scatter.dot_reduce_add_rmsnorm("mk,kn->mn", (a, b), residual, weight, 0, group, 2, *norm, dot)
+    made = normed.dot_reduce_add_rmsnorm(
+        "mk,kn->mn", (a, b), residual, weight, 0, group, 2, *norm, dot
+    )
     total = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", ranks.pairs, 0)[rank]
     squares = ops.square_sum(residual + total, torch.float32)
     wanted = residual + total, squares, ops.rms_norm(residual + total, squares, weight, *norm)
     wrong += [] if same([made], [wanted]) else ["norm"]
     shard = shards_of(x, 0, 3)[rank].requires_grad_()
-    _, y = torch.ops.autopar.all_gather_matmul(shard, w, "mk,kn->mn", 0, 0, 8, 3, group.name, rank, 2)
+    _, y = torch.ops.autopar.all_gather_matmul(
+        shard, w, "mk,kn->mn", 0, 0, 8, 3, group.name, rank, 2
+    )
     (gradient,) = torch.autograd.grad((y * (rank + 1)).sum(), shard)
     wrong += [] if torch.equal(gradient, 6 * torch.ones(len(shard), 4) @ w.t()) else ["gradient"]
     return {"wrong": wrong, "messages": messages}

@@ -28,7 +28,8 @@ def built(kind: str) -> zoo_small.Built:
 
 
 def follow(kind: str, plan: Plan) -> dict[str, Any]:
-    """Errors of loss, norm and parameters over some steps, and what the module does beside training."""
+    """Errors of loss, norm and parameters over some steps, and what the module does beside
+    training."""
     model, batch = built(kind)
     plain = copy.deepcopy(model)
     module: Any = autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan, outputs="full")
@@ -38,7 +39,10 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
         loss, expected = module(**batch).loss, plain(**batch).loss
         loss.backward()
         expected.backward()
-        norm, wanted = float(module.clip_grad_norm_(MAX_NORM)), float(torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM))
+        norm, wanted = (
+            float(module.clip_grad_norm_(MAX_NORM)),
+            float(torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)),
+        )
         facts["loss"].append(abs(loss.item() - expected.item()) / expected.item())
         facts["norm"].append(abs(norm - wanted) / wanted)
         for optimizer in (ours, theirs):
@@ -47,29 +51,44 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
     facts["clipped"] = wanted > MAX_NORM
     named = dict(plain.named_parameters(remove_duplicate=False))
     mine = dict(module.named_parameters(remove_duplicate=False))
-    facts["parameters"] = max(float((p.full_tensor() - named[name]).abs().max()) for name, p in mine.items() if isinstance(p, DTensor))
+    facts["parameters"] = max(
+        float((p.full_tensor() - named[name]).abs().max())
+        for name, p in mine.items()
+        if isinstance(p, DTensor)
+    )
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, sorted(mine))
-    facts["all held"], facts["not all here"] = set().union(*held) == set(named), len(mine) < len(named)
+    facts["all held"], facts["not all here"] = (
+        set().union(*held) == set(named),
+        len(mine) < len(named),
+    )
     with torch.inference_mode():
         got, expected_out = module(**batch), plain(**batch)
-        facts["logits"] = float((got.logits - expected_out.logits).abs().max() / expected_out.logits.abs().max())
+        facts["logits"] = float(
+            (got.logits - expected_out.logits).abs().max() / expected_out.logits.abs().max()
+        )
     facts["scaled"] = _scaled(module, batch)
     model, _ = built(kind)
-    facts["peak"] = _peak(autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan), batch, plan)
+    facts["peak"] = _peak(
+        autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan), batch, plan
+    )
     facts["state"] = _round_trip(kind, plan, batch, module)
     return facts
 
 
 def _scaled(module: Any, batch: dict[str, Any]) -> float:
-    """The error of gradients whose loss was scaled, as a gradient scaler does, against twice the plain ones."""
+    """The error of gradients whose loss was scaled, as a gradient scaler does, against twice the
+    plain ones."""
     module(**batch).loss.backward()
     once = [p.grad.to_local().clone() for p in module.parameters()]
     module.zero_grad()
     module.loss_scale = 4.0
     (module(**batch).loss * 2.0).backward()
     module.loss_scale = 1.0
-    error = max(float((p.grad.to_local() - 2.0 * g).abs().max()) for p, g in zip(module.parameters(), once, strict=True))
+    error = max(
+        float((p.grad.to_local() - 2.0 * g).abs().max())
+        for p, g in zip(module.parameters(), once, strict=True)
+    )
     module.zero_grad()
     return error
 
@@ -79,9 +98,13 @@ def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
     assert plan.pipeline is not None
     ranks = len(plan.pipeline.stages) // plan.pipeline.num_chunks
     chunks = [stage.prediction for stage in plan.pipeline.stages[module.rank :: ranks]]
-    predicted = plan.pipeline.rank_bytes[module.rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
+    predicted = (
+        plan.pipeline.rank_bytes[module.rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
+    )
     held = [*module.parameters(), *module.buffers(), *batch.values()]
-    peak = least_peak(held, lambda: module(**batch), before=lambda: module.zero_grad(set_to_none=True), times=5)
+    peak = least_peak(
+        held, lambda: module(**batch), before=lambda: module.zero_grad(set_to_none=True), times=5
+    )
     return peak, predicted - sum(p.memory_bytes["optimizer"] for p in chunks)
 
 

@@ -14,9 +14,11 @@ from autopar.constraints import ddp, fsdp, pipeline, tensor_parallel
 from autopar.errors import RankError
 
 PLANS: dict[str, Any] = {
-    "ddp": ddp(), "fsdp": fsdp(), "tensor": tensor_parallel("1d", axes="gpu"),
+    "ddp": ddp(),
+    "fsdp": fsdp(),
+    "tensor": tensor_parallel("1d", axes="gpu"),
     "stages": pipeline("gpu", microbatches=2),
-}  # fmt: skip
+}
 Action = Callable[[], object]
 
 

@@ -1,4 +1,5 @@
-"""Run by some number of processes: a model with dropout is trained, saved, and goes on among another number of processes."""
+"""Run by some number of processes: a model with dropout is trained, saved, and goes on among
+another number of processes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 import autopar
+from autopar.checkpoint import files, manager, parts
 from autopar.errors import RuntimeStateError
-from autopar.run import saved, saved_files, saved_parts, saved_runs
 from benchmarks.common import load_profile
 from benchmarks.zoo import build
 
@@ -20,10 +21,17 @@ TRAINED, ALL_STEPS = 3, 6
 
 
 def run(rank: int, folder: str, steps: int, stages: bool = False) -> dict[str, Any]:
-    """Train up to so many steps, from where the newest checkpoint ends; what was seen on the way."""
-    model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)  # in two stages one of which draws nothing
+    """Train up to so many steps, from where the newest checkpoint ends; what was seen on the
+    way."""
+    model, batch = build(
+        "gpt2", dropout=0.2, dtype=torch.float64, n_layer=1
+    )  # in two stages one of which draws nothing
     constraints = (autopar.constraints.pipeline("gpu", microbatches=1),) if stages else ()
-    options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "outputs": "loss", "num_microbatches": "auto"}
+    options: dict[str, Any] = {
+        "hardware": load_profile("cpu-gloo-frictionless"),
+        "outputs": "loss",
+        "num_microbatches": "auto",
+    }
     module: Any = autopar.compile(model, example_inputs=batch, constraints=constraints, **options)
     module.manual_seed(SEED)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
@@ -41,22 +49,32 @@ def run(rank: int, folder: str, steps: int, stages: bool = False) -> dict[str, A
         checkpoints.save(step + 1, module, optimizer, scheduler=scheduler)
     sharded = sum(not all(x.is_replicate() for x in p.placements) for p in module.parameters())
     return {
-        "start": start, "losses": losses, "sharded": sharded, "rate": optimizer.param_groups[0]["lr"], "mesh": str(module.plan.mesh),
-        "steps": checkpoints.steps(), "state": module.random_state,
-    }  # fmt: skip
+        "start": start,
+        "losses": losses,
+        "sharded": sharded,
+        "rate": optimizer.param_groups[0]["lr"],
+        "mesh": str(module.plan.mesh),
+        "steps": checkpoints.steps(),
+        "state": module.random_state,
+    }
 
 
 def blind(rank: int, folder: str) -> dict[str, str]:
-    """Ranks that do not see one folder, as where machines do not share it, and one that cannot be written to; what each way ends in."""
-    saved.SEEN_WITHIN_S = 1.0
+    """Ranks that do not see one folder, as where machines do not share it, and one that cannot
+    be written to; what each way ends in."""
+    manager.SEEN_WITHIN_S = 1.0
     model, batch = build("gpt2", n_layer=1)
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     shared, own = Path(folder) / "shared", Path(folder) / f"of rank {rank}"
     autopar.Checkpoints(shared).save(1, module)
     no_folder = shared / "step_000000001" / "plan.json"
     return {
-        "rank 0 sees it": _refusal(lambda: autopar.Checkpoints(shared if rank == 0 else own).load(module)),
-        "rank 1 sees it": _refusal(lambda: autopar.Checkpoints(shared if rank == 1 else own).load(module)),
+        "rank 0 sees it": _refusal(
+            lambda: autopar.Checkpoints(shared if rank == 0 else own).load(module)
+        ),
+        "rank 1 sees it": _refusal(
+            lambda: autopar.Checkpoints(shared if rank == 1 else own).load(module)
+        ),
         "saved apart": _refusal(lambda: autopar.Checkpoints(own).save(2, module)),
         "a file": _refusal(lambda: autopar.Checkpoints(no_folder).save(2, module)),
     }
@@ -83,7 +101,8 @@ def damaged(rank: int, folder: str) -> list[str]:
 
 
 def beside(rank: int, folder: str, name: str) -> dict[str, Any]:
-    """One of two runs that begin in one folder at once: how many steps it saved, and what then ended it."""
+    """One of two runs that begin in one folder at once: how many steps it saved, and what then
+    ended it."""
     model, batch = build("gpt2", n_layer=1)
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     checkpoints = autopar.Checkpoints(Path(folder) / "shared")
@@ -94,14 +113,17 @@ def beside(rank: int, folder: str, name: str) -> dict[str, Any]:
     for step in range(1, 4):
         if said := _refusal(lambda step=step: checkpoints.save(step, module)):  # type: ignore[misc]
             return {"saved": step - 1, "said": said}
-    damage = saved_files.read_about(checkpoints._place(3))[1]
-    return {"saved": 3, "said": "", "run": saved_runs.runs_of(checkpoints._found()), "damage": damage}
+    damage = files.read_about(checkpoints._place(3))[1]
+    return {"saved": 3, "said": "", "run": manager.runs_of(checkpoints._found()), "damage": damage}
 
 
 def background(rank: int, folder: str) -> dict[str, Any]:
-    """Save in the background, also where one rank cannot write; what is there then, and what is said."""
+    """Save in the background, also where one rank cannot write; what is there then, and what is
+    said."""
     model, batch = build("gpt2", n_layer=1)
-    module: Any = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo", constraints=(autopar.constraints.fsdp(),))
+    module: Any = autopar.compile(
+        model, example_inputs=batch, hardware="cpu-gloo", constraints=(autopar.constraints.fsdp(),)
+    )
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     checkpoints = autopar.Checkpoints(folder)
 
@@ -112,7 +134,10 @@ def background(rank: int, folder: str) -> dict[str, Any]:
 
     def values() -> list[torch.Tensor]:
         moments = [x for of in optimizer.state.values() for x in of.values()]
-        return [getattr(x, "to_local", lambda x=x: x)().detach().clone() for x in (*module.parameters(), *moments)]
+        return [
+            getattr(x, "to_local", lambda x=x: x)().detach().clone()
+            for x in (*module.parameters(), *moments)
+        ]
 
     step()
     wanted = values()
@@ -122,16 +147,23 @@ def background(rank: int, folder: str) -> dict[str, Any]:
     changed = any(not torch.equal(a, b) for a, b in zip(wanted, values(), strict=True))
     loaded = checkpoints.load(module, optimizer)
     same = all(torch.equal(a, b) for a, b in zip(wanted, values(), strict=True))
-    plain = saved_parts.write_tensors
+    plain = parts.write_tensors
     if rank == 1:
-        saved_parts.write_tensors = _full
+        parts.write_tensors = _full
     checkpoints.async_save(2, module, optimizer)
     step()
     said = _refusal(lambda: checkpoints.save(2, module, optimizer))
-    saved_parts.write_tensors = plain
+    parts.write_tensors = plain
     steps = checkpoints.steps()
     checkpoints.async_save(3, module, optimizer)
-    return {"changed": changed, "loaded": loaded, "same": same, "said": said, "steps": steps, "last": checkpoints.steps()}
+    return {
+        "changed": changed,
+        "loaded": loaded,
+        "same": same,
+        "said": said,
+        "steps": steps,
+        "last": checkpoints.steps(),
+    }
 
 
 def _full(*_: Any) -> int:

@@ -1,4 +1,5 @@
-"""Run by several processes: gradient scalers in stages and in microbatches, beside one process with the plain model."""
+"""Run by several processes: gradient scalers in stages and in microbatches, beside one process
+with the plain model."""
 
 from __future__ import annotations
 
@@ -29,11 +30,21 @@ LAYOUTS: dict[str, tuple[int | None, list[Constraint]]] = {
 
 
 class Net(nn.Module):
-    """Four residual layers in float16 and a loss in float32, which may be tiny; `noise` draws and `normed` changes buffers."""
+    """Four residual layers in float16 and a loss in float32, which may be tiny; `noise` draws
+    and `normed` changes buffers."""
 
-    def __init__(self, factor: float = 1.0, *, noise: float = 0.0, normed: bool = False, dtype: torch.dtype = torch.float16) -> None:
+    def __init__(
+        self,
+        factor: float = 1.0,
+        *,
+        noise: float = 0.0,
+        normed: bool = False,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE)) for _ in range(4)
+        )
         self.drop, self.norm = nn.Dropout(noise), nn.BatchNorm1d(SIZE) if normed else nn.Identity()
         self.out, self.factor, self.dtype = nn.Linear(SIZE, SIZE), factor, dtype
 
@@ -50,7 +61,10 @@ class Spiked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4)), nn.Linear(SIZE, 1)
+        self.layers, self.out = (
+            nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4)),
+            nn.Linear(SIZE, 1),
+        )
         with torch.no_grad():
             self.out.weight.mul_(1e-3)
 
@@ -61,7 +75,8 @@ class Spiked(nn.Module):
 
 
 class Columns(nn.Module):
-    """Of float32; the gradient of the last element of `weight`, and of that alone, is as large as `y`."""
+    """Of float32; the gradient of the last element of `weight`, and of that alone, is as large
+    as `y`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +97,19 @@ def made(build: Callable[[], nn.Module], name: str, **options: Any) -> tuple[nn.
     torch.manual_seed(0)
     plain = build()
     options |= {} if num is None else {"num_microbatches": num}
-    module = autopar.compile(copy.deepcopy(plain), example_inputs=batch(), hardware="h100-sxm", constraints=asked, **options)
+    module = autopar.compile(
+        copy.deepcopy(plain),
+        example_inputs=batch(),
+        hardware="h100-sxm",
+        constraints=asked,
+        **options,
+    )
     return plain, module
 
 
 def apart(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
-    """The largest error of a parameter that is here, or of its gradient, relative to its largest element."""
+    """The largest error of a parameter that is here, or of its gradient, relative to its largest
+    element."""
     theirs, worst = dict(plain.named_parameters()), 0.0
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
@@ -98,7 +120,12 @@ def apart(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
         if not torch.equal(whole.isfinite(), wanted.isfinite()):
             return math.inf
         known = wanted.isfinite()
-        worst = max(worst, float((whole - wanted)[known].abs().max() / (wanted[known].abs().max() + 1e-30)) if known.any() else 0.0)
+        worst = max(
+            worst,
+            float((whole - wanted)[known].abs().max() / (wanted[known].abs().max() + 1e-30))
+            if known.any()
+            else 0.0,
+        )
     return worst
 
 
@@ -110,12 +137,17 @@ def first_gradients(rank: int, names: list[str], *, by_precision: bool = False) 
     """Errors of the gradients of a tiny loss after the first call, which nothing came before.
 
     Args:
-        by_precision: whether the plan reads fp32 parameters in fp16; else the model casts by itself.
+        by_precision: whether the plan reads fp32 parameters in fp16; else the model casts by
+            itself.
     """
     found = {}
     for name in names:
         options: dict[str, Any] = {"precision": "fp16"} if by_precision else {}
-        plain, module = made(lambda: Net(1e-7, dtype=torch.float32 if by_precision else torch.float16), name, **options)
+        plain, module = made(
+            lambda: Net(1e-7, dtype=torch.float32 if by_precision else torch.float16),
+            name,
+            **options,
+        )
         for model in (plain, module):
             scaler, optimizer = scaler_of(), torch.optim.SGD(model.parameters(), 0.0)
             scaler.scale(model(*batch())).backward()
@@ -152,7 +184,8 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 Loop = tuple[Callable[[], nn.Module], str, float, int, bool]
-"""The model, which optimizers, the scale to begin with, over how many batches gradients are added up, and whether they are clipped."""
+"""The model, which optimizers, the scale to begin with, over how many batches gradients are
+added up, and whether they are clipped."""
 LOOPS: dict[str, Loop] = {
     "momentum": (Net, "momentum", 2.0**15, 1, True),
     "foreach": (Net, "foreach", 2.0**15, 1, True),
@@ -171,9 +204,14 @@ LOOPS: dict[str, Loop] = {
 
 
 def train(model: Any, loop: Loop, *, clip: Callable[[], Any]) -> list[float]:
-    """The scales of an ordinary loop, whose scaler grows after two steps; in the third of six steps a batch makes gradients overflow."""
+    """The scales of an ordinary loop, whose scaler grows after two steps; in the third of six
+    steps a batch makes gradients overflow."""
     _, kind, init_scale, every, clips = loop
-    optimizers, scaler, scales = OPTIMIZERS[kind](model), scaler_of(init_scale=init_scale, growth_interval=2), []
+    optimizers, scaler, scales = (
+        OPTIMIZERS[kind](model),
+        scaler_of(init_scale=init_scale, growth_interval=2),
+        [],
+    )
     for step in range(6 * every):
         x, y = batch(step)
         loss = model(x, y * 1e6 if step // every == 2 else y) / every
@@ -198,7 +236,9 @@ def loops(rank: int, layout: str, names: list[str]) -> dict[str, Any]:
     told = {}
     for name in names:
         plain, module = made(LOOPS[name][0], layout)
-        wanted = train(plain, LOOPS[name], clip=partial(nn.utils.clip_grad_norm_, [*plain.parameters()], 1.0))
+        wanted = train(
+            plain, LOOPS[name], clip=partial(nn.utils.clip_grad_norm_, [*plain.parameters()], 1.0)
+        )
         found = train(module, LOOPS[name], clip=partial(module.clip_grad_norm_, 1.0))
         told[name] = wanted, found, apart(module, plain)
     return told
@@ -208,7 +248,11 @@ def usual(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, Any]
     """The most common ones: gradients of autocast and of a precision, and loops."""
     narrow = first_gradients(rank, ["stages in two"], by_precision=True)
     gradients = first_gradients(rank, ["sharded in two", "stages in two"])
-    return gradients, narrow, loops(rank, "stages in two", ["momentum", "one stage overflows, fused"])
+    return (
+        gradients,
+        narrow,
+        loops(rank, "stages in two", ["momentum", "one stage overflows, fused"]),
+    )
 
 
 def narrow_gradients(rank: int) -> dict[str, float]:

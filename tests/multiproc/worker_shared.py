@@ -30,7 +30,11 @@ def run(rank: int, frozen: bool) -> dict[str, Any]:
     model.encoder[0].weight.requires_grad_(not frozen)
     plain, facts = copy.deepcopy(model), {"loss": []}
     module = autopar.compile(
-        model, autopar.Mesh({"a": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=(pipeline("a", microbatches=3),)
+        model,
+        autopar.Mesh({"a": 2}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=(pipeline("a", microbatches=3),),
     )
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain))
     for _ in range(3):
@@ -42,4 +46,8 @@ def run(rank: int, frozen: bool) -> dict[str, Any]:
         facts["loss"].append(abs(losses[0].item() - losses[1].item()))
     whole = dict(plain.named_parameters())
     held = {name: p.detach().full_tensor() for name, p in module.named_parameters()}
-    return {**facts, "away": max(float((p - whole[name].detach()).abs().max()) for name, p in held.items()), "held": sorted(held)}
+    return {
+        **facts,
+        "away": max(float((p - whole[name].detach()).abs().max()) for name, p in held.items()),
+        "held": sorted(held),
+    }

@@ -25,7 +25,11 @@ PLANS: dict[str, Wish] = {
 }
 FURTHER: dict[str, Wish] = {
     "one microbatch": ("layers", {"stage": 2}, (constraints.pipeline("stage", microbatches=1),)),
-    "two, sharded": ("layers", {"stage": 2, "data": 2}, (constraints.pipeline("stage", microbatches=2), constraints.fsdp(axes="data"))),
+    "two, sharded": (
+        "layers",
+        {"stage": 2, "data": 2},
+        (constraints.pipeline("stage", microbatches=2), constraints.fsdp(axes="data")),
+    ),
 }
 STEPS = 3
 
@@ -35,22 +39,39 @@ def run(rank: int, names: list[str]) -> dict[str, Any]:
 
 
 def follow(kind: str, axes: dict[str, int], asked: tuple[Any, ...]) -> dict[str, Any]:
-    """Errors over some steps with clipping, and of an evaluation of another batch; the peak, measured and predicted."""
+    """Errors over some steps with clipping, and of an evaluation of another batch; the peak,
+    measured and predicted."""
     plain, batch = built(kind)
-    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh(axes), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain),
+        autopar.Mesh(axes),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=asked,
+    )
     losses: list[list[float]] = [[], []]
     for model, seen in zip((plain, module), losses, strict=True):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
             loss = loss_of(model(**batch))
             loss.backward()
-            clip = model.clip_grad_norm_ if model is module else lambda most: torch.nn.utils.clip_grad_norm_(plain.parameters(), most)
+            clip = (
+                model.clip_grad_norm_
+                if model is module
+                else lambda most: torch.nn.utils.clip_grad_norm_(plain.parameters(), most)
+            )
             norm = clip(1.0)
             optimizer.step()
             optimizer.zero_grad()
             seen += [loss.item(), float(norm)]
-    facts: dict[str, Any] = {"losses": losses, "moved": losses[0][0] - losses[0][-2], "parameters": worst(module, plain)}
-    facts["held"] = sum(isinstance(p, DTensor) for p in module.parameters()) < len(list(plain.parameters()))
+    facts: dict[str, Any] = {
+        "losses": losses,
+        "moved": losses[0][0] - losses[0][-2],
+        "parameters": worst(module, plain),
+    }
+    facts["held"] = sum(isinstance(p, DTensor) for p in module.parameters()) < len(
+        list(plain.parameters())
+    )
     facts["second"] = _refusal_of_second_derivatives(module, batch)
     smaller = {name: x[:4] for name, x in batch.items()}
     with torch.no_grad():
@@ -92,7 +113,9 @@ def built(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def named(returned: Any) -> dict[str, Tensor]:
-    return {name: x for name, x in returned.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return {
+        name: x for name, x in returned.items() if isinstance(x, Tensor) and x.is_floating_point()
+    }
 
 
 def loss_of(returned: Any) -> Tensor:
@@ -105,7 +128,8 @@ def loss_of(returned: Any) -> Tensor:
 
 
 def worst(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
-    """The largest error of a parameter that is here, or of its gradient; infinite where one has none and the other has one."""
+    """The largest error of a parameter that is here, or of its gradient; infinite where one has
+    none and the other has one."""
     theirs = dict(plain.named_parameters())
     errors = [torch.zeros((), dtype=torch.float64)]
     for name, p in module.named_parameters():
@@ -120,19 +144,30 @@ def worst(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
 
 
 def parts(rank: int) -> dict[str, Any]:
-    """Errors of gradients where the loss leaves out outputs and where calls share a backward, one stage training nothing; and what is said
-    where what backward reads was changed, and where it comes twice."""
+    """Errors of gradients where the loss leaves out outputs and where calls share a backward, one
+    stage training nothing; and what is said where what backward reads was changed, and where it
+    comes twice."""
     plain, batch = built("layers")
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not name.startswith(("embedding", "layers.0", "layers.1")))
     asked = (constraints.pipeline("stage", microbatches=2, cuts=["layers.2"]),)
-    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked}
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "hardware": "cpu-gloo",
+        "constraints": asked,
+    }
     module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), **options)
     told: dict[str, Any] = {}
     for which in ("logits", "size"):
-        told[which] = _gradients(module, plain, batch, lambda found, which=which: found[0][which].pow(2).sum())
-    told["two calls"] = _gradients(module, plain, batch, lambda found: (found[0]["logits"] * found[1]["logits"]).sum())
-    told["nothing trained here"] = not any(p.requires_grad for p in module.parameters() if isinstance(p, DTensor))
+        told[which] = _gradients(
+            module, plain, batch, lambda found, which=which: found[0][which].pow(2).sum()
+        )
+    told["two calls"] = _gradients(
+        module, plain, batch, lambda found: (found[0]["logits"] * found[1]["logits"]).sum()
+    )
+    told["nothing trained here"] = not any(
+        p.requires_grad for p in module.parameters() if isinstance(p, DTensor)
+    )
     found = module(**batch)["logits"]
     with torch.no_grad():
         for parameter in module.parameters():
@@ -145,36 +180,57 @@ def parts(rank: int) -> dict[str, Any]:
 
 
 class Gated(nn.Module):
-    """One of its outputs has an infinite derivative; its parts have names that a module of autopar might have."""
+    """One of its outputs has an infinite derivative; its parts have names that a module of
+    autopar might have."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begin, self.finish, self.kept = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.zeros(8))
+        self.begin, self.finish, self.kept = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+            nn.Parameter(torch.zeros(8)),
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.relu(self.begin(x)) * (1 + self.kept)
-        return {"out": self.finish(hidden), "gate": self.kept.pow(2).sqrt(), "early": hidden.pow(2).sqrt()}
+        return {
+            "out": self.finish(hidden),
+            "gate": self.kept.pow(2).sqrt(),
+            "early": hidden.pow(2).sqrt(),
+        }
 
 
 def unused(rank: int) -> list[float]:
-    """Errors of gradients, in one microbatch and in two, where what has infinite ones has no part in the loss."""
+    """Errors of gradients, in one microbatch and in two, where what has infinite ones has no
+    part in the loss."""
     errors = []
     for num in (1, 2):
         torch.manual_seed(0)
         plain, batch = Gated().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
         asked = (constraints.pipeline("stage", microbatches=num, cuts=["finish"]),)
         options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": asked}
-        module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, **options)
+        module: Any = autopar.compile(
+            copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, **options
+        )
         for _ in range(2):
-            errors.append(_gradients(module, plain, batch, lambda found: (found[0]["out"] * found[1]["out"]).sum()))
+            errors.append(
+                _gradients(
+                    module, plain, batch, lambda found: (found[0]["out"] * found[1]["out"]).sum()
+                )
+            )
     return errors
 
 
 def interleaved(rank: int) -> tuple[float, float, bool]:
-    """Errors of a model with a loss in two stages a rank: of gradients, and of an evaluation, which is planned as forward alone."""
+    """Errors of a model with a loss in two stages a rank: of gradients, and of an evaluation,
+    which is planned as forward alone."""
     plain, (_, batch) = WithLoss().double(), built("layers")
     asked = (constraints.pipeline("stage", microbatches=2, schedule="interleaved_1f1b"),)
-    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked}
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "hardware": "cpu-gloo",
+        "constraints": asked,
+    }
     module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), **options)
     for model in (plain, module):
         model(**batch).backward()
@@ -185,14 +241,22 @@ def interleaved(rank: int) -> tuple[float, float, bool]:
 
 
 def large(rank: int) -> tuple[int, int]:
-    """Live bytes of a forward alone whose outputs are the largest tensors, and not contiguous, measured and predicted."""
+    """Live bytes of a forward alone whose outputs are the largest tensors, and not contiguous,
+    measured and predicted."""
     torch.manual_seed(0)
     model, batch = Transposed(), (torch.randn(16, 8),)
     asked = (constraints.pipeline("stage", microbatches=1),)
-    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked, "inference": True}
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "hardware": "cpu-gloo",
+        "constraints": asked,
+        "inference": True,
+    }
     module: Any = autopar.compile(model, autopar.Mesh({"stage": 2}), **options)
     held = [*module.parameters(), *module.buffers(), *batch]
-    return least_peak(held, lambda: module(*batch), times=5), module.plan.pipeline.stages[rank].prediction.peak_bytes
+    return least_peak(held, lambda: module(*batch), times=5), module.plan.pipeline.stages[
+        rank
+    ].prediction.peak_bytes
 
 
 class Transposed(nn.Module):
@@ -209,7 +273,13 @@ def changed(rank: int) -> str:
     """What is said where an output was changed that the first stage's backward reads."""
     plain, batch = built("layers")
     asked = (constraints.pipeline("stage", microbatches=1, cuts=["layers.3"]),)
-    module: Any = autopar.compile(plain, autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    module: Any = autopar.compile(
+        plain,
+        autopar.Mesh({"stage": 2}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=asked,
+    )
     found = module(**batch)["early"]
     found.detach().mul_(2)
     return _said(lambda: found.sum().backward())
@@ -219,7 +289,13 @@ def apart(rank: int) -> str:
     """What a loss that ranks compute differently is told."""
     plain, batch = built("layers")
     asked = (constraints.pipeline("stage", microbatches=2),)
-    module: Any = autopar.compile(plain, autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    module: Any = autopar.compile(
+        plain,
+        autopar.Mesh({"stage": 2}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=asked,
+    )
     found = module(**batch)["logits"]
     torch.manual_seed(100 + rank)
     return _said(lambda: nn.functional.dropout(found).sum().backward())
@@ -254,10 +330,15 @@ class WithLoss(nn.Module):
 
 
 def frozen(rank: int) -> tuple[bool, float]:
-    """Whether nothing is trained here, and the error of gradients, where the model has a loss of its own."""
+    """Whether nothing is trained here, and the error of gradients, where the model has a loss of
+    its own."""
     plain, (_, batch) = WithLoss().double(), built("layers")
     asked = (constraints.pipeline("stage", microbatches=2, cuts=["net.layers.2"]),)
-    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked}
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "hardware": "cpu-gloo",
+        "constraints": asked,
+    }
     module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), **options)
     for model in (plain, module):
         model(**batch).backward()

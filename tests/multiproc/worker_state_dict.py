@@ -1,4 +1,5 @@
-"""Run by some number of processes: a compiled module's state as plain tensors, and what pickles say of its parts."""
+"""Run by some number of processes: a compiled module's state as plain tensors, and what pickles
+say of its parts."""
 
 from __future__ import annotations
 
@@ -35,16 +36,25 @@ def train(module: Any, batch: Any) -> torch.optim.Optimizer:
 
 
 def whole(rank: int, plan: str) -> dict[str, Any]:
-    """What comes out of a trained module, against the plain model; and what saving its parts ends in."""
+    """What comes out of a trained module, against the plain model; and what saving its parts
+    ends in."""
     constraints, mesh = PLANS[plan]
-    plain, batch = build("gpt2")  # its projections are fused, so that parts of one are several boxes, and its head is tied
+    plain, batch = build(
+        "gpt2"
+    )  # its projections are fused, so that parts of one are several boxes, and its head is tied
     fresh, _ = build("gpt2")
-    options: dict[str, Any] = {"hardware": quick_hosts(), "outputs": "loss", "constraints": constraints}
+    options: dict[str, Any] = {
+        "hardware": quick_hosts(),
+        "outputs": "loss",
+        "constraints": constraints,
+    }
     module: Any = autopar.compile(plain, autopar.Mesh(mesh), example_inputs=batch, **options)
     optimizer = train(module, batch)
     state = module.full_state_dict()
     first = module.full_state_dict(rank0_only=True)
-    same = first.keys() == (state.keys() if rank == 0 else set()) and all(torch.equal(x, state[name]) for name, x in first.items())
+    same = first.keys() == (state.keys() if rank == 0 else set()) and all(
+        torch.equal(x, state[name]) for name, x in first.items()
+    )
     with torch.no_grad():
         next(iter(module.parameters())).add_(1)  # the state is a copy
     file = io.BytesIO()
@@ -54,7 +64,8 @@ def whole(rank: int, plan: str) -> dict[str, Any]:
     train(plain, batch)
     pairs = zip(fresh.named_parameters(), plain.parameters(), strict=True)
     return {
-        "plain": {type(x) for x in state.values()} == {torch.Tensor} and {x.device.type for x in state.values()} == {"cpu"},
+        "plain": {type(x) for x in state.values()} == {torch.Tensor}
+        and {x.device.type for x in state.values()} == {"cpu"},
         "names": list(state) and set(state) == set(plain.state_dict()),
         "apart": max((mine - its).abs().max().item() for (_, mine), its in pairs),
         "first": same,
@@ -66,10 +77,15 @@ def whole(rank: int, plan: str) -> dict[str, Any]:
 
 
 def replicated(rank: int) -> float:
-    """Where every rank has the whole of each tensor, `torch.save` writes plain ones: how far what is loaded is from the module."""
+    """Where every rank has the whole of each tensor, `torch.save` writes plain ones: how far
+    what is loaded is from the module."""
     model, batch = build("gpt2")
     constraints, mesh = PLANS["replicated"]
-    options: dict[str, Any] = {"hardware": quick_hosts(), "outputs": "loss", "constraints": constraints}
+    options: dict[str, Any] = {
+        "hardware": quick_hosts(),
+        "outputs": "loss",
+        "constraints": constraints,
+    }
     module: Any = autopar.compile(model, autopar.Mesh(mesh), example_inputs=batch, **options)
     optimizer = train(module, batch)
     file = io.BytesIO()

@@ -1,4 +1,5 @@
-"""Run by four processes: communication steps against the lockstep interpreter, and their memory against fake groups."""
+"""Run by four processes: communication steps against the lockstep interpreter, and their memory
+against fake groups."""
 
 from __future__ import annotations
 
@@ -10,43 +11,77 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.kernels import collectives as steps
-from autopar.kernels.binding import bind
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.run.device_mesh import device_mesh, groups_of
-from autopar.run.live import LiveBytes
-from autopar.run.lockstep import run_lockstep
-from autopar.run.program import Program, ProgramTensor
+from autopar.kernels.bind import bind
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.interpreter import run_lockstep
+from autopar.program.program import Program, ProgramTensor
+from autopar.runtime.device_mesh import device_mesh, groups_of
 
 MESH = Mesh({"data": 2, "tensor": 2})
 SHAPE = (4, 6, 8)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    **{f"all_gather dim {dim} axis {axis}": (steps.all_gather, (dim, axis)) for dim in range(3) for axis in range(2)},
-    **{f"reduce_scatter {op} dim {dim}": (steps.reduce_scatter, (dim, op, 1)) for dim in range(3) for op in ("sum", "max")},
+    **{
+        f"all_gather dim {dim} axis {axis}": (steps.all_gather, (dim, axis))
+        for dim in range(3)
+        for axis in range(2)
+    },
+    **{
+        f"reduce_scatter {op} dim {dim}": (steps.reduce_scatter, (dim, op, 1))
+        for dim in range(3)
+        for op in ("sum", "max")
+    },
     **{f"all_reduce {op}": (steps.all_reduce, (op, 0)) for op in ("sum", "max", "min", "product")},
-    **{f"all_to_all {a} to {b}": (steps.all_to_all, (a, b, 1)) for a in range(3) for b in range(3) if a != b},
+    **{
+        f"all_to_all {a} to {b}": (steps.all_to_all, (a, b, 1))
+        for a in range(3)
+        for b in range(3)
+        if a != b
+    },
     **{
         f"halo {b} {a} dim {dim} axis {axis}": (steps.halo, (dim, b, a, False, axis))
         for dim in range(3)
         for axis in range(2)
         for b, a in ((1, 1), (2, 0), (0, 3))
     },
-    **{f"swap dim {dim} axis {axis}": (steps.swap, (dim, axis)) for dim in range(3) for axis in range(2)},
+    **{
+        f"swap dim {dim} axis {axis}": (steps.swap, (dim, axis))
+        for dim in range(3)
+        for axis in range(2)
+    },
     **{f"shard dim {dim}": (steps.shard, (dim, 0)) for dim in range(3)},
 }
 
 
-def program_of(target: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> Program:
-    """x → step(x) on a tensor that differs from rank to rank; each rank's result is seen through a leading dim of 4."""
+def program_of(
+    target: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
+) -> Program:
+    """x → step(x) on a tensor that differs from rank to rank; each rank's result is seen through
+    a leading dim of 4."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     own = graph.call_function(operator.getitem, (x, 0))
-    result = graph.call_function(torch.ops.aten.unsqueeze.default, (graph.call_function(target, (own, *arguments)), 0))
+    result = graph.call_function(
+        torch.ops.aten.unsqueeze.default, (graph.call_function(target, (own, *arguments)), 0)
+    )
     graph.output((result,))
     border = ProgramTensor("x", (4, *SHAPE), (4, *SHAPE), dtype, Layout.parse("S(0) S(0)"))
     return Program(
-        MESH, fx.GraphModule(nn.Module(), graph), fx.GraphModule(nn.Module(), fx.Graph()), (), (), (border,), (), 0, (), None, None, {}, ()
+        MESH,
+        fx.GraphModule(nn.Module(), graph),
+        fx.GraphModule(nn.Module(), fx.Graph()),
+        (),
+        (),
+        (border,),
+        (),
+        0,
+        (),
+        None,
+        None,
+        {},
+        (),
     )
 
 
@@ -62,7 +97,9 @@ def in_lockstep(target: Callable[..., Any], arguments: tuple[Any, ...], x: Tenso
     return seen
 
 
-def peak(call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def peak(
+    call: Callable[[Tensor], Tensor], x: Tensor
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Peak live bytes, shape and strides of a step on `x`."""
     with LiveBytes() as memory:
         memory.register([x])
@@ -74,16 +111,32 @@ def run(rank: int) -> dict[str, Any]:
     groups = groups_of(device_mesh(MESH))
     facts: dict[str, Any] = {"wrong": [], "memory": [], "bound": []}
     for name, (target, arguments) in CALLS.items():
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int16, torch.complex64):
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.int64,
+            torch.bool,
+            torch.int16,
+            torch.complex64,
+        ):
             reduces = target in (steps.all_reduce, steps.reduce_scatter)
-            if reduces and (dtype in (torch.bool, torch.int16) or (dtype.is_complex and "sum" not in arguments)):
+            if reduces and (
+                dtype in (torch.bool, torch.int16) or (dtype.is_complex and "sum" not in arguments)
+            ):
                 continue
-            x = torch.randint(0, 2 if dtype == torch.bool else 4, (4, *SHAPE), generator=torch.Generator().manual_seed(3)).to(dtype)
+            x = torch.randint(
+                0,
+                2 if dtype == torch.bool else 4,
+                (4, *SHAPE),
+                generator=torch.Generator().manual_seed(3),
+            ).to(dtype)
             x = torch.complex(x.real, x.real.flip(1)).conj() if dtype.is_complex else x
             expected = in_lockstep(target, arguments, x)[rank]
             with steps.use_groups(groups):
                 got = target(x[rank].clone(), *arguments)
-                transposed = target(x[rank].clone().transpose(0, 2).contiguous().transpose(0, 2), *arguments)
+                transposed = target(
+                    x[rank].clone().transpose(0, 2).contiguous().transpose(0, 2), *arguments
+                )
             if not (torch.equal(got, expected) and torch.equal(transposed, expected)):
                 facts["wrong"].append((name, dtype))
         facts["memory"] += memory_differences(name, target, arguments, rank, groups)
@@ -104,22 +157,40 @@ def early(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def memory_differences(name: str, target: Callable[..., Any], arguments: tuple[Any, ...], rank: int, groups: steps.Groups) -> list[Any]:
-    apart = [] if target is steps.shard else differences(f"{name} apart", early(target), arguments, rank, groups)
+def memory_differences(
+    name: str,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    groups: steps.Groups,
+) -> list[Any]:
+    apart = (
+        []
+        if target is steps.shard
+        else differences(f"{name} apart", early(target), arguments, rank, groups)
+    )
     return differences(name, target, arguments, rank, groups) + apart
 
 
-def differences(name: str, target: Callable[..., Any], arguments: tuple[Any, ...], rank: int, groups: steps.Groups) -> list[Any]:
+def differences(
+    name: str,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    groups: steps.Groups,
+) -> list[Any]:
     with FakeTensorMode(), steps.use_groups(steps.fake_groups(MESH, MESH.coordinate(rank))):
         fake = peak(lambda x: target(x, *arguments), torch.ones(SHAPE))
-    # gloo's thread may hold an operand for a moment after the wait, so the least of many runs counts. Their number is
-    # fixed: the ranks run together.
+    # gloo's thread may hold an operand for a moment after the wait, so the least of many runs
+    # counts. Their number is fixed: the ranks run together.
     with steps.use_groups(groups):
         real = min(peak(lambda x: target(x, *arguments), torch.ones(SHAPE)) for _ in range(20))
     return [] if real == fake else [(name, real, fake)]
 
 
-def bound_equals_direct(target: Callable[..., Any], arguments: tuple[Any, ...], rank: int, groups: steps.Groups) -> bool:
+def bound_equals_direct(
+    target: Callable[..., Any], arguments: tuple[Any, ...], rank: int, groups: steps.Groups
+) -> bool:
     graph = fx.Graph()
     graph.output((graph.call_function(target, (graph.placeholder("x"), *arguments)),))
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worker_steps import peak
 
-from autopar.halo import Halo, window
+from autopar.core.layout import Layout, part_range
+from autopar.core.mesh import Mesh
+from autopar.core.placements import Halo, window
 from autopar.kernels import collectives as steps
-from autopar.layout import Layout, part_range
-from autopar.mesh import Mesh
-from autopar.run.device_mesh import device_mesh, groups_of
-from autopar.run.splitting import local_part
+from autopar.program.splitting import local_part
+from autopar.runtime.device_mesh import device_mesh, groups_of
 
 MESH, SHAPE = Mesh({"a": 4}), (7, 10, 11)
 
@@ -37,18 +37,36 @@ def run(rank: int) -> dict[str, Any]:
         for halo in (Halo(dim, 1, 1), Halo(dim, 0, 1, lowest=True)):
             start, own = part_range(SHAPE[dim], [4], [rank])
             arguments = (dim, halo.before, halo.after, halo.lowest, 0)
-            cases[str(halo)] = (steps.halo, part(full, dim, rank), arguments, window(full, halo, start, own))
+            cases[str(halo)] = (
+                steps.halo,
+                part(full, dim, rank),
+                arguments,
+                window(full, halo, start, own),
+            )
         for reduce_op, whole in (("sum", addends.sum(0)), ("max", addends.amax(0))):
-            cases[f"{reduce_op} {dim}"] = (steps.reduce_scatter, addends[rank].clone(), (dim, reduce_op, 0), part(whole, dim, rank))
+            cases[f"{reduce_op} {dim}"] = (
+                steps.reduce_scatter,
+                addends[rank].clone(),
+                (dim, reduce_op, 0),
+                part(whole, dim, rank),
+            )
     for dim, to_dim in permutations(range(3), 2):
         arguments = (dim, to_dim, 0, SHAPE[dim])
-        cases[f"exchange {dim} {to_dim}"] = (steps.all_to_all, part(full, dim, rank), arguments, part(full, to_dim, rank))
+        cases[f"exchange {dim} {to_dim}"] = (
+            steps.all_to_all,
+            part(full, dim, rank),
+            arguments,
+            part(full, to_dim, rank),
+        )
     groups, facts = groups_of(device_mesh(MESH)), {"wrong": [], "memory": []}
     for name, (target, x, arguments, expected) in cases.items():
         with steps.use_groups(groups):
             if not torch.equal(target(x.clone(), *arguments), expected):
                 facts["wrong"].append(name)
-            real = min(peak(lambda x, target=target, a=arguments: target(x, *a), x.clone()) for _ in range(10))
+            real = min(
+                peak(lambda x, target=target, a=arguments: target(x, *a), x.clone())
+                for _ in range(10)
+            )
         with FakeTensorMode(), steps.use_groups(steps.fake_groups(MESH, (rank,))):
             fake = peak(lambda x, target=target, a=arguments: target(x, *a), torch.empty(x.shape))
         facts["memory"] += [] if real == fake else [(name, real, fake)]

@@ -1,4 +1,5 @@
-"""Run by some number of processes: an epoch whose batches have several lengths and sizes, with evaluation between."""
+"""Run by some number of processes: an epoch whose batches have several lengths and sizes, with
+evaluation between."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ PLANS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
     "zero 1": ((autopar.constraints.megatron(dp=2, zero=1),), {"gpu": 2}),
     "stages": ((autopar.constraints.pipeline("gpu", microbatches=2),), {"gpu": 2}),
     "stages of two": (
-        (autopar.constraints.pipeline("stage", schedule="interleaved_1f1b"), autopar.constraints.fsdp()),
+        (
+            autopar.constraints.pipeline("stage", schedule="interleaved_1f1b"),
+            autopar.constraints.fsdp(),
+        ),
         {"stage": 2, "gpu": 2},
     ),
     "uneven": ((autopar.constraints.fsdp(),), {"gpu": 3}),
@@ -55,8 +59,14 @@ def model_of(plan: str = "") -> torch.nn.Module:
 def epoch(rank: int, plan: str) -> dict[str, Any]:
     """Losses here, and what programs there are."""
     constraints, mesh = PLANS[plan]
-    options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "outputs": "loss", "constraints": constraints}
-    module: Any = autopar.compile(model_of(plan), autopar.Mesh(mesh), example_inputs=batch_of(8, 16), **options)
+    options: dict[str, Any] = {
+        "hardware": load_profile("cpu-gloo-frictionless"),
+        "outputs": "loss",
+        "constraints": constraints,
+    }
+    module: Any = autopar.compile(
+        model_of(plan), autopar.Mesh(mesh), example_inputs=batch_of(8, 16), **options
+    )
     own = {id(p) for p in module.parameters()}
     losses = train(module, torch.optim.SGD(module.parameters(), lr=0.5))
     same = all({id(p) for p in each.parameters()} <= own for each in module.variants.known)
@@ -65,7 +75,13 @@ def epoch(rank: int, plan: str) -> dict[str, Any]:
 
 def apart(rank: int) -> str:
     """What ranks say that pass batches of different shapes."""
-    module: Any = autopar.compile(model_of(), autopar.Mesh({"gpu": 2}), example_inputs=batch_of(8, 16), hardware="cpu-gloo", outputs="loss")
+    module: Any = autopar.compile(
+        model_of(),
+        autopar.Mesh({"gpu": 2}),
+        example_inputs=batch_of(8, 16),
+        hardware="cpu-gloo",
+        outputs="loss",
+    )
     try:
         module(**batch_of(4 + rank, 16))
     except RuntimeStateError as error:
@@ -76,6 +92,12 @@ def apart(rank: int) -> str:
 def unable(rank: int) -> float:
     """The loss of a batch of one sample, which data parallelism cannot split."""
     constraints = (autopar.constraints.ddp(),)
-    options: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "loss", "constraints": constraints}
-    module: Any = autopar.compile(model_of(), autopar.Mesh({"gpu": 2}), example_inputs=batch_of(8, 16), **options)
+    options: dict[str, Any] = {
+        "hardware": "cpu-gloo",
+        "outputs": "loss",
+        "constraints": constraints,
+    }
+    module: Any = autopar.compile(
+        model_of(), autopar.Mesh({"gpu": 2}), example_inputs=batch_of(8, 16), **options
+    )
     return float(module(**batch_of(1, 16)).loss.item())

@@ -1,4 +1,5 @@
-"""Run by two processes: microbatches whose losses are divided by what the whole batch counts, by a buffer that the last stage reads alone,
+"""Run by two processes: microbatches whose losses are divided by what the whole batch counts, by a
+buffer that the last stage reads alone,
 in stages or under data parallelism, beside the plain model."""
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from autopar.constraints import ddp, pipeline
 
 
 class Classes(nn.Module):
-    """Two layers, and two cross entropies of other labels, of one of which classes weigh as a buffer says, and a penalty."""
+    """Two layers, and two cross entropies of other labels, of one of which classes weigh as a
+    buffer says, and a penalty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,11 +27,16 @@ class Classes(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         scores = self.last(torch.tanh(self.first(x)))
         other = F.cross_entropy(scores.sin(), (y + 1).clamp(min=0) % 4, ignore_index=0)
-        return F.cross_entropy(scores, y, weight=self.weights) + 0.5 * other + 0.01 * self.last.weight.norm()
+        return (
+            F.cross_entropy(scores, y, weight=self.weights)
+            + 0.5 * other
+            + 0.01 * self.last.weight.norm()
+        )
 
 
 def run(rank: int, axis: str) -> list[float]:
-    """The largest error of the loss and of this rank's gradients in two steps, between which the buffer changes."""
+    """The largest error of the loss and of this rank's gradients in two steps, between which the
+    buffer changes."""
     torch.manual_seed(0)
     model = Classes().double()
     plain, y = copy.deepcopy(model), torch.randint(0, 4, (8,))
@@ -37,7 +44,9 @@ def run(rank: int, axis: str) -> list[float]:
     batch = {"x": torch.randn(8, 6, dtype=torch.float64), "y": y}
     how: dict[str, Any] = {"constraints": [pipeline("stage", microbatches=4)]}
     how = how if axis == "stage" else {"constraints": [ddp()], "num_microbatches": 4}
-    module: Any = autopar.compile(model, autopar.Mesh({axis: 2}), example_inputs=batch, hardware="cpu-gloo", **how)
+    module: Any = autopar.compile(
+        model, autopar.Mesh({axis: 2}), example_inputs=batch, hardware="cpu-gloo", **how
+    )
     assert module.plan.pipeline.num_microbatches == 4
     worst = []
     for scale in (1.0, 5.0):
@@ -49,6 +58,9 @@ def run(rank: int, axis: str) -> list[float]:
         loss.backward()
         expected.backward()
         errors = [abs(float(loss - expected))]
-        errors += [float((p.grad.full_tensor() - plain.get_parameter(n).grad).abs().max()) for n, p in module.named_parameters()]
+        errors += [
+            float((p.grad.full_tensor() - plain.get_parameter(n).grad).abs().max())
+            for n, p in module.named_parameters()
+        ]
         worst.append(max(errors))
     return worst

@@ -1,4 +1,5 @@
-"""Run by some number of processes: weights come in from files and go out again, whatever the ranks hold of them."""
+"""Run by some number of processes: weights come in from files and go out again, whatever the
+ranks hold of them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import torch.distributed as dist
 from hosts import quick_hosts
 
 import autopar
+from autopar.checkpoint import weights
 from autopar.errors import RuntimeStateError
-from autopar.run import weight_files
 from benchmarks.zoo import build
 
 PLANS = {
@@ -26,34 +27,62 @@ def there_and_back(rank: int, plan: str, theirs: str, ours: str) -> dict[str, An
     """Weights of a file into a module without any; what was read, what came out, and the loss."""
     constraints, mesh = PLANS[plan]
     with autopar.weights_on_meta():
-        model, _ = build("gpt2")  # its projections are fused, so that parts of one are several boxes, and its head is tied
+        model, _ = build(
+            "gpt2"
+        )  # its projections are fused, so that parts of one are several boxes, and its head is tied
     _, batch = build("gpt2")
-    options: dict[str, Any] = {"hardware": quick_hosts(), "outputs": "loss", "constraints": constraints}
+    options: dict[str, Any] = {
+        "hardware": quick_hosts(),
+        "outputs": "loss",
+        "constraints": constraints,
+    }
     module: Any = autopar.compile(model, autopar.Mesh(mesh), example_inputs=batch, **options)
     numbers: list[int] = []
-    plain = weight_files.WeightFiles.read
+    plain = weights.WeightFiles.read
 
-    def counted(self: weight_files.WeightFiles, pieces: Any) -> None:
+    def counted(self: weights.WeightFiles, pieces: Any) -> None:
         pieces = list(pieces)
         numbers.append(sum(piece.target.numel() for piece in pieces))
         plain(self, pieces)
 
-    weight_files.WeightFiles.read = counted  # type: ignore[method-assign]
+    weights.WeightFiles.read = counted  # type: ignore[method-assign]
     autopar.load_weights(module, theirs)
-    held = {id(p): p.to_local().numel() for p in module.parameters()} | {id(b): b.numel() for b in module.buffers()}
+    held = {id(p): p.to_local().numel() for p in module.parameters()} | {
+        id(b): b.numel() for b in module.buffers()
+    }
     autopar.save_weights(module, ours, max_file_bytes=20_000)
     whole = sum(p.numel() for p in model.parameters())
-    on_hosts = any(t.layout.host for s in getattr(module.program, "stages", (module.program,)) for t in s.parameters)
-    return {"read": numbers[0], "held": sum(held.values()), "all": whole, "loss": module(**batch).loss.item(), "hosts": on_hosts}
+    on_hosts = any(
+        t.layout.host
+        for s in getattr(module.program, "stages", (module.program,))
+        for t in s.parameters
+    )
+    return {
+        "read": numbers[0],
+        "held": sum(held.values()),
+        "all": whole,
+        "loss": module(**batch).loss.item(),
+        "hosts": on_hosts,
+    }
 
 
 def refused(rank: int, folder: str) -> list[str]:
-    """What each rank says where weights do not fit what one stage alone has, and where a folder is a file."""
+    """What each rank says where weights do not fit what one stage alone has, and where a folder
+    is a file."""
     model, batch = build("gpt2")
     stages = (autopar.constraints.pipeline("gpu", microbatches=2),)
-    module: Any = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=stages)
+    module: Any = autopar.compile(
+        model,
+        autopar.Mesh({"gpu": 2}),
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=stages,
+    )
     said = []
-    for action in (lambda: autopar.load_weights(module, folder), lambda: autopar.save_weights(module, f"{folder}/model.safetensors")):
+    for action in (
+        lambda: autopar.load_weights(module, folder),
+        lambda: autopar.save_weights(module, f"{folder}/model.safetensors"),
+    ):
         try:
             action()
         except RuntimeStateError as error:

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """What `autopar.ops.attention` computes; a head of `k` and `v` is read by equally many of `q`."""
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """What `autopar.ops.attention` computes; a head of `k` and `v` is read by equally many of
+    `q`."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
     if mask is not None:

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from autopar.capture._torch.flex import SCALARS, text_of
+from autopar.capture.dynamo.flex_attention import SCALARS, text_of
 
 BATCH, LENGTH, HEADS, KEY_HEADS, WIDTH = 4, 16, 4, 2, 8
 Call = dict[str, Any]
@@ -167,27 +167,69 @@ FUNCTIONS: dict[str, Callable[[int, int, int, int], Functions]] = {
     "causal": lambda b, h, q, k: (_plain_score, lambda b, h, i, j: i >= j, []),
     "sliding window": lambda b, h, q, k: (_plain_score, lambda b, h, i, j: (i - j).abs() < 2, []),
     "documents": lambda b, h, q, k: (
-        _plain_score, lambda b, h, i, j, own, other: own[b, i] == other[b, j], [_ids(b, q), _ids(b, k)],
+        _plain_score,
+        lambda b, h, i, j, own, other: own[b, i] == other[b, j],
+        [_ids(b, q), _ids(b, k)],
     ),
     "one tensor of documents": lambda b, h, q, k: (
-        _plain_score, lambda b, h, i, j, ids: ids[b, i] == ids[b, j], [_ids(b, max(q, k))],
+        _plain_score,
+        lambda b, h, i, j, ids: ids[b, i] == ids[b, j],
+        [_ids(b, max(q, k))],
     ),
-    "alibi": lambda b, h, q, k: (lambda s, b, h, i, j, t: s + t[h] * (i - j), lambda b, h, i, j, t: i + 1 >= j, [_real(h)]),
-    "soft cap": lambda b, h, q, k: (lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0), _everything, []),
-    "learnt cap": lambda b, h, q, k: (lambda s, b, h, i, j, t: t * torch.tanh(s / t), _everything, [_real().abs() + 1]),
-    "bias of all": lambda b, h, q, k: (lambda s, b, h, i, j, t: s + t[b, h, i, j], _everything, [_real(b, h, q, k)]),
+    "alibi": lambda b, h, q, k: (
+        lambda s, b, h, i, j, t: s + t[h] * (i - j),
+        lambda b, h, i, j, t: i + 1 >= j,
+        [_real(h)],
+    ),
+    "soft cap": lambda b, h, q, k: (
+        lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0),
+        _everything,
+        [],
+    ),
+    "learnt cap": lambda b, h, q, k: (
+        lambda s, b, h, i, j, t: t * torch.tanh(s / t),
+        _everything,
+        [_real().abs() + 1],
+    ),
+    "bias of all": lambda b, h, q, k: (
+        lambda s, b, h, i, j, t: s + t[b, h, i, j],
+        _everything,
+        [_real(b, h, q, k)],
+    ),
     "bias of heads and places": lambda b, h, q, k: (
-        lambda s, b, h, i, j, t: s + t[h, i - j + k], _everything, [_real(h, q + k)],
+        lambda s, b, h, i, j, t: s + t[h, i - j + k],
+        _everything,
+        [_real(h, q + k)],
     ),
     "a dim read in two ways": lambda b, h, q, k: (
-        lambda s, b, h, i, j, t: s * t[b, h] + t[0, h], _everything, [_real(b, h)],
+        lambda s, b, h, i, j, t: s * t[b, h] + t[0, h],
+        _everything,
+        [_real(b, h)],
     ),
-    "heads in groups": lambda b, h, q, k: (lambda s, b, h, i, j, t: s + t[h // 2], _everything, [_real(h)]),
-    "samples that differ": lambda b, h, q, k: (_plain_score, lambda b, h, i, j: (i + b) % 3 != j % 3, []),
-    "some see nothing": lambda b, h, q, k: (_plain_score, lambda b, h, i, j: (i > 0) & (i >= j), []),
+    "heads in groups": lambda b, h, q, k: (
+        lambda s, b, h, i, j, t: s + t[h // 2],
+        _everything,
+        [_real(h)],
+    ),
+    "samples that differ": lambda b, h, q, k: (
+        _plain_score,
+        lambda b, h, i, j: (i + b) % 3 != j % 3,
+        [],
+    ),
+    "some see nothing": lambda b, h, q, k: (
+        _plain_score,
+        lambda b, h, i, j: (i > 0) & (i >= j),
+        [],
+    ),
     "casts": lambda b, h, q, k: (
-        lambda s, b, h, i, j, t: s + t[h.long(), i.long()] * (j.double() - i), _everything, [_real(h, q)],
+        lambda s, b, h, i, j, t: s + t[h.long(), i.long()] * (j.double() - i),
+        _everything,
+        [_real(h, q)],
     ),
-    "more rows than queries": lambda b, h, q, k: (lambda s, b, h, i, j, t: s + t[i], _everything, [_real(2 * q)]),
-}  # fmt: skip
+    "more rows than queries": lambda b, h, q, k: (
+        lambda s, b, h, i, j, t: s + t[i],
+        _everything,
+        [_real(2 * q)],
+    ),
+}
 FLEX_KINDS = tuple(FUNCTIONS)

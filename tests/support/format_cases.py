@@ -1,7 +1,8 @@
-"""Modules and functions for comparisons of a capture with the plain model, by memory format: of space, and norms.
+"""Modules and functions for comparisons of a capture with the plain model, by memory format: of
+space, and norms.
 
-The others are in `format_cases_of_rows` and in `further_format_cases`, which has all of them by name
-(`CASES`). Shapes are small. Values are normally distributed, but where a case says otherwise.
+The others are in `format_cases_of_rows` and in `further_format_cases`, which has all of them by
+name (`CASES`). Shapes are small. Values are normally distributed, but where a case says otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Modules and functions for comparisons of a capture with the plain model, by memory format: attention, tables, losses."""
+"""Modules and functions for comparisons of a capture with the plain model, by memory format:
+attention, tables, losses."""
 
 from __future__ import annotations
 

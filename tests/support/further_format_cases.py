@@ -1,4 +1,5 @@
-"""Modules and functions for comparisons of a capture with the plain model, by memory format: all others, and all together."""
+"""Modules and functions for comparisons of a capture with the plain model, by memory format: all
+others, and all together."""
 
 from __future__ import annotations
 
@@ -100,15 +101,34 @@ SORTED: Mapping[str, Case] = {
 POINTWISE: Mapping[str, Case] = {
     name: of(function, IMAGE)
     for name, function in {
-        "relu": F.relu, "gelu": F.gelu, "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
-        "mish": F.mish, "elu": F.elu, "selu": F.selu, "celu": lambda x: F.celu(x, 0.7), "softplus": F.softplus,
-        "hardtanh": F.hardtanh, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "leaky": F.leaky_relu,
-        "softshrink": F.softshrink, "hardshrink": F.hardshrink, "threshold": lambda x: F.threshold(x, 0.1, 0.2),
-        "logsigmoid": F.logsigmoid, "tanhshrink": F.tanhshrink, "softsign": F.softsign, "glu": lambda x: F.glu(x, 1),
-        "softmin": lambda x: F.softmin(x, 2), "relu6": F.relu6, "erfinv": lambda x: torch.erfinv(x.tanh() * 0.9),
-        "clamp": lambda x: x.clamp(-0.5, 0.5), "sinc": torch.sinc, "digamma": lambda x: torch.digamma(x.abs() + 1),
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "silu": F.silu,
+        "mish": F.mish,
+        "elu": F.elu,
+        "selu": F.selu,
+        "celu": lambda x: F.celu(x, 0.7),
+        "softplus": F.softplus,
+        "hardtanh": F.hardtanh,
+        "hardswish": F.hardswish,
+        "hardsigmoid": F.hardsigmoid,
+        "leaky": F.leaky_relu,
+        "softshrink": F.softshrink,
+        "hardshrink": F.hardshrink,
+        "threshold": lambda x: F.threshold(x, 0.1, 0.2),
+        "logsigmoid": F.logsigmoid,
+        "tanhshrink": F.tanhshrink,
+        "softsign": F.softsign,
+        "glu": lambda x: F.glu(x, 1),
+        "softmin": lambda x: F.softmin(x, 2),
+        "relu6": F.relu6,
+        "erfinv": lambda x: torch.erfinv(x.tanh() * 0.9),
+        "clamp": lambda x: x.clamp(-0.5, 0.5),
+        "sinc": torch.sinc,
+        "digamma": lambda x: torch.digamma(x.abs() + 1),
     }.items()
-}  # fmt: skip
+}
 POINTWISE = {
     **POINTWISE,
     "prelu": module(lambda: nn.PReLU(4), IMAGE),
@@ -267,10 +287,20 @@ WAVES: Mapping[str, Case] = {
 }
 
 GROUPS: Mapping[str, Mapping[str, Case]] = {
-    "convolutions": CONVOLUTIONS, "pooling": POOLING, "space": SPACE, "norms": NORMS, "attention": ATTENTION,
-    "tables": TABLES, "recurrent": RECURRENT, "losses": LOSSES, "sorted": SORTED, "pointwise": POINTWISE,
-    "products": PRODUCTS, "linalg": LINALG, "waves": WAVES,
-}  # fmt: skip
+    "convolutions": CONVOLUTIONS,
+    "pooling": POOLING,
+    "space": SPACE,
+    "norms": NORMS,
+    "attention": ATTENTION,
+    "tables": TABLES,
+    "recurrent": RECURRENT,
+    "losses": LOSSES,
+    "sorted": SORTED,
+    "pointwise": POINTWISE,
+    "products": PRODUCTS,
+    "linalg": LINALG,
+    "waves": WAVES,
+}
 CASES: Mapping[str, Case] = {
     name: case for group in GROUPS.values() for name, case in group.items()
 }

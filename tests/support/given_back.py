@@ -24,7 +24,8 @@ class Shifted(nn.Module):
 
 
 class Several(nn.Module):
-    """Returns no loss; reads one input twice, returns one as it came, and looks at one only in a comparison."""
+    """Returns no loss; reads one input twice, returns one as it came, and looks at one only in a
+    comparison."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,13 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
         self.head = nn.Linear(32, 5)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -50,12 +57,19 @@ class Convolutions(nn.Module):
 
 def shifted() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    return Shifted(), {"x": torch.randn(8, 12, requires_grad=True), "shift": torch.randn(12, requires_grad=True)}
+    return Shifted(), {
+        "x": torch.randn(8, 12, requires_grad=True),
+        "shift": torch.randn(12, requires_grad=True),
+    }
 
 
 def several(rows: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    batch = {"x": torch.randn(rows, 8), "scale": torch.randn(rows, 16), "seen": torch.randn(rows, 3)}
+    batch = {
+        "x": torch.randn(rows, 8),
+        "scale": torch.randn(rows, 16),
+        "seen": torch.randn(rows, 3),
+    }
     return Several(), {name: x.requires_grad_() for name, x in batch.items()}
 
 

@@ -1,7 +1,9 @@
-"""A small model and the same model as a hand-written distributed `Program`, for the tests of running.
+"""A small model and the same model as a hand-written distributed `Program`, for the tests of
+running.
 
-The mesh has the axes data and tensor. `first.weight` is split over both axes out of mesh order, `second.weight` over both dims,
-`fused.weight` is seen as [d, 3, e] and sharded on e, `scale` is frozen, `tied.weight` is another name of `first.weight`.
+The mesh has the axes data and tensor. `first.weight` is split over both axes out of mesh order,
+`second.weight` over both dims, `fused.weight` is seen as [d, 3, e] and sharded on e, `scale` is
+frozen, `tied.weight` is another name of `first.weight`.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.kernels.collectives import all_gather, all_reduce, reduce_scatter
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.run.program import Program, ProgramTensor
+from autopar.program.program import Program, ProgramTensor
 
 BATCH, WIDTH, HIDDEN, FUSED = 8, 8, 16, 4
 aten = torch.ops.aten
@@ -54,7 +56,10 @@ class Toy(nn.Module):
 
 def batch(seed: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(BATCH, WIDTH, generator=generator), "target": torch.randn(BATCH, WIDTH, generator=generator)}
+    return {
+        "x": torch.randn(BATCH, WIDTH, generator=generator),
+        "target": torch.randn(BATCH, WIDTH, generator=generator),
+    }
 
 
 class _Builder:
@@ -70,7 +75,9 @@ class _Builder:
         return node
 
     def product(self, factors: fx.Node, which: tuple[int, int]) -> fx.Node:
-        return self.call(aten.mul.Tensor, *(self.call(aten.select.int, factors, 1, i) for i in which))
+        return self.call(
+            aten.mul.Tensor, *(self.call(aten.select.int, factors, 1, i) for i in which)
+        )
 
     def module(self, results: list[fx.Node]) -> fx.GraphModule:
         self.graph.output(tuple(results))
@@ -84,14 +91,31 @@ def _mix(b: _Builder, u: fx.Node) -> fx.Node:
 def _forward(drop: str) -> fx.GraphModule:
     b = _Builder("fused", "first", "second", "bias", "scale", "mean", "offset", "x", "target")
     fused, first, second, bias, scale, mean, offset, x, target = b.nodes
-    hidden = b.call(aten.relu.default, b.call(aten.mm.default, x, b.call(all_gather, first, 1, DATA)))
-    partial = b.call(aten.mm.default, hidden, b.call(all_gather, second, 1, DATA), key="second/mm", module="second")
+    hidden = b.call(
+        aten.relu.default, b.call(aten.mm.default, x, b.call(all_gather, first, 1, DATA))
+    )
+    partial = b.call(
+        aten.mm.default,
+        hidden,
+        b.call(all_gather, second, 1, DATA),
+        key="second/mm",
+        module="second",
+    )
     y = partial if drop == "logits" else b.call(all_reduce, partial, "sum", TENSOR)
-    y = b.call(aten.add.Tensor, y, b.call(aten.add.Tensor, b.call(all_gather, bias, 0, DATA), offset))
+    y = b.call(
+        aten.add.Tensor, y, b.call(aten.add.Tensor, b.call(all_gather, bias, 0, DATA), offset)
+    )
     u = b.call(aten.einsum.default, "bd,dke->bke", [x, b.call(all_gather, fused, 0, DATA)])
     v = _mix(b, u)
-    mean_x = b.call(all_reduce, b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, x, [0]), BATCH), "sum", DATA)
-    new_mean = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, mean, 0.9), b.call(aten.mul.Tensor, mean_x, 0.1))
+    mean_x = b.call(
+        all_reduce,
+        b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, x, [0]), BATCH),
+        "sum",
+        DATA,
+    )
+    new_mean = b.call(
+        aten.add.Tensor, b.call(aten.mul.Tensor, mean, 0.9), b.call(aten.mul.Tensor, mean_x, 0.1)
+    )
     diff = b.call(aten.sub.Tensor, y, target)
     near = b.call(aten.sum.default, b.call(aten.mul.Tensor, diff, diff))
     far = b.call(all_reduce, b.call(aten.sum.default, b.call(aten.mul.Tensor, v, v)), "sum", TENSOR)
@@ -109,22 +133,37 @@ def _backward() -> fx.GraphModule:
     gv = b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, v, scale), unit)
     pair = [b.call(aten.mul.Tensor, gv, b.call(aten.select.int, u, 1, i)) for i in (1, 0)]
     gu = b.call(aten.stack.default, [*pair, gv], 1)
-    g_fused = b.call(reduce_scatter, b.call(aten.einsum.default, "bd,bke->dke", [x, gu]), 0, "sum", DATA)
+    g_fused = b.call(
+        reduce_scatter, b.call(aten.einsum.default, "bd,bke->dke", [x, gu]), 0, "sum", DATA
+    )
     gy = b.call(aten.mul.Tensor, diff, unit)
     g_bias = b.call(reduce_scatter, b.call(aten.sum.dim_IntList, gy, [0]), 0, "sum", DATA)
-    g_second = b.call(reduce_scatter, b.call(aten.mm.default, b.call(aten.t.default, hidden), gy), 1, "sum", DATA)
+    g_second = b.call(
+        reduce_scatter, b.call(aten.mm.default, b.call(aten.t.default, hidden), gy), 1, "sum", DATA
+    )
     gh = b.call(aten.mm.default, gy, b.call(aten.t.default, b.call(all_gather, second, 1, DATA)))
     gh = b.call(aten.mul.Tensor, gh, b.call(aten.gt.Scalar, hidden, 0))
-    g_first = b.call(reduce_scatter, b.call(aten.mm.default, b.call(aten.t.default, x), gh), 1, "sum", DATA)
+    g_first = b.call(
+        reduce_scatter, b.call(aten.mm.default, b.call(aten.t.default, x), gh), 1, "sum", DATA
+    )
     return b.module([g_fused, g_first, g_second, g_bias])
 
 
-def _tensor(name: str, shape: tuple[int, ...], layout: str, view: tuple[int, ...] | None = None, **facts: Any) -> ProgramTensor:
+def _tensor(
+    name: str,
+    shape: tuple[int, ...],
+    layout: str,
+    view: tuple[int, ...] | None = None,
+    **facts: Any,
+) -> ProgramTensor:
     return ProgramTensor(name, shape, view or shape, torch.float32, Layout.parse(layout), **facts)
 
 
-def program(data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = "handwritten") -> Program:
-    """The `Toy` on a data × tensor mesh; `drop` leaves out the reduction of ``"logits"`` or ``"loss"``."""
+def program(
+    data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = "handwritten"
+) -> Program:
+    """The `Toy` on a data × tensor mesh; `drop` leaves out the reduction of ``"logits"`` or
+    ``"loss"``."""
     trained: dict[str, Any] = {"requires_grad": True, "has_gradient": True}
     example = batch()
     _, in_spec = pytree.tree_flatten(((example["x"],), {"target": example["target"]}))
@@ -135,14 +174,26 @@ def program(data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = 
         backward=_backward(),
         parameters=(
             _tensor("fused.weight", (WIDTH, 3 * FUSED), "S(0) S(2)", (WIDTH, 3, FUSED), **trained),
-            _tensor("first.weight", (WIDTH, HIDDEN), "S(1)#1 S(1)#0", aliases=("tied.weight",), **trained),
+            _tensor(
+                "first.weight",
+                (WIDTH, HIDDEN),
+                "S(1)#1 S(1)#0",
+                aliases=("tied.weight",),
+                **trained,
+            ),
             _tensor("second.weight", (HIDDEN, WIDTH), "S(1) S(0)", **trained),
             _tensor("second.bias", (WIDTH,), "S(0) R", **trained),
             _tensor("scale", (), "R R"),
         ),
         buffers=(_tensor("mean", (WIDTH,), "R R"), _tensor("offset", (WIDTH,), "R R")),
-        inputs=(_tensor("0", (BATCH, WIDTH), "S(0) R"), _tensor("target", (BATCH, WIDTH), "S(0) R")),
-        outputs=(_tensor("loss", (), "R R", is_loss=True, has_gradient=True), _tensor("logits", (BATCH, WIDTH), "S(0) R")),
+        inputs=(
+            _tensor("0", (BATCH, WIDTH), "S(0) R"),
+            _tensor("target", (BATCH, WIDTH), "S(0) R"),
+        ),
+        outputs=(
+            _tensor("loss", (), "R R", is_loss=True, has_gradient=True),
+            _tensor("logits", (BATCH, WIDTH), "S(0) R"),
+        ),
         num_saved=6,
         mutated=("mean",),
         in_spec=in_spec,
@@ -153,7 +204,9 @@ def program(data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = 
     )
 
 
-def reference(model: Toy, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def reference(
+    model: Toy, *, seed: int = 1, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Outputs and gradients of the plain model."""
     model = model.to(dtype)
     values = {name: value.to(dtype) for name, value in batch(seed).items()}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from functools import cache
 
-from autopar.hardware import HardwareProfile
+from autopar.core.hardware import HardwareProfile
 
 
 @cache
 def quick_hosts() -> HardwareProfile:
-    """An H100 whose host is as near as its own memory: what waits there costs less than running again."""
+    """An H100 whose host is as near as its own memory: what waits there costs less than running
+    again."""
     data = copy.deepcopy(HardwareProfile.read("h100-sxm"))
     data["host"]["latency_s"]["value"] = 0
     data["host"]["bandwidth_bytes_per_s"]["value"] = 3e12

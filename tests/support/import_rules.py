@@ -1,8 +1,8 @@
 """Rules about what importing a package may load, with all modules that it reaches.
 
-Importing a module loads the ``__init__`` of its packages, and what these import in turn. Two closures
-are checked. The first follows imports at module level: what ``import`` loads. The second also follows
-*late* imports, which are inside functions: what calling the package can load.
+Importing a module loads the ``__init__`` of its packages, and what these import in turn. Two
+closures are checked. The first follows imports at module level: what ``import`` loads. The second
+also follows *late* imports, which are inside functions: what calling the package can load.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _violations(
     unit: str,
     uses: Mapping[str, Mapping[str, int]],
 ) -> Iterator[tuple[list[str], str, int]]:
-    """Of each forbidden use: the modules from the unit to the one that has it, its target, its line.
+    """Of each forbidden use: the modules from the unit to the one that has it, its target, its
+    line.
 
     What is forbidden is not followed further.
     """

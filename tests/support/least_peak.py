@@ -6,11 +6,18 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from autopar.run.live import LiveBytes
+from autopar.program.abstract_executor import LiveBytes
 
 
-def least_peak(tensors: Iterable[Any], step: Callable[[], Any], *, before: Callable[[], Any] = lambda: None, times: int = 10) -> int:
-    """Live bytes at their most during `step`, its result included: the least of so many runs, each after `before`.
+def least_peak(
+    tensors: Iterable[Any],
+    step: Callable[[], Any],
+    *,
+    before: Callable[[], Any] = lambda: None,
+    times: int = 10,
+) -> int:
+    """Live bytes at their most during `step`, its result included: the least of so many runs, each
+    after `before`.
 
     gloo's thread may hold an operand for a moment after the wait, which only ever adds.
 

@@ -1,4 +1,5 @@
-"""What tests of Lightning share: a LightningModule, data whose last batch is smaller, and a run with checkpoints that tells what it saw."""
+"""What tests of Lightning share: a LightningModule, data whose last batch is smaller, and a run
+with checkpoints that tells what it saw."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 QUIET = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 1, "enable_progress_bar": False,
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "log_every_n_steps": 1,
+    "enable_progress_bar": False,
     "enable_model_summary": False,
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):
@@ -28,7 +33,8 @@ class Net(nn.Module):
 
 
 class Classifier(lightning.LightningModule):
-    """Its loss is computed outside of the net; `seen` adds up over batches, and so would over processes."""
+    """Its loss is computed outside of the net; `seen` adds up over batches, and so would over
+    processes."""
 
     def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
@@ -57,7 +63,9 @@ class Classifier(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: Any) -> None:
         state = checkpoint["state_dict"]
-        assert len(state) == 5 and all(isinstance(x.sum().item(), float) for x in state.values()), "on every rank"
+        assert len(state) == 5 and all(isinstance(x.sum().item(), float) for x in state.values()), (
+            "on every rank"
+        )
 
     test_step = validation_step
 
@@ -65,10 +73,19 @@ class Classifier(lightning.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        decayed = [{"params": [p for p in self.parameters() if (p.ndim > 1) is many], "weight_decay": 0.1 * many} for many in (True, False)]
+        decayed = [
+            {
+                "params": [p for p in self.parameters() if (p.ndim > 1) is many],
+                "weight_decay": 0.1 * many,
+            }
+            for many in (True, False)
+        ]
         optimizer = torch.optim.AdamW(decayed, lr=self.hparams.lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Outside(lightning.Callback):
@@ -77,7 +94,9 @@ class Outside(lightning.Callback):
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
         self.seen = torchmetrics.SumMetric()
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
         self.seen.update(len(batch[0]))
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -90,22 +109,37 @@ def batches(count: int, seed: int, **options: Any) -> DataLoader[Any]:
     return DataLoader([(x, x[:4].argmax()) for x in drawn], batch_size=4, **options)
 
 
-def trained(folder: Path, strategy: Any, resume: Path | None = None, seed: int = 1, **asked: Any) -> dict[str, Any]:
-    """Two epochs of shuffled batches, two batches a step, clipped, with a checkpoint after each; then a test and predictions."""
+def trained(
+    folder: Path, strategy: Any, resume: Path | None = None, seed: int = 1, **asked: Any
+) -> dict[str, Any]:
+    """Two epochs of shuffled batches, two batches a step, clipped, with a checkpoint after each;
+    then a test and predictions."""
     lightning.seed_everything(seed, verbose=False)
-    module, saves = Classifier(), ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}", save_last="link")
+    module, saves = (
+        Classifier(),
+        ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}", save_last="link"),
+    )
     usual = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
-    trainer = lightning.Trainer(strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **usual, **asked})
+    trainer = lightning.Trainer(
+        strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **usual, **asked}
+    )
     trainer.fit(module, batches(14, 1, shuffle=True), batches(6, 2), ckpt_path=resume)
     said = {name: value.item() for name, value in trainer.callback_metrics.items()}
     tested = trainer.test(module, batches(6, 3), verbose=False)[0]
     predicted = trainer.predict(module, batches(6, 3))
     return {
-        "losses": module.losses, "said": said, "tested": tested,
-        "predicted": torch.cat(predicted).tolist(), "writes": trainer.is_global_zero,
-        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups] if trainer.optimizers else [],
-        "parts": [getattr(p, "to_local", p.detach)().numel() / p.numel() for p in module.parameters()],
-    }  # fmt: skip
+        "losses": module.losses,
+        "said": said,
+        "tested": tested,
+        "predicted": torch.cat(predicted).tolist(),
+        "writes": trainer.is_global_zero,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups]
+        if trainer.optimizers
+        else [],
+        "parts": [
+            getattr(p, "to_local", p.detach)().numel() / p.numel() for p in module.parameters()
+        ],
+    }
 
 
 def same(ours: dict[str, Any], wanted: dict[str, Any], rel: float = 1e-4) -> None:
@@ -117,4 +151,6 @@ def same(ours: dict[str, Any], wanted: dict[str, Any], rel: float = 1e-4) -> Non
         assert sorted(ours[each]) == sorted(wanted[each])
         assert ours[each] == pytest.approx(wanted[each], rel=rel)
     assert ours["rates"] == wanted["rates"]
-    torch.testing.assert_close(*(torch.tensor(run["predicted"]) for run in (ours, wanted)), rtol=rel, atol=1e-5)
+    torch.testing.assert_close(
+        *(torch.tensor(run["predicted"]) for run in (ours, wanted)), rtol=rel, atol=1e-5
+    )

@@ -8,24 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.layout import local_shape
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
-from autopar.layout import local_shape
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.executor import Executor
+from autopar.program.program import Program, ProgramTensor
 from autopar.request import Outputs
-from autopar.run.executor import Executor
-from autopar.run.live import LiveBytes
-from autopar.run.program import Program, ProgramTensor
 
 
 def measured_peak(
-    program: Program, batch: Mapping[str, Any], outputs: Outputs = "full", *, train: bool = True, coordinate: Sequence[int] | None = None
+    program: Program,
+    batch: Mapping[str, Any],
+    outputs: Outputs = "full",
+    *,
+    train: bool = True,
+    coordinate: Sequence[int] | None = None,
 ) -> tuple[int, list[Tensor]]:
-    """Bytes, as `autopar.run.memory.trace_peak` predicts them, and the gradients; of the rank at a coordinate, by default the origin."""
-    executor, memory = Executor(program, fake_groups(program.mesh, coordinate), outputs=outputs), LiveBytes()
+    """Bytes, as `autopar.program.memory.trace_peak` predicts them, and the gradients; of the
+    rank at a coordinate, by default the origin."""
+    executor, memory = (
+        Executor(program, fake_groups(program.mesh, coordinate), outputs=outputs),
+        LiveBytes(),
+    )
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
         shapes = [local_shape(t.view, t.layout, program.mesh.shape, coordinate) for t in tensors]
-        return [(host.empty if t.layout.host else torch.empty)(s, dtype=t.dtype).zero_() for t, s in zip(tensors, shapes, strict=True)]
+        return [
+            (host.empty if t.layout.host else torch.empty)(s, dtype=t.dtype).zero_()
+            for t, s in zip(tensors, shapes, strict=True)
+        ]
 
     with memory, torch.no_grad():
         parameters, buffers = local(program.parameters), local(program.buffers)
@@ -34,6 +46,10 @@ def measured_peak(
         results, saved = executor.forward(parameters, buffers, inputs, keep=train)
         if not train:
             return memory.peak_bytes, []
-        tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
+        tangents = [
+            torch.ones_like(r)
+            for r, t in zip(results, program.outputs, strict=True)
+            if t.has_gradient
+        ]
         gradients = executor.backward(saved, list(tangents))
         return memory.peak_bytes, gradients

@@ -1,4 +1,5 @@
-"""A residual MLP, small or on meta: the model for what does not depend on attention, embeddings and norms."""
+"""A residual MLP, small or on meta: the model for what does not depend on attention, embeddings
+and norms."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, hidden: int, bias: bool) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
+        self.up, self.down = (
+            nn.Linear(width, hidden, bias=bias),
+            nn.Linear(hidden, width, bias=bias),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -35,8 +39,18 @@ class Mlp(nn.Module):
 
 
 @cache
-def traced(width: int, hidden: int, batch: int, num_layers: int = 3, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Trace:
+def traced(
+    width: int,
+    hidden: int,
+    batch: int,
+    num_layers: int = 3,
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Trace:
     """The model captured on meta, with a batch of [batch, width]."""
     with torch.device("meta"):
-        model, x = Mlp(width, hidden, num_layers, bias).to(dtype), torch.empty(batch, width, dtype=dtype)
+        model, x = (
+            Mlp(width, hidden, num_layers, bias).to(dtype),
+            torch.empty(batch, width, dtype=dtype),
+        )
     return capture(model, (), {"x": x})

@@ -1,4 +1,5 @@
-"""What tests of native kernels share: marks that skip, with a reason, where a compiler or a device is missing."""
+"""What tests of native kernels share: marks that skip, with a reason, where a compiler or a
+device is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import torch
 
 from autopar.kernels.build import has_compiler
 
-needs_host = pytest.mark.skipif(not has_compiler("host"), reason="there is no C++ compiler (g++, or $CXX)")
+needs_host = pytest.mark.skipif(
+    not has_compiler("host"), reason="there is no C++ compiler (g++, or $CXX)"
+)
 needs_nvcc = pytest.mark.skipif(not has_compiler("cuda"), reason="there is no nvcc (or $NVCC)")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 WORLDS = (1, 2, 3, 5, 8)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class Several(nn.Module):
-    """Returns one tensor twice, a view of it, a parameter, what has no gradient, and what needs a collective where rows are split."""
+    """Returns one tensor twice, a view of it, a parameter, what has no gradient, and what needs
+    a collective where rows are split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +21,15 @@ class Several(nn.Module):
         hidden = torch.relu(self.first(x))
         out = self.last(hidden)
         flat = out.reshape(-1)
-        return {"out": out, "same": out, "flat": flat, "weight": self.last.weight, "best": out.argmax(-1), "total": hidden.sum(0), "n": 3}
+        return {
+            "out": out,
+            "same": out,
+            "flat": flat,
+            "weight": self.last.weight,
+            "best": out.argmax(-1),
+            "total": hidden.sum(0),
+            "n": 3,
+        }
 
 
 class Convolutions(nn.Module):
@@ -29,7 +38,9 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         convolution = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.body = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.body = nn.Sequential(
+            convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
         self.head = nn.Linear(32, 5)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -43,7 +54,10 @@ class Layers(nn.Module):
     def __init__(self, num: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding, self.scale = nn.Embedding(32, 16), nn.Parameter(torch.ones(()))
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(num))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+            for _ in range(num)
+        )
         self.dropout, self.head = nn.Dropout(dropout), nn.Linear(16, 32)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
@@ -51,7 +65,13 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = x + self.dropout(layer(x))
             seen.append(x)
-        return {"logits": self.head(x) * self.scale, "early": seen[1], "size": x.pow(2).mean(), "total": x.sum((0, 1)), "scale": self.scale}
+        return {
+            "logits": self.head(x) * self.scale,
+            "early": seen[1],
+            "size": x.pow(2).mean(),
+            "total": x.sum((0, 1)),
+            "scale": self.scale,
+        }
 
 
 def layers(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -9,11 +9,12 @@ import torch
 from overlap_cases import whole_numbers
 from torch import Tensor
 
-from autopar.kernels.equations import result_shape
-from autopar.kernels.together import shards_of
+from autopar.kernels.chunked import result_shape
+from autopar.kernels.fused import shards_of
 
 EPS = 1e-5
-# equation, shapes of both operands, dim of the result: none is even under all worlds, one has fewer rows than the largest has ranks
+# equation, shapes of both operands, dim of the result: none is even under all worlds, one has fewer
+# rows than the largest has ranks
 NORMED = (
     ("mk,kn->mn", (11, 3), (3, 40), 0),
     ("mk,kn->mn", (16, 3), (3, 13), 0),
@@ -32,29 +33,51 @@ class Ranks:
 
     def moved(self, device: str) -> Ranks:
         pairs = [(a.to(device), b.to(device)) for a, b in self.pairs]
-        return Ranks(pairs, [x.to(device) for x in self.residuals], [x.to(device) for x in self.weights])
+        return Ranks(
+            pairs, [x.to(device) for x in self.residuals], [x.to(device) for x in self.weights]
+        )
 
     def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *self.pairs[rank], self.residuals[rank], self.weights[rank]
 
 
 def ranks_of(
-    equation: str, left: Sequence[int], right: Sequence[int], dim: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0
+    equation: str,
+    left: Sequence[int],
+    right: Sequence[int],
+    dim: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> Ranks:
-    """Factors are whole numbers, so that products are exact in every dtype; residuals and weights are not."""
-    pairs = [(whole_numbers(left, seed + 2 * r, dtype), whole_numbers(right, seed + 2 * r + 1, dtype)) for r in range(size)]
+    """Factors are whole numbers, so that products are exact in every dtype; residuals and
+    weights are not."""
+    pairs = [
+        (whole_numbers(left, seed + 2 * r, dtype), whole_numbers(right, seed + 2 * r + 1, dtype))
+        for r in range(size)
+    ]
     return _beside(equation, pairs, dim, dtype, seed)
 
 
 def scaled_ranks(shape: tuple[int, int], size: int, dtype: torch.dtype) -> Ranks:
-    """Each rank's second factor is the unit matrix and its first of a size of its own: only the order of the sum can differ."""
+    """Each rank's second factor is the unit matrix and its first of a size of its own: only the
+    order of the sum can differ."""
     generator = torch.Generator().manual_seed(3)
-    values = [(torch.randn(shape, generator=generator) * (4096.0 if rank == 0 else 2.0**-10)).to(dtype) for rank in range(size)]
-    values[2:3] = [-values[0]] * len(values[2:3])  # rank 1 gets lost between the two, unless they meet first
-    return _beside("mk,kn->mn", [(value, torch.eye(shape[1], dtype=dtype)) for value in values], 0, dtype, 0)
+    values = [
+        (torch.randn(shape, generator=generator) * (4096.0 if rank == 0 else 2.0**-10)).to(dtype)
+        for rank in range(size)
+    ]
+    values[2:3] = [-values[0]] * len(
+        values[2:3]
+    )  # rank 1 gets lost between the two, unless they meet first
+    return _beside(
+        "mk,kn->mn", [(value, torch.eye(shape[1], dtype=dtype)) for value in values], 0, dtype, 0
+    )
 
 
-def _beside(equation: str, pairs: list[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype, seed: int) -> Ranks:
+def _beside(
+    equation: str, pairs: list[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype, seed: int
+) -> Ranks:
     generator, shape = torch.Generator().manual_seed(seed), result_shape(equation, *pairs[0])
     residual = torch.randn(shape, generator=generator).to(dtype)
     weights = [torch.randn(shape[-1], generator=generator).to(dtype) for _ in pairs]
@@ -63,5 +86,9 @@ def _beside(equation: str, pairs: list[tuple[Tensor, Tensor]], dim: int, dtype: 
 
 def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
     """Whether all ranks' results are alike in every bit."""
-    pairs = [(a, b) for made, wanted in zip(found, expected, strict=True) for a, b in zip(made, wanted, strict=True)]
+    pairs = [
+        (a, b)
+        for made, wanted in zip(found, expected, strict=True)
+        for a, b in zip(made, wanted, strict=True)
+    ]
     return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

@@ -12,16 +12,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from autopar.run.saved_files import ABOUT, OLD_VERSION, about_text, checksums
-from autopar.run.saved_loading import load_parts, read_metadata
-from autopar.run.saved_others import read_all_others
+from autopar.checkpoint.companion_states import read_all_others
+from autopar.checkpoint.files import ABOUT, OLD_VERSION, about_text, checksums
+from autopar.checkpoint.loading import load_parts, read_metadata
 
 
 def to_old_format(place: Path) -> None:
     """Write a checkpoint anew, as version 2 wrote it."""
     metadata = read_metadata(place)
     state: dict[str, Any] = {
-        key: torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else metadata.planner_data[key]
+        key: torch.empty(of.size, dtype=of.properties.dtype)
+        if isinstance(of, TensorStorageMetadata)
+        else metadata.planner_data[key]
         for key, of in metadata.state_dict_metadata.items()
     }
     load_parts(state, place, alone=True)
@@ -31,11 +33,14 @@ def to_old_format(place: Path) -> None:
             path.unlink()
     dcp.save(state, storage_writer=FileSystemWriter(place), no_dist=True)
     torch.save(others, place / "others.pt")
-    forge(place, lambda about: about.update(version=OLD_VERSION, files=dict.fromkeys(_names(place))))
+    forge(
+        place, lambda about: about.update(version=OLD_VERSION, files=dict.fromkeys(_names(place)))
+    )
 
 
 def forge(place: Path, change: Callable[[dict[str, Any]], object] = lambda about: None) -> None:
-    """Change `autopar.json`, and give all files checksums that fit, as somebody who can write there may do.
+    """Change `autopar.json`, and give all files checksums that fit, as somebody who can write there
+    may do.
 
     Args:
         place: the checkpoint's folder.

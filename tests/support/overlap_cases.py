@@ -12,4 +12,6 @@ WORLDS = (1, 2, 3, 5, 8)
 
 def whole_numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Small whole numbers, whose products and sums every dtype holds exactly."""
-    return torch.randint(-3, 4, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randint(-3, 4, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )

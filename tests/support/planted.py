@@ -1,7 +1,9 @@
-"""What faults are planted in: small models with their plans, and the three judges that a fault has to get past.
+"""What faults are planted in: small models with their plans, and the three judges that a fault has
+to get past.
 
-A fault breaks autopar at one place while the plan is emitted, validated and run again; the plan, the captured model and its batch are
-those of before. One that changes what a plan is made of (a price) is there while it is planned, too.
+A fault breaks autopar at one place while the plan is emitted, validated and run again; the plan,
+the captured model and its batch are those of before. One that changes what a plan is made of (a
+price) is there while it is planned, too.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.api.tracing import as_planned, staged_trace
 from autopar.capture import Trace
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit, emit_staged
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
 from autopar.plans import Plan
-from autopar.run.program import Program, StagedProgram
+from autopar.program.program import Program, StagedProgram
 from autopar.validation import Validation, law, time_placements, validate
 from autopar.verification import Verification, verify_program
 
@@ -39,7 +41,8 @@ def forget() -> None:
 
 
 def nodes(graph: fx.Graph, name: str) -> list[fx.Node]:
-    """The nodes of a graph that call a function of this name, such as ``all_reduce`` or ``add.Tensor``."""
+    """The nodes of a graph that call a function of this name, such as ``all_reduce`` or
+    ``add.Tensor``."""
     called = [n for n in graph.nodes if n.op == "call_function"]
     found = [n for n in called if str(getattr(n.target, "__name__", "")) == name]
     assert found, f"the graph calls no {name}: {sorted({n.target.__name__ for n in called})}"
@@ -80,7 +83,8 @@ class Subject:
     """A model with a plan of it.
 
     Attributes:
-        build: makes the model and its batch. options: of `autopar.plan`. hardware: a profile or its name.
+        build: makes the model and its batch. options: of `autopar.plan`. hardware: a profile or its
+            name.
     """
 
     build: Callable[[], Call]

@@ -9,7 +9,7 @@ from typing import Any
 from planted import Made, nodes, placeholders, results, returns, stage, with_stage
 from torch import fx
 
-from autopar.run.program import Program
+from autopar.program.program import Program
 
 Edit = Callable[[Made], Made]
 
@@ -168,7 +168,8 @@ def tensor(kind: str, at: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def microbatched(**changes: Any) -> Edit:
-    """A program that works through its batch otherwise; a change may be a function of `Microbatches`."""
+    """A program that works through its batch otherwise; a change may be a function of
+    `Microbatches`."""
 
     def edit(program: Made) -> Made:
         assert not isinstance(program, Program), "it has microbatches"

@@ -1,4 +1,5 @@
-"""A pytest plugin: the host's kernels are compiled from the folder that ``PLANTED_KERNELS`` names, in which a test has planted a fault."""
+"""A pytest plugin: the host's kernels are compiled from the folder that ``PLANTED_KERNELS``
+names, in which a test has planted a fault."""
 
 from __future__ import annotations
 
@@ -8,4 +9,6 @@ from pathlib import Path
 
 from autopar.kernels import build
 
-build.build_library = functools.partial(build.build_library, folder=Path(os.environ["PLANTED_KERNELS"]))
+build.build_library = functools.partial(
+    build.build_library, folder=Path(os.environ["PLANTED_KERNELS"])
+)

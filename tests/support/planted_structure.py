@@ -9,10 +9,17 @@ from collections.abc import Iterator
 
 Files = dict[str, str]
 
-_SOLVER_FREE = ("run", "certificate", "verification")
+_SOLVER_FREE = ("runtime", "certificate", "verification")
 _PLANNING = (
-    "capture", "rules", "strategies", "constraints", "cost", "solve", "planning", "plans",
-)  # fmt: skip
+    "capture",
+    "rules",
+    "sharding",
+    "constraints",
+    "cost",
+    "solve",
+    "planner",
+    "plans",
+)
 
 
 def forbidden_loads() -> Iterator[tuple[str, Files, str]]:
@@ -23,37 +30,37 @@ def forbidden_loads() -> Iterator[tuple[str, Files, str]]:
     """
     cases = [(unit, name) for unit in _SOLVER_FREE for name in ("autopar.solve", "highspy", "pulp")]
     cases += [(unit, "torch.distributed") for unit in (*_PLANNING, "certificate", "validation")]
-    cases += [("validation", name) for name in ("autopar.emit", "autopar.planning", "pulp")]
+    cases += [("validation", name) for name in ("autopar.emit", "autopar.planner", "pulp")]
     for unit, name in cases:
         for way, files in _ways(unit, f"import {name}").items():
             how = "can load, by a late import," if "late" in way else "loads"
-            root = {"solve/__init__.py": "", "emit/__init__.py": "", "planning/__init__.py": ""}
+            root = {"solve/__init__.py": "", "emit/__init__.py": "", "planner/__init__.py": ""}
             yield f"{unit}, {name}, {way}", {**root, **files}, f"{unit} {how} {name} ("
 
 
 def _ways(unit: str, statement: str) -> dict[str, Files]:
     module = f"{unit}/a.py"
-    through = {module: "from autopar.layout.b import x"}
+    through = {module: "from autopar.core.b import x"}
     late = f"def f():\n    {statement}"
     return {
         "direct": {module: statement},
-        "through a module": {**through, "layout/b.py": statement},
+        "through a module": {**through, "core/b.py": statement},
         "through two modules": {
             **through,
-            "layout/b.py": "from autopar import errors",
+            "core/b.py": "from autopar import errors",
             "errors.py": statement,
         },
         "through the __init__ of a package": {
             **through,
-            "layout/__init__.py": statement,
-            "layout/b.py": "",
+            "core/__init__.py": statement,
+            "core/b.py": "",
         },
         "through the root": {module: "", "__init__.py": statement},
         "late": {module: late},
-        "late, through a module": {**through, "layout/b.py": late},
+        "late, through a module": {**through, "core/b.py": late},
         "late, to a module": {
-            module: "def f():\n    from autopar.layout.b import x",
-            "layout/b.py": statement,
+            module: "def f():\n    from autopar.core.b import x",
+            "core/b.py": statement,
         },
     }
 
@@ -71,55 +78,58 @@ OTHER_LOADS: list[tuple[str, Files, str]] = [
     ),
     (
         "named",
-        {"run/a.py": 'from autopar.lazy import imported_apart\nimported_apart("pulp")'},
-        "run loads pulp",
+        {"runtime/a.py": 'from autopar.core.lazy import imported_apart\nimported_apart("pulp")'},
+        "runtime loads pulp",
     ),
     (
         "named late",
-        {"run/a.py": 'import importlib\ndef f():\n    importlib.import_module("pulp")'},
-        "run can load, by a late import, pulp",
+        {"runtime/a.py": 'import importlib\ndef f():\n    importlib.import_module("pulp")'},
+        "runtime can load, by a late import, pulp",
     ),
     (
         "on first access",
         {
-            "run/a.py": "from autopar.hf import x",
+            "runtime/a.py": "from autopar.hf import x",
             "hf/__init__.py": 'get = lazily("autopar.hf", {"x": "pulp"})',
         },
-        "run loads pulp",
+        "runtime loads pulp",
     ),
     (
         "in a method",
-        {"run/a.py": "class A:\n    def f(self):\n        import pulp"},
-        "run can load, by a late import, pulp",
+        {"runtime/a.py": "class A:\n    def f(self):\n        import pulp"},
+        "runtime can load, by a late import, pulp",
     ),
-    ("in a class", {"run/a.py": "class A:\n    import pulp"}, "run loads pulp"),
+    ("in a class", {"runtime/a.py": "class A:\n    import pulp"}, "runtime loads pulp"),
     (
         "in a branch",
-        {"run/a.py": "try:\n    import pulp\nexcept ImportError:\n    raise"},
-        "run loads pulp",
+        {"runtime/a.py": "try:\n    import pulp\nexcept ImportError:\n    raise"},
+        "runtime loads pulp",
     ),
     (
         "beside types",
-        {"run/a.py": "if TYPE_CHECKING:\n    x = 1\nelse:\n    import pulp"},
-        "run loads pulp",
+        {"runtime/a.py": "if TYPE_CHECKING:\n    x = 1\nelse:\n    import pulp"},
+        "runtime loads pulp",
     ),
     (
         "not for types",
-        {"run/a.py": "if not TYPE_CHECKING:\n    import pulp"},
-        "run loads pulp",
+        {"runtime/a.py": "if not TYPE_CHECKING:\n    import pulp"},
+        "runtime loads pulp",
     ),
     (
         "an exception that is for late imports only",
-        {"cost/a.py": "import autopar.run.orders", "run/orders.py": "import torch.distributed"},
-        "cost loads torch.distributed (autopar.cost.a → autopar.run.orders:1)",
+        {
+            "cost/a.py": "import autopar.program.schedule",
+            "program/schedule.py": "import torch.distributed",
+        },
+        "cost loads torch.distributed (autopar.cost.a → autopar.program.schedule:1)",
     ),
     (
         "an exception of other units",
         {
-            "cost/a.py": "import autopar.run.transfers",
-            "run/transfers.py": "import torch.distributed",
+            "cost/a.py": "import autopar.program.transfers",
+            "program/transfers.py": "import torch.distributed",
         },
-        "cost loads torch.distributed (autopar.cost.a → autopar.run.transfers:1)",
+        "cost loads torch.distributed (autopar.cost.a → autopar.program.transfers:1)",
     ),
     (
         "spelled out",
@@ -131,28 +141,28 @@ OTHER_LOADS: list[tuple[str, Files, str]] = [
 PERMITTED_LOADS: list[tuple[str, Files]] = [
     (
         "types",
-        {"run/a.py": "if TYPE_CHECKING:\n    import autopar.solve", "solve/__init__.py": ""},
+        {"runtime/a.py": "if TYPE_CHECKING:\n    import autopar.solve", "solve/__init__.py": ""},
     ),
-    ("the solver", {"solve/a.py": "import highspy", "planning/b.py": "import autopar.solve.a"}),
-    ("the runtime", {"run/a.py": "import torch.distributed"}),
+    ("the solver", {"solve/a.py": "import highspy", "planner/b.py": "import autopar.solve.a"}),
+    ("the runtime", {"runtime/a.py": "import torch.distributed"}),
     ("placements", {"cost/a.py": "from torch.distributed.tensor import Shard"}),
     (
         "an exception",
         {
-            "cost/a.py": "import autopar.run.orders",
-            "run/orders.py": "def f():\n    import torch.distributed",
+            "cost/a.py": "import autopar.program.schedule",
+            "program/schedule.py": "def f():\n    import torch.distributed",
         },
     ),
     (
         "an exception of these units",
         {
-            "validation/a.py": "import autopar.run.transfers",
-            "run/transfers.py": "import torch.distributed",
+            "validation/a.py": "import autopar.program.transfers",
+            "program/transfers.py": "import torch.distributed",
         },
     ),
     (
         "what loads it in turn",
-        {"api/a.py": "from autopar.planning import b", "planning/b.py": "import pulp"},
+        {"api/a.py": "from autopar.planner import b", "planner/b.py": "import pulp"},
     ),
 ]
 

@@ -1,4 +1,5 @@
-"""The programs that faults are planted in, by name: each has the one thing that its faults break."""
+"""The programs that faults are planted in, by name: each has the one thing that its faults
+break."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from planted import Call, Subject
 from torch import Tensor, nn
 
 from autopar.constraints import ddp, expert_parallel, fsdp, layout, megatron, offload, pipeline
-from autopar.mesh import Mesh
+from autopar.core.mesh import Mesh
 
 _LINE, _SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 

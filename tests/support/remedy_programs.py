@@ -1,4 +1,5 @@
-"""Programs that show that a remedy helps: what is refused, and the same changed as the remedy says."""
+"""Programs that show that a remedy helps: what is refused, and the same changed as the remedy
+says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Program(NamedTuple):
 
 
 class Net(nn.Module):
-    """The mean square of what `compute` makes of a linear layer; `state` is tensors and modules that it may use."""
+    """The mean square of what `compute` makes of a linear layer; `state` is tensors and modules
+    that it may use."""
 
     def __init__(self, compute: Forward, **state: Any) -> None:
         super().__init__()

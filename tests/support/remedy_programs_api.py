@@ -14,14 +14,14 @@ from torch import nn
 import autopar
 from autopar import HardwareProfile, Mesh, Plan
 from autopar.api.arguments import as_call, as_mesh, check_model
-from autopar.api.changing import changed
-from autopar.api.shaping import shapes
+from autopar.api.mesh_search import shapes
 from autopar.api.tracing import microbatch_of, refuse_wrapped
+from autopar.api.what_if import changed
+from autopar.checkpoint.manager import Checkpoints
 from autopar.constraints import fsdp
-from autopar.devices import hardware_of, read_mesh
-from autopar.layout import Layout
+from autopar.core.layout import Layout
+from autopar.core.mesh import hardware_of, read_mesh
 from autopar.request import PlanOptions, as_constraints
-from autopar.run.saved import Checkpoints
 from tests.support.made_plan import made_plan
 from tests.support.mlp import Mlp
 from tests.support.remedy_programs import Program
@@ -234,7 +234,12 @@ OPTIONS: dict[str, Program] = {
         ("_check_gap 0", {"gap": 1.0}, "0.01", {"gap": 0.01}),
         ("_check_limit 0", {"time_limit_s": 0}, "60", {"time_limit_s": 60}),
         ("_check_switch 0", {"strict": "no"}, "True or False", {"strict": False}),
-        ("_check_constraints 0", {"constraints": ("fsdp",)}, "autopar.constraints", {"constraints": (fsdp(),)}),
+        (
+            "_check_constraints 0",
+            {"constraints": ("fsdp",)},
+            "autopar.constraints",
+            {"constraints": (fsdp(),)},
+        ),
     )
 }
 

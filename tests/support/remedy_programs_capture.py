@@ -1,4 +1,5 @@
-"""Programs for the remedies of what capture refuses: how forward computes, and which modules it calls."""
+"""Programs for the remedies of what capture refuses: how forward computes, and which modules it
+calls."""
 
 from __future__ import annotations
 
@@ -211,7 +212,9 @@ PROGRAMS: dict[str, Program] = {
         "let single layers follow each other",
         forward(
             lambda self, x: self.b(self.drop(self.a(x)[0]))[0],
-            a=nn.LSTM(4, 4), drop=nn.Dropout(0.5), b=nn.LSTM(4, 4),
+            a=nn.LSTM(4, 4),
+            drop=nn.Dropout(0.5),
+            b=nn.LSTM(4, 4),
         ),
     ),
     "capture/refusals.py of_modules 1": Program(
@@ -271,4 +274,4 @@ PROGRAMS: dict[str, Program] = {
         "x.contiguous().as_strided(...)",
         forward(lambda self, x: (x * 2)[:, ::2].contiguous().as_strided((4, 4), (4, 1))),
     ),
-}  # fmt: skip
+}

@@ -1,4 +1,5 @@
-"""Programs for the remedies of commands: models that are named, files, reports, measuring, and starting processes."""
+"""Programs for the remedies of commands: models that are named, files, reports, measuring, and
+starting processes."""
 
 from __future__ import annotations
 
@@ -22,17 +23,22 @@ from autopar.cli.options import check_dtype, check_named, check_there
 from autopar.cli.plan import _check_stages
 from autopar.cli.planning import _save
 from autopar.explanation import explain
-from autopar.report.canvas import canvas
+from autopar.integrations.libraries import LEAST, library
+from autopar.profiler import measure as measuring
+from autopar.profiler.measure import COLLECTIVES
+from autopar.profiler.worker import CPU, GPU, Sizes, compute_measurements
+from autopar.report.figures import canvas
 from autopar.report.page import report
-from autopar.run import measure as measuring
-from autopar.run.launching import launch
-from autopar.run.measure_ops import CPU, GPU, Sizes, compute_measurements
-from autopar.run.measure_profile import COLLECTIVES
-from autopar.training.libraries import LEAST, library
+from autopar.runtime.launching import launch
 from tests.support.made_plan import made_plan
 from tests.support.remedy_programs import Program
 
-_SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 _TEXT = {**_SIZES, "vocab_size": 16}
 _VISION = {**_SIZES, "image_size": 16, "patch_size": 8}
 _FUNCTIONS = """
@@ -88,9 +94,16 @@ def _without_transformers() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)
         return built(
-            f"llama:{json.dumps(_TEXT)}", None, None, 2, 4, None, "meta",
-            inference=False, precision=None,
-        )  # fmt: skip
+            f"llama:{json.dumps(_TEXT)}",
+            None,
+            None,
+            2,
+            4,
+            None,
+            "meta",
+            inference=False,
+            precision=None,
+        )
 
 
 def _installed(version: str | None) -> Callable[[], object]:
@@ -210,7 +223,11 @@ MODELS: dict[str, Program] = {
     "hf/batches.py _Sizes.length 0": Program(
         _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
         'set "max_position_embeddings": 2048',
-        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1, "max_position_embeddings": 2048}, seq=2048),
+        _named(
+            "gpt2",
+            {"n_embd": 8, "n_head": 2, "n_layer": 1, "max_position_embeddings": 2048},
+            seq=2048,
+        ),
     ),
     "hf/batches.py _Sizes.length 0 | shorter": Program(
         _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
@@ -218,9 +235,25 @@ MODELS: dict[str, Program] = {
         _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=1024),
     ),
     "hf/batches.py _tokens 0": Program(
-        _named("llava", {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "image_token_id": 15}, seq=4),
+        _named(
+            "llava",
+            {
+                "text_config": {"model_type": "llama", **_TEXT},
+                "vision_config": _VISION,
+                "image_token_id": 15,
+            },
+            seq=4,
+        ),
         "--seq of more than 4",
-        _named("llava", {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "image_token_id": 15}, seq=5),
+        _named(
+            "llava",
+            {
+                "text_config": {"model_type": "llama", **_TEXT},
+                "vision_config": _VISION,
+                "image_token_id": 15,
+            },
+            seq=5,
+        ),
     ),
     "hf/images.py not_known 0": Program(
         _named("bert/AutoModelForMultipleChoice", _TEXT, seq=4),
@@ -228,13 +261,17 @@ MODELS: dict[str, Program] = {
         _function("model.py:made"),
     ),
     "hf/building.py build 0": Program(
-        _named("llama/AutoModelForMaskedLM", _TEXT, seq=4), "correct the head", _named("llama/AutoModelForCausalLM", _TEXT, seq=4)
+        _named("llama/AutoModelForMaskedLM", _TEXT, seq=4),
+        "correct the head",
+        _named("llama/AutoModelForCausalLM", _TEXT, seq=4),
     ),
     "hf/building.py _config 0": Program(
         _named("lama", _TEXT), "for example llama", _named("llama", _TEXT, seq=4)
     ),
     "hf/building.py _config 1": Program(
-        _named("llama", {**_TEXT, "hiden_size": 16}), "did you mean hidden_size", _named("llama", {**_TEXT, "hidden_size": 16}, seq=4)
+        _named("llama", {**_TEXT, "hiden_size": 16}),
+        "did you mean hidden_size",
+        _named("llama", {**_TEXT, "hidden_size": 16}, seq=4),
     ),
     "hf/building.py _config 1 | none is close": Program(
         _named("llama", {**_TEXT, "qqq": 16}),
@@ -247,10 +284,14 @@ MODELS: dict[str, Program] = {
         _named("llama", {**_TEXT, "num_attention_heads": 4}, seq=4),
     ),
     "hf/building.py _head 0": Program(
-        _named("bert/Bert", _TEXT), "AutoModelForMaskedLM", _named("bert/AutoModelForMaskedLM", _TEXT, seq=4)
+        _named("bert/Bert", _TEXT),
+        "AutoModelForMaskedLM",
+        _named("bert/AutoModelForMaskedLM", _TEXT, seq=4),
     ),
     "hf/building.py _head 1": Program(
-        _named("clip_vision_model", _VISION), "clip_vision_model/AutoModel:JSON", _named("clip_vision_model/AutoModel", _VISION)
+        _named("clip_vision_model", _VISION),
+        "clip_vision_model/AutoModel:JSON",
+        _named("clip_vision_model/AutoModel", _VISION),
     ),
     "hf/functions.py load_function 0": Program(
         _function("model.py"), "a Python file and a function in it", _function("model.py:made")
@@ -262,10 +303,14 @@ MODELS: dict[str, Program] = {
         _function("model.txt:made"), "ends in .py", _function("model.py:made")
     ),
     "hf/functions.py load_function 3": Program(
-        _function("model.py:build"), "a function that returns (model, batch)", _function("model.py:made")
+        _function("model.py:build"),
+        "a function that returns (model, batch)",
+        _function("model.py:made"),
     ),
     "hf/functions.py load_function 4": Program(
-        _function("model.py:nothing"), "an nn.Module and its example inputs", _function("model.py:made")
+        _function("model.py:nothing"),
+        "an nn.Module and its example inputs",
+        _function("model.py:made"),
     ),
     "hf/functions.py _of_users 0": Program(
         _function("model.py:raises"), "correct the function", _function("model.py:made")
@@ -315,7 +360,7 @@ MODELS: dict[str, Program] = {
         "check the path",
         _within(lambda folder: _save(made_plan(), folder / "another.json")),
     ),
-}  # fmt: skip
+}
 
 OTHERS: dict[str, Program] = {
     "training/libraries.py library 0": Program(
@@ -327,9 +372,7 @@ OTHERS: dict[str, Program] = {
     "report/canvas.py canvas 0": Program(
         _drawn(False), 'pip install "autopar[plot]"', _drawn(True)
     ),
-    "report/page.py report 0": Program(
-        _reported("plan.txt"), ".svg", _reported("plan.svg")
-    ),
+    "report/page.py report 0": Program(_reported("plan.txt"), ".svg", _reported("plan.svg")),
     "report/page.py report 1": Program(
         _reported("absent/plan.svg"), "check the path", _reported("plan.svg")
     ),
@@ -373,6 +416,6 @@ OTHERS: dict[str, Program] = {
     ),
     "run/measure.py _wait 0": Program(_waited(None), "fewer processes", _waited(0)),
     "run/measure.py _wait 1": Program(_waited(3), "measure again", _waited(0)),
-}  # fmt: skip
+}
 
 PROGRAMS: dict[str, Program] = {**MODELS, **OTHERS}

@@ -16,11 +16,10 @@ from autopar.constraints import (
     pipeline,
     tensor_parallel,
 )
-from autopar.constraints.reading import read_constraint
+from autopar.constraints.text import parse_constraint, read_constraint
 from autopar.constraints.together import check, check_number, parallelisms, pipeline_in
-from autopar.constraints.written import parse_constraint
-from autopar.planning.steps import in_order
-from autopar.planning.units import check_parts
+from autopar.planner.pipeline.schedule import in_order
+from autopar.planner.pipeline.units import check_parts
 from tests.support.remedy_programs import Program
 
 MESH = Mesh({"node": 2, "gpu": 4})

@@ -28,7 +28,9 @@ def _contents(run: Run) -> bytes:
     return json.dumps(text).encode()
 
 
-def _loads_planted(file: str, content: Callable[[Run], bytes], old: bool = False) -> Callable[[], object]:
+def _loads_planted(
+    file: str, content: Callable[[Run], bytes], old: bool = False
+) -> Callable[[], object]:
     def work(run: Run) -> object:
         if old:
             to_old_format(run.place(2))
@@ -55,10 +57,14 @@ def _loads_copied(run: Run) -> None:
 
 PROGRAMS: dict[str, Program] = {
     "run/saved_tensors.py damaged 0": Program(
-        _loads_planted("contents.json", lambda run: b"{}"), "take another checkpoint", run_of(_loads_earlier, steps=2)
+        _loads_planted("contents.json", lambda run: b"{}"),
+        "take another checkpoint",
+        run_of(_loads_earlier, steps=2),
     ),
     "run/saved_tensors.py damaged 0 | boxes": Program(
-        _loads_planted("contents.json", _contents), "copy this one again", run_of(_loads_copied, steps=1)
+        _loads_planted("contents.json", _contents),
+        "copy this one again",
+        run_of(_loads_copied, steps=1),
     ),
     "run/saved_tensors.py unsafe 0": Program(
         _loads_planted(".metadata", lambda run: pickle.dumps(Path), old=True),
@@ -70,4 +76,4 @@ PROGRAMS: dict[str, Program] = {
         "take another checkpoint, or save anew",
         run_of(_loads_earlier, steps=2),
     ),
-}  # fmt: skip
+}

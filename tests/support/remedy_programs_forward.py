@@ -1,4 +1,5 @@
-"""Programs for the remedies of forward's values: what it reads, prints, returns and is given; and of flex attention."""
+"""Programs for the remedies of forward's values: what it reads, prints, returns and is given;
+and of flex attention."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from autopar.capture import capture
-from autopar.capture._transformers_caches import refuse_caches
+from autopar.capture.hugging_face import refuse_caches
 from tests.support.remedy_programs import Called, Program, captured, forward
 
 X = torch.ones(8, 4)
@@ -69,7 +70,8 @@ def _dense(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _autocast(*kinds: str) -> Callable[[], object]:
-    """A capture under autocast of these kinds of device, each to a dtype of its own; as on a machine that has them."""
+    """A capture under autocast of these kinds of device, each to a dtype of its own; as on a
+    machine that has them."""
     dtypes = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
     def program() -> object:

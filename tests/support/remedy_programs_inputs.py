@@ -1,4 +1,5 @@
-"""Programs for the remedies of calls: what a model is called with, what it holds, and what it returns."""
+"""Programs for the remedies of calls: what a model is called with, what it holds, and what it
+returns."""
 
 from __future__ import annotations
 

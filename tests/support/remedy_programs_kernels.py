@@ -1,4 +1,5 @@
-"""Programs for the remedies of kernels: how they are built, and what they are given. Where they run, it is as their references."""
+"""Programs for the remedies of kernels: how they are built, and what they are given. Where they
+run, it is as their references."""
 
 from __future__ import annotations
 
@@ -11,14 +12,12 @@ import pytest
 import torch
 
 from autopar import ops
-from autopar.kernels import build, collectives, library, normed, normed_scatter
-from autopar.kernels.bound import part_of
-from autopar.kernels.buckets import BucketLayout, places
+from autopar.kernels import build, collectives, library, normed
+from autopar.kernels import normed as normed_scatter
+from autopar.kernels.bound_ops import part_of
 from autopar.kernels.collectives import AxisGroup, use_groups
-from autopar.kernels.lanes import Blocks
-from autopar.kernels.packing import pack
-from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.providers import provided
+from autopar.kernels.packing import BucketLayout, pack, places
+from autopar.kernels.peers import Blocks, VirtualRanks, provided
 from tests.support.remedy_programs import Program
 
 _EQUATION, _EPS, _F32 = "mk,kn->mn", 1e-6, torch.float32
@@ -91,13 +90,19 @@ def _product(n: int) -> Callable[[], object]:
     group, residual = AxisGroup("", 1, 0), torch.ones(4, 8)
     settings = _EPS, _F32, _F32, _F32, ops.dot
     return _as_references(
-        lambda: normed_scatter.dot_reduce_add_rmsnorm(_EQUATION, (_A, _B), residual, _W, 0, group, 1, n, *settings)
+        lambda: normed_scatter.dot_reduce_add_rmsnorm(
+            _EQUATION, (_A, _B), residual, _W, 0, group, 1, n, *settings
+        )
     )
 
 
-def _packed(tensor: torch.Tensor, size: tuple[int, ...], *, dim: int = 0, parts: int = 1, **ranks: int) -> Callable[[], object]:
+def _packed(
+    tensor: torch.Tensor, size: tuple[int, ...], *, dim: int = 0, parts: int = 1, **ranks: int
+) -> Callable[[], object]:
     """A tensor in a bucket."""
-    return _as_references(lambda: pack([tensor], BucketLayout((size,), (dim,), parts), _F32, **ranks))
+    return _as_references(
+        lambda: pack([tensor], BucketLayout((size,), (dim,), parts), _F32, **ranks)
+    )
 
 
 def _cut(dim: int) -> Callable[[], object]:
@@ -127,29 +132,41 @@ PROGRAMS: dict[str, Program] = {
         _built(home=False), "AUTOPAR_KERNEL_CACHE=FOLDER", _built()
     ),
     "kernels/build.py _unwritable 0": Program(
-        _built(cache="a.cu/cache"), "name another: AUTOPAR_KERNEL_CACHE=FOLDER", _built(cache="another")
+        _built(cache="a.cu/cache"),
+        "name another: AUTOPAR_KERNEL_CACHE=FOLDER",
+        _built(cache="another"),
     ),
     "kernels/build.py compiler 0": Program(
         _built(name="absent"), "CXX=/path/to/it", _built(name="compiler")
     ),
     "kernels/build.py build_library 0": Program(
-        _built(kind="cuda", variant="thread"), "build it with kind host", _built(kind="host", variant="thread")
+        _built(kind="cuda", variant="thread"),
+        "build it with kind host",
+        _built(kind="host", variant="thread"),
     ),
     "kernels/build.py build_library 1": Program(
         _built(variant="fast"), "ask for one of release", _built(variant="release")
     ),
     "kernels/build.py _build 0": Program(_built(sources=()), "install the package whole", _built()),
     "kernels/build.py _compile 0": Program(
-        _built(script="#!/bin/sh\n[ \"$1\" = --version ]\n"), "or name another compiler in CXX or NVCC", _built()
+        _built(script='#!/bin/sh\n[ "$1" = --version ]\n'),
+        "or name another compiler in CXX or NVCC",
+        _built(),
     ),
     "kernels/library.py function 0": Program(
-        _as_references(lambda: library.function("host", "ap_pack_host")), "call the reference instead", _packed(torch.ones(2), (2,))
+        _as_references(lambda: library.function("host", "ap_pack_host")),
+        "call the reference instead",
+        _packed(torch.ones(2), (2,)),
     ),
     "kernels/library.py check 0": Program(
-        lambda: library.check(1, "ap_pack_host"), "the top of the kernel's file", lambda: library.check(0, "ap_pack_host")
+        lambda: library.check(1, "ap_pack_host"),
+        "the top of the kernel's file",
+        lambda: library.check(0, "ap_pack_host"),
     ),
     "kernels/library.py code_of 0": Program(
-        lambda: library.code_of(torch.complex64), "use one of torch.float32", lambda: library.code_of(torch.float32)
+        lambda: library.code_of(torch.complex64),
+        "use one of torch.float32",
+        lambda: library.code_of(torch.float32),
     ),
     "kernels/bound.py part_of 0": Program(
         lambda: part_of(3, 4), "choose another layout or mesh", lambda: part_of(3, 3)
@@ -168,7 +185,9 @@ PROGRAMS: dict[str, Program] = {
         _normed([_X[:1]]), "give parts like the residual", _normed([_X])
     ),
     "kernels/normed.py check_normed 2": Program(
-        _normed([_X.double()]), "in one dtype on one device", _normed([_X.double()], _X.double(), _W.double())
+        _normed([_X.double()]),
+        "in one dtype on one device",
+        _normed([_X.double()], _X.double(), _W.double()),
     ),
     "kernels/normed_scatter.py _check 0": Program(
         _scattered(dim=1), "scatter along a dim before the last", _scattered(dim=0)
@@ -177,27 +196,41 @@ PROGRAMS: dict[str, Program] = {
         _scattered(residual=_X[:1]), "like the rank's part of the product", _scattered()
     ),
     "kernels/normed_scatter.py dot_reduce_add_rmsnorm 0": Program(
-        _product(9), "leave the norm apart from the product", lambda: (ops.dot(_EQUATION, _A, _B), _product(8)())
+        _product(9),
+        "leave the norm apart from the product",
+        lambda: (ops.dot(_EQUATION, _A, _B), _product(8)()),
     ),
     "kernels/packing.py _check 0": Program(
-        _packed(torch.ones(2), (2,), parts=2, first=1, count=2), "within the parts", _packed(torch.ones(1), (2,), parts=2, first=1, count=1)
+        _packed(torch.ones(2), (2,), parts=2, first=1, count=2),
+        "within the parts",
+        _packed(torch.ones(1), (2,), parts=2, first=1, count=1),
     ),
     "kernels/packing.py _check 1": Program(
-        _packed(torch.ones(2, dtype=torch.int32), (2,)), "only floating tensors", _packed(torch.ones(2), (2,))
+        _packed(torch.ones(2, dtype=torch.int32), (2,)),
+        "only floating tensors",
+        _packed(torch.ones(2), (2,)),
     ),
     "kernels/packing.py _check 2": Program(
         _packed(torch.ones(6, 5), (7, 5), parts=2, first=1, count=1),
         "see BucketLayout.local_sizes",
-        _packed(torch.ones(BucketLayout(((7, 5),), (0,), 2).local_sizes(1, 1)[0]), (7, 5), parts=2, first=1, count=1),
+        _packed(
+            torch.ones(BucketLayout(((7, 5),), (0,), 2).local_sizes(1, 1)[0]),
+            (7, 5),
+            parts=2,
+            first=1,
+            count=1,
+        ),
     ),
     "kernels/packing.py _whole_sizes 0": Program(_cut(1), "count dims from 0", _cut(0)),
     "kernels/peers.py Peers.__init__ 0": Program(
         lambda: VirtualRanks(2, blocks=Blocks()), "leave blocks out", lambda: VirtualRanks(2)
     ),
     "kernels/peers.py VirtualRanks.run 0": Program(
-        lambda: VirtualRanks(2).run([0], []), "give the work of all ranks in one call", lambda: VirtualRanks(2).run([0, 1], [])
+        lambda: VirtualRanks(2).run([0], []),
+        "give the work of all ranks in one call",
+        lambda: VirtualRanks(2).run([0, 1], []),
     ),
     "kernels/providers.py provided 0": Program(
         lambda: _provided("one"), "choose another name", lambda: _provided("two")
     ),
-}  # fmt: skip
+}

@@ -103,7 +103,11 @@ def _trainer(example: Any = None, **asked: Any) -> Any:
 
 def _quietly(work: Callable[[Path], object]) -> Callable[[], object]:
     def program() -> object:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            warnings.catch_warnings(),
+            pytest.MonkeyPatch.context() as patch,
+        ):
             warnings.simplefilter("ignore")
             patch.delenv("RANK", raising=False)
             return work(Path(folder))
@@ -121,7 +125,8 @@ def _fit(
     """A run of a LightningModule.
 
     Args:
-        data: makes its loader. example: a batch as the child is called with it. asked: makes arguments of the trainer.
+        data: makes its loader. example: a batch as the child is called with it. asked: makes
+            arguments of the trainer.
     """
 
     def work(folder: Path) -> object:
@@ -159,8 +164,12 @@ def _resumed(change: Callable[[Path], object], begin: bool = False) -> Callable[
         trainer.save_checkpoint(path)
         change(folder)
         if begin:
-            return _trainer().fit(_kinds()["Classifier"].load_from_checkpoint(path), _lit().batches(8, 1))
-        return _trainer(max_epochs=2).fit(_kinds()["Classifier"](), _lit().batches(8, 1), ckpt_path=path)
+            return _trainer().fit(
+                _kinds()["Classifier"].load_from_checkpoint(path), _lit().batches(8, 1)
+            )
+        return _trainer(max_epochs=2).fit(
+            _kinds()["Classifier"](), _lit().batches(8, 1), ckpt_path=path
+        )
 
     return _quietly(work)
 
@@ -186,28 +195,42 @@ PROGRAMS: dict[str, Program] = {
         _fit(data=lambda: DataLoader(Stream(), batch_size=4), example=_EXAMPLE),
     ),
     "training/lightning_modules.py call_of 1": Program(
-        _fit(data=lambda: _lit().batches(0, 1)), _WITH_EXAMPLE, _fit(data=lambda: _lit().batches(0, 1), example=_EXAMPLE)
+        _fit(data=lambda: _lit().batches(0, 1)),
+        _WITH_EXAMPLE,
+        _fit(data=lambda: _lit().batches(0, 1), example=_EXAMPLE),
     ),
-    "training/lightning_modules.py call_of 2": Program(_fit("Before"), _WITH_EXAMPLE, _fit("Before", example=_EXAMPLE)),
+    "training/lightning_modules.py call_of 2": Program(
+        _fit("Before"), _WITH_EXAMPLE, _fit("Before", example=_EXAMPLE)
+    ),
     "training/lightning_modules.py call_of 3": Program(
         _fit("Aside"), "let forward of net do what the step calls other methods of it for", _fit()
     ),
     "training/lightning_modules.py check_optimizers 0": Program(
-        _fit("Optimizers", 2), "return one, with a group of parameters for each setting", _fit("Optimizers", 1)
+        _fit("Optimizers", 2),
+        "return one, with a group of parameters for each setting",
+        _fit("Optimizers", 1),
     ),
     "training/lightning_modules.py check_trainer 0": Program(
-        _fit(asked=lambda: {"precision": "16-true"}), '"bf16-true"', _fit(asked=lambda: {"precision": "bf16-true"})
+        _fit(asked=lambda: {"precision": "16-true"}),
+        '"bf16-true"',
+        _fit(asked=lambda: {"precision": "bf16-true"}),
     ),
     "training/lightning_modules.py check_trainer 1": Program(
-        _fit(asked=_averaging), "p.to_local() of the compiled module's parameters in a hook of your own", _fit(asked=_own_average)
+        _fit(asked=_averaging),
+        "p.to_local() of the compiled module's parameters in a hook of your own",
+        _fit(asked=_own_average),
     ),
     "training/lightning_ranks.py WholeBatches.setup_environment 0": Program(
-        _fit(asked=lambda: {"devices": 2}), "or pass Trainer(devices=1)", _fit(asked=lambda: {"devices": 1})
+        _fit(asked=lambda: {"devices": 2}),
+        "or pass Trainer(devices=1)",
+        _fit(asked=lambda: {"devices": 1}),
     ),
     "training/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 0": Program(
         _resumed(_without_state), "move end.ckpt.autopar too", _resumed(lambda folder: None)
     ),
     "training/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 1": Program(
-        _resumed(_of_another_step), "or begin with its weights: load_from_checkpoint", _resumed(_of_another_step, begin=True)
+        _resumed(_of_another_step),
+        "or begin with its weights: load_from_checkpoint",
+        _resumed(_of_another_step, begin=True),
     ),
-}  # fmt: skip
+}

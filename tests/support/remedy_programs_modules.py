@@ -1,4 +1,5 @@
-"""Programs for the remedies of what is done to a compiled module, its parts, and the plain model that it was made of."""
+"""Programs for the remedies of what is done to a compiled module, its parts, and the plain model
+that it was made of."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar.run.parted import parted
-from autopar.run.pickling import reduce_whole
+from autopar.runtime.dtensor_checkpoints import reduce_whole
+from autopar.runtime.outputs import parted
 from tests.support.remedy_programs import Program
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
 class Part(nn.Linear):
-    """A layer with a length, a property that computes, and a method that calls what is no tensor."""
+    """A layer with a length, a property that computes, and a method that calls what is no
+    tensor."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -107,7 +109,9 @@ def _then_called(*changes: Work, kind: Callable[[], nn.Module] = Net) -> Callabl
     return _pair(work, kind)
 
 
-def _before(change: Callable[[Any], object], work: Work = lambda plain, module: module(X)) -> Callable[[], object]:
+def _before(
+    change: Callable[[Any], object], work: Work = lambda plain, module: module(X)
+) -> Callable[[], object]:
     """What is done to the plain model before it is compiled."""
 
     def kind() -> nn.Module:
@@ -147,14 +151,20 @@ def _output(work: Callable[[Any], object]) -> Callable[[], object]:
     def program() -> object:
         with two_ranks():
             mesh = init_device_mesh("cpu", (2,))
-            return work(parted(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False)))
+            return work(
+                parted(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False))
+            )
 
     return program
 
 
 def _set(name: str, value: Any) -> Callable[[Any], None]:
     def change(of: Any) -> None:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and isinstance(of, Net):
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, nn.Parameter)
+            and isinstance(of, Net)
+        ):
             vars(of).pop(name, None)
             of.register_buffer(name, value)
         else:
@@ -235,7 +245,10 @@ STANDING: dict[str, Program] = {
     "run/part.py Standing.__setattr__ 0": Program(
         _pair(lambda plain, module: setattr(module, "factor", 3.0)),
         "register_buffer('factor', torch.tensor(...))",
-        _before(_set("factor", torch.tensor(2.0)), lambda plain, module: (module.factor.fill_(3.0), module(X))),
+        _before(
+            _set("factor", torch.tensor(2.0)),
+            lambda plain, module: (module.factor.fill_(3.0), module(X)),
+        ),
     ),
     "run/part.py Standing._check_held 0": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(8, 4)))),
@@ -250,22 +263,34 @@ STANDING: dict[str, Program] = {
     "run/part.py Standing._check_held 1 | whole": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "pass whole tensors to pm.load_state_dict",
-        _then_called(lambda plain, module: module.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+        _then_called(
+            lambda plain, module: module.load_state_dict(
+                {"body.weight": torch.ones(4, 4)}, strict=False
+            )
+        ),
     ),
     "run/part.py Standing._apply 0": Program(
-        _pair(lambda plain, module: module.double()), "convert or move the plain model and its batch", lambda: _double(Net())
+        _pair(lambda plain, module: module.double()),
+        "convert or move the plain model and its batch",
+        lambda: _double(Net()),
     ),
     "run/part.py Standing._apply 1": Program(
         _pair(lambda plain, module: module.share_memory()), "leave share_memory out", _then_called()
     ),
     "run/part.py Standing.__reduce_ex__ 0": Program(
-        _pair(lambda plain, module: pickle.dumps(module)), "autopar.save_weights(pm, folder)", _pair(_saved)
+        _pair(lambda plain, module: pickle.dumps(module)),
+        "autopar.save_weights(pm, folder)",
+        _pair(_saved),
     ),
     "run/part.py Part.forward 0": Program(
-        _pair(lambda plain, module: module.body(X)), "or call the part on a plain copy", _copied(lambda plain: plain.body(X))
+        _pair(lambda plain, module: module.body(X)),
+        "or call the part on a plain copy",
+        _copied(lambda plain: plain.body(X)),
     ),
     "run/part.py Part.forward 0 | compiled": Program(
-        _pair(lambda plain, module: module.body(X)), "or compile this part", lambda: compiled(Net().body)(X)
+        _pair(lambda plain, module: module.body(X)),
+        "or compile this part",
+        lambda: compiled(Net().body)(X),
     ),
     "run/part.py Part.train 0": Program(
         _pair(lambda plain, module: module.drop.eval()),
@@ -273,7 +298,9 @@ STANDING: dict[str, Program] = {
         _before(lambda net: net.drop.eval()),
     ),
     "run/part.py Part.train 0 | whole": Program(
-        _pair(lambda plain, module: module.drop.eval()), "or pm.train(), pm.eval()", _then_called(lambda plain, module: module.eval())
+        _pair(lambda plain, module: module.drop.eval()),
+        "or pm.train(), pm.eval()",
+        _then_called(lambda plain, module: module.eval()),
     ),
     "run/part.py Part.register_forward_hook 0": Program(
         _pair(lambda plain, module: module.body.register_forward_hook(lambda *_: None)),
@@ -286,19 +313,29 @@ STANDING: dict[str, Program] = {
         _before(lambda net: setattr(net, "drop", nn.Dropout(0.5))),
     ),
     "run/methods.py method_of 0": Program(
-        _pair(lambda plain, module: module.body.reset_parameters()), "on a plain copy", _copied(lambda plain: plain.body.reset_parameters())
+        _pair(lambda plain, module: module.body.reset_parameters()),
+        "on a plain copy",
+        _copied(lambda plain: plain.body.reset_parameters()),
     ),
     "run/methods.py _refuse 0": Program(
-        _pair(lambda plain, module: module.body.helped()), "on a plain copy", _copied(lambda plain: plain.body.helped())
+        _pair(lambda plain, module: module.body.helped()),
+        "on a plain copy",
+        _copied(lambda plain: plain.body.helped()),
     ),
     "run/likeness.py _refusing.refuse 0": Program(
-        _pair(lambda plain, module: len(module.body)), "use the plain model's", _pair(lambda plain, module: len(plain.body))
+        _pair(lambda plain, module: len(module.body)),
+        "use the plain model's",
+        _pair(lambda plain, module: len(plain.body)),
     ),
     "run/parted.py _in_part 0": Program(
-        _output(lambda out: out.mean().item()), "out.full_tensor()", _output(lambda out: out.full_tensor().mean().item())
+        _output(lambda out: out.mean().item()),
+        "out.full_tensor()",
+        _output(lambda out: out.full_tensor().mean().item()),
     ),
     "run/parted.py _in_part 0 | beside a plain tensor": Program(
-        _output(lambda out: out - torch.ones(8, 4)), "out.full_tensor()", _output(lambda out: out.full_tensor() - torch.ones(8, 4))
+        _output(lambda out: out - torch.ones(8, 4)),
+        "out.full_tensor()",
+        _output(lambda out: out.full_tensor() - torch.ones(8, 4)),
     ),
     "run/parted.py _in_part 0 | whole": Program(
         _output(lambda out: out.mean().item()),
@@ -318,13 +355,17 @@ STANDING: dict[str, Program] = {
     "run/holder.py _load_state_dict_hook 0": Program(
         _pair(_state(True)), "load it into the plain model, and compile that", _pair(_state(False))
     ),
-}  # fmt: skip
+}
 
 PLAIN: dict[str, Program] = {
     "run/plain_model.py PlainModel.check 0": Program(
         _then_called(lambda plain, module: plain.body.weight.register_hook(lambda grad: grad)),
         "register it on pm.get_parameter('body.weight')",
-        _then_called(lambda plain, module: module.get_parameter("body.weight").register_hook(lambda grad: grad)),
+        _then_called(
+            lambda plain, module: module.get_parameter("body.weight").register_hook(
+                lambda grad: grad
+            )
+        ),
     ),
     "run/plain_model.py PlainModel._check_mode 0": Program(
         _then_called(lambda plain, module: plain.eval()),
@@ -334,13 +375,17 @@ PLAIN: dict[str, Program] = {
     "run/plain_model.py PlainModel._check_mode 0 | part": Program(
         _then_called(lambda plain, module: plain.drop.eval()),
         "set it back",
-        _then_called(lambda plain, module: plain.drop.eval(), lambda plain, module: plain.drop.train()),
+        _then_called(
+            lambda plain, module: plain.drop.eval(), lambda plain, module: plain.drop.train()
+        ),
     ),
     "run/plain_model.py PlainModel._check_hooks 0": Program(
         _then_called(_hook), "remove it", _pair(_with_hook_removed)
     ),
     "run/plain_model.py PlainModel._check_hooks 0 | before": Program(
-        _then_called(_hook), "or register it before compiling", _before(lambda net: _hook(net, None))
+        _then_called(_hook),
+        "or register it before compiling",
+        _before(lambda net: _hook(net, None)),
     ),
     "run/plain_model.py PlainModel._check_frozen 0": Program(
         _then_called(lambda plain, module: plain.body.weight.requires_grad_(False)),
@@ -351,9 +396,17 @@ PLAIN: dict[str, Program] = {
         ),
     ),
     "run/plain_model.py PlainModel._tell_of_written 0": Program(
-        _then_called(lambda plain, module: plain.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+        _then_called(
+            lambda plain, module: plain.load_state_dict(
+                {"body.weight": torch.ones(4, 4)}, strict=False
+            )
+        ),
         "load_state_dict into what autopar.compile returned",
-        _then_called(lambda plain, module: module.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+        _then_called(
+            lambda plain, module: module.load_state_dict(
+                {"body.weight": torch.ones(4, 4)}, strict=False
+            )
+        ),
     ),
     "run/plain_model.py PlainModel._tell_of_written 0 | before": Program(
         _then_called(lambda plain, module: _written(plain.body.weight)),
@@ -363,12 +416,18 @@ PLAIN: dict[str, Program] = {
     "run/frozen.py _changed 0": Program(
         _then_called(lambda plain, module: plain.beside.add_(1.0)),
         "let forward read it from a buffer (register_buffer)",
-        _before(_set("beside", torch.ones(4)), lambda plain, module: (module.beside.add_(1.0), module(X))),
+        _before(
+            _set("beside", torch.ones(4)),
+            lambda plain, module: (module.beside.add_(1.0), module(X)),
+        ),
     ),
     "run/frozen.py _changed 1": Program(
         _then_called(lambda plain, module: setattr(plain, "factor", 3.0)),
         "set it back to 2.0",
-        _then_called(lambda plain, module: setattr(plain, "factor", 3.0), lambda plain, module: setattr(plain, "factor", 2.0)),
+        _then_called(
+            lambda plain, module: setattr(plain, "factor", 3.0),
+            lambda plain, module: setattr(plain, "factor", 2.0),
+        ),
     ),
     "run/known_buffers.py KnownBuffers.check 0": Program(
         _counted(True), "compile the model again with these values", _counted(False, again=True)
@@ -378,6 +437,6 @@ PLAIN: dict[str, Program] = {
         "p.copy_(...)",
         _then_called(lambda plain, module: _written(module.body.weight)),
     ),
-}  # fmt: skip
+}
 
 PROGRAMS: dict[str, Program] = {**STANDING, **PLAIN}

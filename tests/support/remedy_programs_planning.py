@@ -1,4 +1,5 @@
-"""Programs for the remedies of planning: memory, microbatches, stages, outputs; and of rules for a user's own ops."""
+"""Programs for the remedies of planning: memory, microbatches, stages, outputs; and of rules for
+a user's own ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs for the remedies of plans that are given: for another model, mesh, profile or call, or changed by hand; and of rules."""
+"""Programs for the remedies of plans that are given: for another model, mesh, profile or call,
+or changed by hand; and of rules."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from torch import Tensor, nn
 import autopar
 from autopar import Mesh, Plan, constraints
 from autopar.api.building import _device_type
-from autopar.api.further import Structure
+from autopar.api.specialize import Structure
 from autopar.api.tracing import refuse_parts
 from autopar.capture import Trace, capture
-from autopar.collective import Collective, collective_time
-from autopar.constraints.elsewhere import elsewhere
+from autopar.constraints.together import elsewhere
+from autopar.core.collective import Collective, collective_time
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.terminal import check_writable, parse_size
 from autopar.emit import emit
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.planning.axes import on_axes
-from autopar.terminal import check_writable, parse_size
+from autopar.planner.transfer_plan import on_axes
 from tests.support.made_plan import made_staged_plan
 from tests.support.mlp import Mlp
 from tests.support.remedy_programs import Called, Program, planned
@@ -118,7 +119,8 @@ def _alone(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _placed(second: str) -> Callable[[], object]:
-    """Where a model of two parameters is: the second is of another kind of device, as far as its class says."""
+    """Where a model of two parameters is: the second is of another kind of device, as far as its
+    class says."""
 
     class Elsewhere(nn.Parameter):
         device = torch.device(second)

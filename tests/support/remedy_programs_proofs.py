@@ -1,4 +1,5 @@
-"""Programs for the remedies of validation, verification and certificates: programs, models and plans that were changed."""
+"""Programs for the remedies of validation, verification and certificates: programs, models and
+plans that were changed."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ import autopar
 from autopar import Mesh, Plan
 from autopar.api.tracing import staged_trace
 from autopar.capture import capture
+from autopar.core.hardware import HardwareProfile
 from autopar.emit import emit, emit_staged
-from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.validation import validate
 from autopar.validation.microbatches import validate_microbatches
 from autopar.verification import verify_program
@@ -49,7 +50,9 @@ class Drawing(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         if self.unread:
             torch.randn(3)
-        noise = torch.randn_like(x) if self.kind == "normal" else torch.empty_like(x).geometric_(0.5)
+        noise = (
+            torch.randn_like(x) if self.kind == "normal" else torch.empty_like(x).geometric_(0.5)
+        )
         return self.layer(x * noise).square().mean()
 
 
@@ -69,7 +72,9 @@ def _verified(
         emitted = emit(trace, made.plan)
         changed = model(plain)
         program(emitted)
-        return verify_program(trace, emitted, changed if isinstance(changed, nn.Module) else plain, (_X,), {}, **how)
+        return verify_program(
+            trace, emitted, changed if isinstance(changed, nn.Module) else plain, (_X,), {}, **how
+        )
 
     return work
 
@@ -130,7 +135,9 @@ def _masked(train: bool = True, num: int = 2) -> Callable[[], object]:
     def work() -> object:
         model = Masked().train(train)
         batch = _X, torch.tensor([0, 1, 2, 3, 0, 1, -100, 2])
-        plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num)
+        plan = autopar.plan(
+            model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num
+        )
         return autopar.verify(plan, model, batch)
 
     return work
@@ -158,7 +165,10 @@ def _filled(value: float) -> Callable[[Any], None]:
 def _staged(change: Callable[[Any], None]) -> Plan:
     """A plan of two stages, whose file was changed."""
     model = Mlp(4, 8, 2)
-    options: dict[str, Any] = {"num_microbatches": 2, "constraints": [autopar.constraints.pipeline("stage")]}
+    options: dict[str, Any] = {
+        "num_microbatches": 2,
+        "constraints": [autopar.constraints.pipeline("stage")],
+    }
     plan = autopar.plan(model, {"stage": 2}, example_inputs=(_X,), hardware="cpu-gloo", **options)
     data = json.loads(plan.dumps())
     change(data)
@@ -185,27 +195,41 @@ PROGRAMS: dict[str, Program] = {
         _in_microbatches(True), "pass num_microbatches=1 and no pipeline", _in_one
     ),
     "verification/case.py Case.of 0": Program(
-        _verified(model=lambda model: model.to("meta")), "verify a model and a batch that have values", _verified()
+        _verified(model=lambda model: model.to("meta")),
+        "verify a model and a batch that have values",
+        _verified(),
     ),
     "verification/case.py Case._run_plain 0": Program(
-        _verified(lambda: Drawing(unread=True)), "remove random numbers that nothing reads", _verified(Drawing)
+        _verified(lambda: Drawing(unread=True)),
+        "remove random numbers that nothing reads",
+        _verified(Drawing),
     ),
     "verification/case.py Case._refused_by_kernels 0": Program(
         _in_precision(None), "pass dtype=torch.float64", _in_precision(torch.float64)
     ),
-    "verification/case.py Case.run_plain 0": Program(_masked(), "verify in eval mode", _masked(train=False)),
-    "verification/case.py Case.run_plain 0 | one": Program(_masked(), "or a plan of one microbatch", _masked(num=1)),
+    "verification/case.py Case.run_plain 0": Program(
+        _masked(), "verify in eval mode", _masked(train=False)
+    ),
+    "verification/case.py Case.run_plain 0 | one": Program(
+        _masked(), "or a plan of one microbatch", _masked(num=1)
+    ),
     "verification/check.py _plain 0": Program(
-        _verified(model=_filled(float("nan"))), "with a batch and weights that give a finite loss", _verified(model=_filled(0.5))
+        _verified(model=_filled(float("nan"))),
+        "with a batch and weights that give a finite loss",
+        _verified(model=_filled(0.5)),
     ),
     "verification/check.py _compared 0": Program(
-        _verified(model=lambda model: setattr(model, "scale", 2.0)), "it was captured wrongly", _verified()
+        _verified(model=lambda model: setattr(model, "scale", 2.0)),
+        "it was captured wrongly",
+        _verified(),
     ),
     "verification/diagnosis.py diagnose.check 0": Program(
         _verified(program=_wrong_node), "look at this node and at what it reads", _verified()
     ),
     "verification/drawing.py PositionalDraws.__torch_dispatch__ 0": Program(
-        _verified(Drawing, model=lambda model: setattr(model, "kind", "geometric")), "draw with rand, randn or dropout", _verified(Drawing)
+        _verified(Drawing, model=lambda model: setattr(model, "kind", "geometric")),
+        "draw with rand, randn or dropout",
+        _verified(Drawing),
     ),
     "explanation/prices.py _received 0": Program(_explained(_crosses), "plan again", _explained()),
-}  # fmt: skip
+}

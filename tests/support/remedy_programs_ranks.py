@@ -1,4 +1,5 @@
-"""Programs for the remedies of ranks: meshes and processes, what has to be alike on all of them, and how they end."""
+"""Programs for the remedies of ranks: meshes and processes, what has to be alike on all of them,
+and how they end."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import RankError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.run import agreement, device_mesh, equal, ranks
-from autopar.run.agreement import Agreement
-from autopar.run.ends import End
-from autopar.run.module import ParallelModule
+from autopar.runtime import device_mesh, rank_agreement, rank_comm, rank_consistency
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.rank_agreement import Agreement
+from autopar.runtime.rank_differences import End
 from tests.support import handwritten
 from tests.support.remedy_programs import Program
 from tests.support.remedy_programs_modules import two_ranks
@@ -33,7 +34,8 @@ Change = Callable[[Any], Any]
 
 
 class Sized(nn.Module):
-    """Runs its layer as often as the first size says, and doubles the result where it is told to."""
+    """Runs its layer as often as the first size says, and doubles the result where it is told
+    to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +82,11 @@ def _says(owner: Any, change: Change, work: Callable[[DeviceMesh], object]) -> C
 
 def _alike(change: Change, work: Callable[[DeviceMesh], object], says: str) -> Program:
     """What is refused where ranks differ, and not where they do not."""
-    return Program(_says(equal, change, work), says, _says(equal, lambda fact: fact, work))
+    return Program(
+        _says(rank_consistency, change, work),
+        says,
+        _says(rank_consistency, lambda fact: fact, work),
+    )
 
 
 def _other(fact: list[Any]) -> list[Any]:
@@ -94,10 +100,14 @@ def _built(first: Change) -> Callable[[], object]:
         (name, digest), *rest = fact
         return [(name, first(digest)), *rest]
 
-    return _says(equal, change, lambda devices: equal.share_weights(Net(), devices))
+    return _says(
+        rank_consistency, change, lambda devices: rank_consistency.share_weights(Net(), devices)
+    )
 
 
-def _meet(step: Step, steps: int = 1, ends: str = "", limit_s: float = 60.0) -> Callable[[], object]:
+def _meet(
+    step: Step, steps: int = 1, ends: str = "", limit_s: float = 60.0
+) -> Callable[[], object]:
     """Two ranks do the same for some steps, then `step`; here each is a thread."""
 
     def program() -> None:
@@ -113,7 +123,7 @@ def _meet(step: Step, steps: int = 1, ends: str = "", limit_s: float = 60.0) -> 
                 told[rank] = error
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agreement, "why_it_ends", lambda: End("it raised ValueError", ends))
+            patch.setattr(rank_agreement, "why_it_ends", lambda: End("it raised ValueError", ends))
             threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
             [thread.start() for thread in threads]
             [thread.join() for thread in threads]
@@ -158,10 +168,14 @@ def _gpu(num: int) -> Callable[[], object]:
     def program() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LOCAL_RANK", "1")
-            for name, value in (("device_count", num), ("is_initialized", False), ("current_device", 0)):
+            for name, value in (
+                ("device_count", num),
+                ("is_initialized", False),
+                ("current_device", 0),
+            ):
                 patch.setattr(torch.cuda, name, lambda value=value: value)
             patch.setattr(torch.cuda, "set_device", lambda number: None)
-            ranks.take_gpu()
+            rank_comm.take_gpu()
 
     return program
 
@@ -171,8 +185,8 @@ def _topics(other: str) -> Callable[[], object]:
 
     def program() -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "of_all", lambda fact, topic: [fact, (other, fact[1])])
-            return ranks.of_all_alike("calls the model", 1)
+            patch.setattr(rank_comm, "of_all", lambda fact, topic: [fact, (other, fact[1])])
+            return rank_comm.of_all_alike("calls the model", 1)
 
     return program
 
@@ -212,7 +226,12 @@ def _on_host(backend: str) -> Callable[[], object]:
     """A parameter rests on the host."""
     forced = autopar.constraints.layout("layer", storage="R host")
     return lambda: autopar.compile(
-        Net(), {"gpu": 1}, example_inputs=(X,), hardware="h100-sxm", constraints=[forced], backend=backend
+        Net(),
+        {"gpu": 1},
+        example_inputs=(X,),
+        hardware="h100-sxm",
+        constraints=[forced],
+        backend=backend,
     )(X).backward()
 
 
@@ -251,12 +270,22 @@ MESHES: dict[str, Program] = {
         _of_two(lambda devices: device_mesh.stage_devices(devices, "stage"), "stage"),
     ),
     "run/device_mesh.py agree 0": Program(
-        _says(device_mesh, lambda fact: "another", lambda devices: device_mesh.agree("a plan", "plan", devices)),
+        _says(
+            device_mesh,
+            lambda fact: "another",
+            lambda devices: device_mesh.agree("a plan", "plan", devices),
+        ),
         "give every rank the same model, batch shapes, mesh and options",
-        _says(device_mesh, lambda fact: fact, lambda devices: device_mesh.agree("a plan", "plan", devices)),
+        _says(
+            device_mesh,
+            lambda fact: fact,
+            lambda devices: device_mesh.agree("a plan", "plan", devices),
+        ),
     ),
     "run/staged_module.py StagedModule.__init__ 0": Program(
-        lambda: compiled(batch="local", num_microbatches=2), 'pass batch="global"', lambda: compiled(batch="global", num_microbatches=2)
+        lambda: compiled(batch="local", num_microbatches=2),
+        'pass batch="global"',
+        lambda: compiled(batch="global", num_microbatches=2),
     ),
     "run/executor.py Executor.__init__ 0": Program(
         _on_host(backend="inductor"), 'use backend="eager"', _on_host(backend="eager")
@@ -267,29 +296,43 @@ MESHES: dict[str, Program] = {
         lambda: _stored(Layout.parse("R")),
     ),
     "run/ranks.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
-}  # fmt: skip
+}
 
 ALIKE: dict[str, Program] = {
     "run/equal.py share_weights 0": Program(
-        _built(lambda digest: None), "build the model alike on every rank: with weights, or on meta", _built(lambda digest: digest)
+        _built(lambda digest: None),
+        "build the model alike on every rank: with weights, or on meta",
+        _built(lambda digest: digest),
     ),
     "run/equal.py share_weights 1": Program(
-        _built(lambda digest: ((8, 8), *digest[1:])), "the same configuration and dtype", _built(lambda digest: digest)
+        _built(lambda digest: ((8, 8), *digest[1:])),
+        "the same configuration and dtype",
+        _built(lambda digest: digest),
     ),
     "run/equal.py check_batch 0": _alike(
-        _other, lambda devices: equal.check_batch(["x"], [X], devices), "pass every rank the same batch"
+        _other,
+        lambda devices: rank_consistency.check_batch(["x"], [X], devices),
+        "pass every rank the same batch",
     ),
     "run/equal.py check_parts 0": _alike(
-        _other, lambda devices: equal.check_parts(["x"], [X], [Layout.parse("R")], devices), "pass these ranks the same tensors"
+        _other,
+        lambda devices: rank_consistency.check_parts(["x"], [X], [Layout.parse("R")], devices),
+        "pass these ranks the same tensors",
     ),
     "run/equal.py check_random_state 0": _alike(
-        lambda state: state + 1, lambda devices: equal.check_random_state(3, devices), "pm.manual_seed(seed)"
+        lambda state: state + 1,
+        lambda devices: rank_consistency.check_random_state(3, devices),
+        "pm.manual_seed(seed)",
     ),
     "run/equal.py Beside.check 0": _alike(
-        _other, lambda devices: equal.Beside().check("add", [X], devices), "seed alike what draws it (torch.manual_seed)"
+        _other,
+        lambda devices: rank_consistency.Beside().check("add", [X], devices),
+        "seed alike what draws it (torch.manual_seed)",
     ),
     "run/equal.py check_tangents 0": _alike(
-        _other, lambda devices: equal.check_tangents([("y", X)], devices), "or let the model compute its loss"
+        _other,
+        lambda devices: rank_consistency.check_tangents([("y", X)], devices),
+        "or let the model compute its loss",
     ),
     "run/ranks.py of_all_alike 0": Program(
         _topics("saves"), "call the model alike on every rank", _topics("calls the model")
@@ -301,10 +344,14 @@ ALIKE: dict[str, Program] = {
         _meet(_differ), "in the same order and equally often on every rank", _meet(_same)
     ),
     "run/differences.py _unlike 0 | from the begin": Program(
-        _meet(_differ, steps=0), "in the same order and equally often on every rank", _meet(_same, steps=0)
+        _meet(_differ, steps=0),
+        "in the same order and equally often on every rank",
+        _meet(_same, steps=0),
     ),
     "run/differences.py Differences.of 0": Program(
-        _meet(_one_comes, limit_s=0.1), "torch.distributed.init_process_group(timeout=...)", _meet(_same)
+        _meet(_one_comes, limit_s=0.1),
+        "torch.distributed.init_process_group(timeout=...)",
+        _meet(_same),
     ),
     "run/differences.py Differences.of_ended 0": Program(
         _meet(_one_ends, ends="quiet"), "equally often on every rank", _meet(_same)
@@ -313,13 +360,19 @@ ALIKE: dict[str, Program] = {
         _meet(_one_ends, ends="alone"), "see the messages of rank 1", _meet(_same)
     ),
     "run/agreement.py Agreement._without_store 0": Program(
-        _store(gone=True), "see why that process, rank 0 or the launcher, has ended", _store(gone=False)
+        _store(gone=True),
+        "see why that process, rank 0 or the launcher, has ended",
+        _store(gone=False),
     ),
     "run/arguments.py Arguments._check_settings 0": Program(
-        _only(X, _ONE, double=True), "pass what the program was made for", _only(X, _ONE, double=False)
+        _only(X, _ONE, double=True),
+        "pass what the program was made for",
+        _only(X, _ONE, double=False),
     ),
     "run/arguments.py Arguments._check_settings 0 | compiled for it": Program(
-        _only(X, _ONE, double=True), "or compile the model for this call, too", lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True)
+        _only(X, _ONE, double=True),
+        "or compile the model for this call, too",
+        lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True),
     ),
     "run/arguments.py Arguments._check_known 0": Program(
         _only(X, _TWO, double=False), "pass those", _only(X, _ONE, double=False)
@@ -327,6 +380,6 @@ ALIKE: dict[str, Program] = {
     "run/arguments.py Arguments._leaves 0": Program(
         _only(X, [_ONE], double=False), "call it as in example_inputs", _only(X, _ONE, double=False)
     ),
-}  # fmt: skip
+}
 
 PROGRAMS: dict[str, Program] = {**MESHES, **ALIKE}

@@ -1,4 +1,5 @@
-"""Programs for the remedies of checkpoints: folders, steps, what is saved beside a model, and damaged files."""
+"""Programs for the remedies of checkpoints: folders, steps, what is saved beside a model, and
+damaged files."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 import autopar
-from autopar.run import saved, saved_beside, saved_files, saved_parts, saved_runs, saved_writing
-from autopar.run.saved_parts import collect_parts
+from autopar.checkpoint import companions, files, manager, parts, writing
+from autopar.checkpoint import manager as saved
+from autopar.checkpoint.parts import collect_parts
 from tests.support.old_checkpoints import forge
 from tests.support.remedy_programs import Program
 
@@ -68,7 +70,9 @@ class Run:
         return self.folder / f"step_{step:09d}"
 
 
-def run_of(work: Callable[[Run], object], *, steps: int = 0, width: int = 4) -> Callable[[], object]:
+def run_of(
+    work: Callable[[Run], object], *, steps: int = 0, width: int = 4
+) -> Callable[[], object]:
     """What a run does that has saved so many steps."""
 
     def program() -> object:
@@ -81,7 +85,9 @@ def run_of(work: Callable[[Run], object], *, steps: int = 0, width: int = 4) -> 
     return program
 
 
-def _patched(owner: Any, name: str, value: Any, work: Callable[[Run], object], **how: Any) -> Callable[[], object]:
+def _patched(
+    owner: Any, name: str, value: Any, work: Callable[[Run], object], **how: Any
+) -> Callable[[], object]:
     """What a run does where something is different."""
 
     def patched(run: Run) -> object:
@@ -92,7 +98,9 @@ def _patched(owner: Any, name: str, value: Any, work: Callable[[Run], object], *
     return run_of(patched, **how)
 
 
-def _among(module: ModuleType, other: Callable[[Any], Any], work: Callable[[Run], object], **how: Any) -> Callable[[], object]:
+def _among(
+    module: ModuleType, other: Callable[[Any], Any], work: Callable[[Run], object], **how: Any
+) -> Callable[[], object]:
     """What a run does beside a second rank, which says something else where ranks compare."""
     return _patched(module, "of_all", lambda fact: [fact, other(fact)], work, **how)
 
@@ -170,7 +178,7 @@ def _of_stage(average: bool) -> Callable[[], object]:
         if average:
             return run.save(average=torch.optim.swa_utils.AveragedModel(run.module))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saved_beside, "num_ranks", lambda: 2)
+            patch.setattr(companions, "num_ranks", lambda: 2)
             return run.save(state={"x": run.module.get_parameter("layer.weight").detach()})
 
     return run_of(work)
@@ -182,7 +190,7 @@ def _old_and_new(loads: bool) -> Callable[[], object]:
     def work(run: Run) -> object:
         other = _again(run)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (saved, saved_runs):
+            for module in (saved, manager):
                 patch.setattr(module, "this_run", lambda: "another")
             other.save(1)
         return (run.load(), run.save(2)) if loads else run.save(2)
@@ -222,10 +230,12 @@ def _marks(mark: str) -> Callable[[], object]:
         saving = replace(run.checkpoints._collect(1, run.module, None, {}, None), num_ranks=2)
         (saving.place / "rank_00000.done").write_text("{}")
         if mark:
-            (saving.place / f"rank_00001.{mark}").write_text('"no space"' if mark == "failed" else "{}")
-        return saved_writing._collect_marks(saving)
+            (saving.place / f"rank_00001.{mark}").write_text(
+                '"no space"' if mark == "failed" else "{}"
+            )
+        return writing._collect_marks(saving)
 
-    return _patched(saved_writing, "WITHIN_S", 0.0, work)
+    return _patched(writing, "WITHIN_S", 0.0, work)
 
 
 def _finished(absent: bool) -> Callable[[], object]:
@@ -285,21 +295,27 @@ FOLDERS: dict[str, Program] = {
         run_of(lambda run: _renamed(run, 1), steps=2),
     ),
     "run/saved.py Checkpoints._begun 0": Program(
-        run_of(lambda run: run.save(1), steps=2), "load before you train", run_of(lambda run: run.save(run.load() + 1), steps=2)
+        run_of(lambda run: run.save(1), steps=2),
+        "load before you train",
+        run_of(lambda run: run.save(run.load() + 1), steps=2),
     ),
     "run/saved.py Checkpoints._begun 0 | elsewhere": Program(
         run_of(lambda run: run.save(1), steps=2), "name another folder", run_of(_elsewhere, steps=2)
     ),
     "run/saved.py Checkpoints._begun 0 | removed": Program(
-        run_of(lambda run: run.save(1), steps=2), "remove those", run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2)
+        run_of(lambda run: run.save(1), steps=2),
+        "remove those",
+        run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2),
     ),
     "run/saved.py Checkpoints._collect 0": Program(
-        run_of(lambda run: run.save(-1)), "how many steps were made, from 0", run_of(lambda run: run.save(0))
+        run_of(lambda run: run.save(-1)),
+        "how many steps were made, from 0",
+        run_of(lambda run: run.save(0)),
     ),
     "run/saved_files.py seen_by_all 0": Program(
-        _among(saved_files, lambda fact: False, lambda run: run.save()),
+        _among(files, lambda fact: False, lambda run: run.save()),
         "a folder that all machines share",
-        _among(saved_files, lambda fact: True, lambda run: run.save()),
+        _among(files, lambda fact: True, lambda run: run.save()),
     ),
     "run/saved_runs.py check_alone 0": Program(
         _old_and_new(False), "Started again, this one goes on after step 1", _old_and_new(True)
@@ -311,7 +327,7 @@ FOLDERS: dict[str, Program] = {
         _finished(True), "a folder that all machines share", _finished(False)
     ),
     "run/saved_writing.py Background.result 0": Program(
-        _patched(saved_parts, "write_tensors", _raising(_FULL), _in_background),
+        _patched(parts, "write_tensors", _raising(_FULL), _in_background),
         "free space on the disk",
         run_of(_in_background),
     ),
@@ -321,10 +337,12 @@ FOLDERS: dict[str, Program] = {
     "run/saved_writing.py _collect_marks 1": Program(
         _marks(""), "see what became of them", _marks("done")
     ),
-}  # fmt: skip
+}
 
 BESIDE: dict[str, Program] = {
-    "run/saved_beside.py ValueState.state 0": Program(_term(False), "what x.full_tensor() returns", _term(True)),
+    "run/saved_beside.py ValueState.state 0": Program(
+        _term(False), "what x.full_tensor() returns", _term(True)
+    ),
     "run/saved_beside.py ValueState.state 1": Program(
         _of_stage(False), "copies of weights as AveragedModel(pm)", _of_stage(True)
     ),
@@ -342,12 +360,16 @@ BESIDE: dict[str, Program] = {
         _critic(False), "save(step, pm, optimizer, of_critic=..., critic=...)", _critic(True)
     ),
     "run/saved_beside.py others_of 1": Program(
-        run_of(lambda run: run.save(loader=3)), "or a dict of values", run_of(lambda run: run.save(loader={"at": 3}))
+        run_of(lambda run: run.save(loader=3)),
+        "or a dict of values",
+        run_of(lambda run: run.save(loader={"at": 3})),
     ),
     "run/saved_beside.py _check_alike 0": Program(
-        _among(saved_beside, lambda marks: dict.fromkeys(marks, 0), lambda run: run.save(at={"step": 3})),
-        saved_beside._ALIKE,
-        _among(saved_beside, lambda marks: marks, lambda run: run.save(at={"step": 3})),
+        _among(
+            companions, lambda marks: dict.fromkeys(marks, 0), lambda run: run.save(at={"step": 3})
+        ),
+        companions._ALIKE,
+        _among(companions, lambda marks: marks, lambda run: run.save(at={"step": 3})),
     ),
     "run/saved_beside.py with_saved 0": Program(
         run_of(lambda run: (run.save(at={"a": 1}), run.load(there={}))),
@@ -361,10 +383,12 @@ BESIDE: dict[str, Program] = {
     ),
     "run/saved_values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
     "run/saved_parts.py _check_kind 0": Program(
-        _sparse(torch.eye(4).to_sparse()), "as dense tensors", _sparse(torch.eye(4).to_sparse().to_dense())
+        _sparse(torch.eye(4).to_sparse()),
+        "as dense tensors",
+        _sparse(torch.eye(4).to_sparse().to_dense()),
     ),
     "run/saved_parts.py collect_parts 0": Program(
-        _patched(saved_parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
+        _patched(parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
         "Earlier checkpoints are as they were",
         run_of(lambda run: run.save(2), steps=1),
     ),
@@ -384,6 +408,6 @@ BESIDE: dict[str, Program] = {
     "run/saved_loading.py load_parts 0": Program(
         _noted("a text", 3), "load it into what it was saved of", _noted(3, 4)
     ),
-}  # fmt: skip
+}
 
 PROGRAMS: dict[str, Program] = {**FOLDERS, **BESIDE}

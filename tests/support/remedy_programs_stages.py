@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import Mesh, constraints, rules
-from autopar.ops.ctc import ctc_loss
+from autopar.ops.vocabulary import ctc_loss
 from tests.support.remedy_programs import Called, Program, planned
 
 X = torch.ones(8, 4)
@@ -41,7 +41,9 @@ def _staged(
     return planned(model, batch, _LINE, constraints=asked, **options)
 
 
-@torch.library.custom_op("remedies::tangled", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+@torch.library.custom_op(
+    "remedies::tangled", mutates_args=(), tags=(torch.Tag.data_dependent_output,)
+)
 def tangled(x: Tensor) -> Tensor:
     """An op that can have no rule, as its tag says."""
     return x * 2

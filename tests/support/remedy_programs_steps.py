@@ -1,4 +1,5 @@
-"""Programs for the remedies of calls of compiled modules, of backward, of optimizers and of weights."""
+"""Programs for the remedies of calls of compiled modules, of backward, of optimizers and of
+weights."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 import autopar
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.run import executor, pickling, variants, whole_state
-from autopar.run.device_mesh import device_mesh
-from autopar.run.module import ParallelModule
-from autopar.run.program import Microbatches
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.program import executor
+from autopar.program.program import Microbatches
+from autopar.runtime import dtensor_checkpoints, full_state, guards
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.module import ParallelModule
 from tests.support import handwritten
 from tests.support.handwritten import Toy, batch
 from tests.support.remedy_programs import Program
@@ -33,7 +35,8 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
 class Net(nn.Module):
-    """The mean square of a layer; with `also` beside it the layer's mean, and what it computes of it is returned."""
+    """The mean square of a layer; with `also` beside it the layer's mean, and what it computes
+    of it is returned."""
 
     def __init__(self, also: str = "") -> None:
         super().__init__()
@@ -54,7 +57,9 @@ Work = Callable[[Any], object]
 def compiled(model: nn.Module | None = None, *given: Tensor, **options: Any) -> Any:
     """A model on one CPU, for a batch of [8, 4] where none is given."""
     model = Net() if model is None else model
-    return autopar.compile(model, example_inputs=given or (X,), **{"hardware": "cpu-gloo", **options})
+    return autopar.compile(
+        model, example_inputs=given or (X,), **{"hardware": "cpu-gloo", **options}
+    )
 
 
 def of_module(work: Work, *given: Any, **options: Any) -> Callable[[], object]:
@@ -69,7 +74,8 @@ def _toy(
     model: Callable[[], nn.Module] = Toy,
     **options: Any,
 ) -> Callable[[], object]:
-    """What is done with a program that was written by hand, of which no others are made for other calls."""
+    """What is done with a program that was written by hand, of which no others are made for
+    other calls."""
 
     def program() -> object:
         devices = device_mesh(Mesh({"data": 1, "tensor": 1}))
@@ -78,7 +84,9 @@ def _toy(
     return program
 
 
-def _called(change: Callable[[dict[str, Tensor]], Any] = lambda values: values) -> Callable[[], object]:
+def _called(
+    change: Callable[[dict[str, Tensor]], Any] = lambda values: values,
+) -> Callable[[], object]:
     def work(module: Any) -> object:
         values = change(batch())
         return module(values.pop("x"), **values)
@@ -161,11 +169,11 @@ def _norm(clip: Callable[[Any], object]) -> Callable[[], object]:
     def work(module: Any) -> object:
         module(X).backward()
         mesh = module.layer.weight.device_mesh
-        pickling.of_one_stage(mesh)
+        dtensor_checkpoints.of_one_stage(mesh)
         try:
             return clip(module)
         finally:
-            pickling._stages.discard(mesh)
+            dtensor_checkpoints._stages.discard(mesh)
 
     return of_module(work)
 
@@ -175,7 +183,7 @@ def _many(num: int, pad: bool) -> Callable[[], object]:
 
     def work(module: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(variants, "MOST", 1)
+            patch.setattr(guards, "MOST", 1)
             for length in range(1, num + 1):
                 module(torch.ones(num if pad else length, 4))
 
@@ -211,7 +219,7 @@ def _joined(apart: bool, version: str = "2.11.0") -> Callable[[], object]:
         x = DTensor.from_local(torch.zeros(4), module.device_mesh, [placement], run_check=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "__version__", TorchVersion(version))
-            whole_state._check_joined({"bias": x})
+            full_state._check_joined({"bias": x})
 
     return of_module(work)
 
@@ -238,7 +246,9 @@ def _as_function(module: Any) -> object:
 
 PROGRAMS: dict[str, Program] = {
     "run/arguments.py Arguments._check_asking 0": Program(
-        of_module(_dual), "differentiate by backward", of_module(lambda module: module(X).backward())
+        of_module(_dual),
+        "differentiate by backward",
+        of_module(lambda module: module(X).backward()),
     ),
     "run/arguments.py Arguments._check_asking 1": Program(
         _called(lambda values: {**values, "x": values["x"].requires_grad_()}),
@@ -246,26 +256,40 @@ PROGRAMS: dict[str, Program] = {
         _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
     ),
     "run/arguments.py Arguments._checked 0": Program(
-        _called(lambda values: {**values, "target": None}), "with a batch of the same shapes and dtypes", _called()
+        _called(lambda values: {**values, "target": None}),
+        "with a batch of the same shapes and dtypes",
+        _called(),
     ),
     "run/arguments.py Arguments._checked 1": Program(
-        _called(lambda values: {**values, "x": values["x"][:4]}), "with a batch of the same shapes and dtypes", _called()
+        _called(lambda values: {**values, "x": values["x"][:4]}),
+        "with a batch of the same shapes and dtypes",
+        _called(),
     ),
     "run/arguments.py Arguments._checked 2": Program(
-        _called(lambda values: {**values, "x": values["x"].to("meta")}), "move the batch to cpu", _called()
+        _called(lambda values: {**values, "x": values["x"].to("meta")}),
+        "move the batch to cpu",
+        _called(),
     ),
     "run/arguments.py _check_kind 0": Program(
         of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]))),
         "pass x.full_tensor()",
-        of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]).full_tensor())),
+        of_module(
+            lambda module: module(
+                DTensor.from_local(X, module.device_mesh, [Replicate()]).full_tensor()
+            )
+        ),
     ),
     "run/arguments.py _check_kind 1": Program(
-        of_module(lambda module: module(X.to_sparse())), "`a.to_dense()`", of_module(lambda module: module(X.to_sparse().to_dense()))
+        of_module(lambda module: module(X.to_sparse())),
+        "`a.to_dense()`",
+        of_module(lambda module: module(X.to_sparse().to_dense())),
     ),
     "run/compiled.py Compiled._taken 0": Program(
         of_module(lambda module: module(X.clone().requires_grad_()), inference=True),
         "call it under torch.no_grad",
-        of_module(lambda module: torch.no_grad()(module)(X.clone().requires_grad_()), inference=True),
+        of_module(
+            lambda module: torch.no_grad()(module)(X.clone().requires_grad_()), inference=True
+        ),
     ),
     "run/compiled.py Compiled._check_call 0": Program(
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"])),
@@ -278,19 +302,29 @@ PROGRAMS: dict[str, Program] = {
     "run/compiled.py _thawed 0": Program(
         lambda: _thawed(compiled(Net().requires_grad_(False), num_microbatches=2)),
         "set requires_grad before autopar.compile",
-        lambda: compiled(Net().requires_grad_(False).requires_grad_(True), num_microbatches=2)(X).backward(),
+        lambda: compiled(Net().requires_grad_(False).requires_grad_(True), num_microbatches=2)(
+            X
+        ).backward(),
     ),
     "run/compiled.py Compiled._ddp_params_and_buffers_to_ignore 0": Program(
-        of_module(DistributedDataParallel), "call it as it is", of_module(lambda module: module(X).backward())
+        of_module(DistributedDataParallel),
+        "call it as it is",
+        of_module(lambda module: module(X).backward()),
     ),
     "run/derivatives.py refuse_transforms 0": Program(
-        of_module(lambda module: torch.func.grad(module)(X)), "torch.autograd.grad(pm(x), list(pm.parameters()))", of_module(_as_function)
+        of_module(lambda module: torch.func.grad(module)(X)),
+        "torch.autograd.grad(pm(x), list(pm.parameters()))",
+        of_module(_as_function),
     ),
     "run/derivatives.py refuse_tracing 0": Program(
-        of_module(lambda module: torch.fx.symbolic_trace(module)), "trace the plain model", lambda: torch.jit.trace(Net(), X)
+        of_module(lambda module: torch.fx.symbolic_trace(module)),
+        "trace the plain model",
+        lambda: torch.jit.trace(Net(), X),
     ),
     "run/derivatives.py ran_twice 0": Program(
-        of_module(_twice(False)), "call the module again before each backward", of_module(_twice(True))
+        of_module(_twice(False)),
+        "call the module again before each backward",
+        of_module(_twice(True)),
     ),
     "run/derivatives.py ran_twice 0 | microbatches": Program(
         of_module(_twice(False), num_microbatches=2),
@@ -308,10 +342,15 @@ PROGRAMS: dict[str, Program] = {
     "run/refused.py _Refused.backward 0 | detached": Program(
         of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
         "or detach this output",
-        of_module(lambda module: (module(X)["loss"] + module(X)["mean"].detach()).backward(), Net("beside")),
+        of_module(
+            lambda module: (module(X)["loss"] + module(X)["mean"].detach()).backward(),
+            Net("beside"),
+        ),
     ),
     "run/watched.py Watched.check 0": Program(
-        of_module(_changed(False)), "run backward before optimizer.step()", of_module(_changed(True))
+        of_module(_changed(False)),
+        "run backward before optimizer.step()",
+        of_module(_changed(True)),
     ),
     "run/watched.py Watched.check 0 | clone": Program(
         of_module(lambda module: (loss := module(x := X.clone()), x.zero_(), loss.backward())),
@@ -319,9 +358,13 @@ PROGRAMS: dict[str, Program] = {
         of_module(_cloned),
     ),
     "run/watched.py Watched.watch 0": Program(
-        of_module(_inference(False)), "clone it outside of torch.inference_mode", of_module(_inference(True))
+        of_module(_inference(False)),
+        "clone it outside of torch.inference_mode",
+        of_module(_inference(True)),
     ),
-    "run/variants.py Variants.find 0": Program(_many(4, False), "pad batches to a few shapes", _many(4, True)),
+    "run/variants.py Variants.find 0": Program(
+        _many(4, False), "pad batches to a few shapes", _many(4, True)
+    ),
     "run/program.py Microbatches.split 0": Program(
         lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(3)}),
         "of the size that was planned",
@@ -345,17 +388,24 @@ PROGRAMS: dict[str, Program] = {
     "run/module.py ParallelModule._no_sampler 0": Program(
         _toy(
             lambda module: module.sampler(range(8)),
-            like=lambda program: replace(program, inputs=(program.inputs[0], replace(program.inputs[1], layout=Layout.parse("R R")))),
+            like=lambda program: replace(
+                program,
+                inputs=(program.inputs[0], replace(program.inputs[1], layout=Layout.parse("R R"))),
+            ),
             batch="local",
         ),
         'use batch="global"',
         _toy(lambda module: module(batch()["x"], target=batch()["target"]), batch="global"),
     ),
     "run/executor.py usable_backend 0": Program(
-        _toy(lambda module: module, backend="fast"), 'use "eager" or "inductor"', _toy(lambda module: module, backend="eager")
+        _toy(lambda module: module, backend="fast"),
+        'use "eager" or "inductor"',
+        _toy(lambda module: module, backend="eager"),
     ),
     "run/executor.py use_private_cache 0": Program(
-        _cache("file/cache"), f"name another folder: {executor._INDUCTOR_CACHE}=FOLDER", _cache("cache")
+        _cache("file/cache"),
+        f"name another folder: {executor._INDUCTOR_CACHE}=FOLDER",
+        _cache("cache"),
     ),
     "run/clipping.py _refuse_no_norm 0": Program(
         of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=-1.0)),
@@ -373,13 +423,17 @@ PROGRAMS: dict[str, Program] = {
         of_module(lambda module: setattr(module, "loss_scale", 2.0), num_microbatches=2),
     ),
     "run/scaled_step.py ScaledStep._check_unchanged 0": Program(
-        _scaled(False, changes=True), "set pm.loss_scale to the factor of the loss before the call", _scaled(True, changes=True)
+        _scaled(False, changes=True),
+        "set pm.loss_scale to the factor of the loss before the call",
+        _scaled(True, changes=True),
     ),
     "run/scaled_step.py ScaledStep._check_unchanged 0 | order": Program(
         _scaled(False, changes=True), "run backward before whatever changes it", _scaled(False)
     ),
     "run/scaled_step.py ScaledStep._again 0": Program(
-        _scaled(False, noise=True), "set pm.loss_scale = scaler.get_scale() before the first call", _scaled(True, noise=True)
+        _scaled(False, noise=True),
+        "set pm.loss_scale = scaler.get_scale() before the first call",
+        _scaled(True, noise=True),
     ),
     "run/whole.py read 0": Program(
         of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
@@ -389,7 +443,11 @@ PROGRAMS: dict[str, Program] = {
     "run/whole.py read 0 | numbers": Program(
         of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
         "torch.tensor([float(x) for x in ...])",
-        of_module(lambda module: torch.tensor([float(p.detach().sum()) for p in module.parameters()])),
+        of_module(
+            lambda module: torch.tensor([float(p.detach().sum()) for p in module.parameters()])
+        ),
     ),
-    "run/whole_state.py _check_joined 0": Program(_joined(True), "or use a newer torch", _joined(True, "2.13.0")),
-}  # fmt: skip
+    "run/whole_state.py _check_joined 0": Program(
+        _joined(True), "or use a newer torch", _joined(True, "2.13.0")
+    ),
+}

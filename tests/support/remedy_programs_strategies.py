@@ -1,4 +1,5 @@
-"""Programs for the remedies of constraints that a model cannot obey, of prices, and of plans that were changed by hand."""
+"""Programs for the remedies of constraints that a model cannot obey, of prices, and of plans
+that were changed by hand."""
 
 from __future__ import annotations
 
@@ -29,8 +30,13 @@ from tests.support.remedy_programs import Called, Program, planned
 _X, _IDS = torch.ones(8, 4), torch.ones(8, 4, dtype=torch.int64)
 _LINE, _SQUARE = {"gpu": 2}, {"a": 2, "b": 2}
 _SIZES = {
-    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 16,
-}  # fmt: skip
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 16,
+}
 
 
 class Words(nn.Module):
@@ -44,17 +50,29 @@ class Words(nn.Module):
         return self.body(self.embed(ids))
 
 
-def _plan(*constraints: Any, model: Any = None, batch: Any = None, mesh: Any = None, **options: Any) -> Callable[[], object]:
+def _plan(
+    *constraints: Any, model: Any = None, batch: Any = None, mesh: Any = None, **options: Any
+) -> Callable[[], object]:
     """The plan of a model that obeys these, by default of a small MLP."""
     batch = (_X,) if batch is None else batch
-    return planned(Mlp(4, 8, 2) if model is None else model, batch, mesh or _LINE, constraints=constraints, **options)
+    return planned(
+        Mlp(4, 8, 2) if model is None else model,
+        batch,
+        mesh or _LINE,
+        constraints=constraints,
+        **options,
+    )
 
 
-def _transformer(kind: str, *constraints: Any, mesh: Any = None, **settings: Any) -> Callable[[], object]:
+def _transformer(
+    kind: str, *constraints: Any, mesh: Any = None, **settings: Any
+) -> Callable[[], object]:
     """The plan of a small model of transformers, on meta."""
 
     def program() -> object:
-        sizes = {"n_embd": 8, "n_head": 4, "n_layer": 1, "vocab_size": 16} if kind == "gpt2" else _SIZES
+        sizes = (
+            {"n_embd": 8, "n_head": 4, "n_layer": 1, "vocab_size": 16} if kind == "gpt2" else _SIZES
+        )
         model, batch = hf.build(f"{kind}:{json.dumps({**sizes, **settings})}", batch=4, seq=4)
         return _plan(*constraints, model=model, batch=batch, mesh=mesh)()
 
@@ -98,7 +116,9 @@ def _with_host() -> object:
 
 NAMED: dict[str, Program] = {
     "strategies/labels.py nothing_to_split 0": Program(
-        _plan(tensor_parallel("1d", axes="gpu"), model=Called(_scaled)), "leave the constraint out", _plan(model=Called(_scaled))
+        _plan(tensor_parallel("1d", axes="gpu"), model=Called(_scaled)),
+        "leave the constraint out",
+        _plan(model=Called(_scaled)),
     ),
     "strategies/labels.py nothing_to_split 0 | grid": Program(
         _plan(tensor_parallel("2d", axes=("a", "b")), model=Called(_scaled), mesh=_SQUARE),
@@ -127,15 +147,26 @@ NAMED: dict[str, Program] = {
         _plan(fsdp(), model=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
     ),
     "strategies/samples.py check_batch 0": Program(
-        _plan(ddp(), mesh={"gpu": 16}), "make the batch a multiple of 16", _plan(ddp(), mesh={"gpu": 16}, batch=(torch.ones(16, 4),))
+        _plan(ddp(), mesh={"gpu": 16}),
+        "make the batch a multiple of 16",
+        _plan(ddp(), mesh={"gpu": 16}, batch=(torch.ones(16, 4),)),
     ),
     "strategies/samples.py check_batch 0 | axes": Program(
-        _plan(ddp(), mesh={"node": 4, "gpu": 4}), "name fewer or smaller axes", _plan(ddp("gpu"), mesh={"node": 4, "gpu": 4})
+        _plan(ddp(), mesh={"node": 4, "gpu": 4}),
+        "name fewer or smaller axes",
+        _plan(ddp("gpu"), mesh={"node": 4, "gpu": 4}),
     ),
     "strategies/experts.py by_experts 0": Program(
-        _transformer("mixtral", expert_parallel(("a", "b"), tokens="dispatched"), mesh=_SQUARE, num_local_experts=4),
+        _transformer(
+            "mixtral",
+            expert_parallel(("a", "b"), tokens="dispatched"),
+            mesh=_SQUARE,
+            num_local_experts=4,
+        ),
         "name one axis",
-        _transformer("mixtral", expert_parallel("a", tokens="dispatched"), mesh=_SQUARE, num_local_experts=4),
+        _transformer(
+            "mixtral", expert_parallel("a", tokens="dispatched"), mesh=_SQUARE, num_local_experts=4
+        ),
     ),
     "strategies/experts.py by_experts 1": Program(
         _transformer("mixtral", expert_parallel("gpu"), num_local_experts=3),
@@ -143,7 +174,9 @@ NAMED: dict[str, Program] = {
         _transformer("mixtral", expert_parallel("gpu"), num_local_experts=4),
     ),
     "strategies/expansion.py _refusal 0": Program(
-        _transformer("llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}, num_key_value_heads=2),
+        _transformer(
+            "llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}, num_key_value_heads=2
+        ),
         "a multiple of 4, or name fewer or smaller axes",
         _transformer("llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}),
     ),
@@ -152,11 +185,13 @@ NAMED: dict[str, Program] = {
         "it can be one of: S(0)",
         _plan(layout("layers.0.up", weight="S(0)"), layout("*.up", weight="S(0)")),
     ),
-}  # fmt: skip
+}
 
 FORCED: dict[str, Program] = {
     "strategies/forced.py resolve 0": Program(
-        _plan(layout("layer.*", weight="S(0)")), "did you mean 'layers.*'", _plan(layout("layers.*", weight="R"))
+        _plan(layout("layer.*", weight="S(0)")),
+        "did you mean 'layers.*'",
+        _plan(layout("layers.*", weight="R")),
     ),
     "strategies/forced.py resolve 1": Program(
         _plan(layout("layers.0.up", storage="R"), layout("*.up", storage="S(0)")),
@@ -164,19 +199,29 @@ FORCED: dict[str, Program] = {
         _plan(layout("*.up", storage="S(0)")),
     ),
     "strategies/forced.py resolve 2": Program(
-        _plan(megatron(tp=2, recompute="selective")), "recompute='full', or leave it out", _plan(megatron(tp=2, recompute="full"))
+        _plan(megatron(tp=2, recompute="selective")),
+        "recompute='full', or leave it out",
+        _plan(megatron(tp=2, recompute="full")),
     ),
     "strategies/forced.py resolve 3": Program(
-        _plan(offload(), offload(activations=False), hardware="h100-sxm"), "pass one of them", _plan(offload(), hardware="h100-sxm")
+        _plan(offload(), offload(activations=False), hardware="h100-sxm"),
+        "pass one of them",
+        _plan(offload(), hardware="h100-sxm"),
     ),
     "strategies/forced.py view_layout 0": Program(
-        _plan(layout("*.up", storage="S(2)")), "name a dim that it has", _plan(layout("*.up", storage="S(1)"))
+        _plan(layout("*.up", storage="S(2)")),
+        "name a dim that it has",
+        _plan(layout("*.up", storage="S(1)")),
     ),
     "strategies/forced.py _as_elsewhere 0": Program(
-        _plan(rests_as({"layers.0.up.weight": "S(3)"})), "of a plan of the same model", _plan(rests_as({"layers.0.up.weight": "S(0)"}))
+        _plan(rests_as({"layers.0.up.weight": "S(3)"})),
+        "of a plan of the same model",
+        _plan(rests_as({"layers.0.up.weight": "S(0)"})),
     ),
     "cost/held.py cannot_rest 0": Program(
-        _plan(layout("layers.*.up", storage="P")), "force one of these", _plan(layout("layers.*.up", storage="S(0)"))
+        _plan(layout("layers.*.up", storage="P")),
+        "force one of these",
+        _plan(layout("layers.*.up", storage="S(0)")),
     ),
     "cost/held.py cannot_rest 1": Program(
         _transformer("gpt2", layout("*.c_attn", storage="S(1)#1 S(1)#0"), mesh=_SQUARE),
@@ -187,12 +232,18 @@ FORCED: dict[str, Program] = {
         _plan(precision="fp16"), "use one of float32, bfloat16", _plan(precision="bf16")
     ),
     "cost/compute.py _rates 0 | added": Program(
-        _with_half(False), "add float16 to peak_flops_per_s and to efficiency in a copy of the profile", _with_half(True)
+        _with_half(False),
+        "add float16 to peak_flops_per_s and to efficiency in a copy of the profile",
+        _with_half(True),
     ),
     "cost/hosts.py host_budget 0": Program(
-        _plan(offload()), 'give a copy of the profile the field "host" and pass its path', _with_host
+        _plan(offload()),
+        'give a copy of the profile the field "host" and pass its path',
+        _with_host,
     ),
-    "cost/hosts.py host_budget 0 | without": Program(_plan(offload()), "or plan without offload", _plan()),
-}  # fmt: skip
+    "cost/hosts.py host_budget 0 | without": Program(
+        _plan(offload()), "or plan without offload", _plan()
+    ),
+}
 
 PROGRAMS: dict[str, Program] = {**NAMED, **FORCED}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 import autopar
-from autopar.training.pretrained import names_saved
+from autopar.integrations.pretrained import names_saved
 from tests.support.remedy_programs import Program
 
 _OPTIONS = {"hardware": "cpu-gloo"}
@@ -61,15 +61,21 @@ def _trainer(
     """A Trainer of a small model, for one step.
 
     Args:
-        kind: its class. options: further ones of `autopar.compile`. set_to: training arguments that are set afterwards.
+        kind: its class. options: further ones of `autopar.compile`. set_to: training arguments that
+            are set afterwards.
     """
     shared = _shared()
     args = shared.settings(folder, max_steps=1, gradient_accumulation_steps=1)
     for name, value in (set_to or {}).items():
         setattr(args, name, value)
-    usual = {"model": None if "model_init" in given else shared.Tagger(), "train_dataset": shared.samples(8, 1)}
+    usual = {
+        "model": None if "model_init" in given else shared.Tagger(),
+        "train_dataset": shared.samples(8, 1),
+    }
     compile_options = {**_OPTIONS, **(options or {})}
-    return (kind or autopar.Trainer)(args=args, **{**usual, **given}, compile_options=compile_options)
+    return (kind or autopar.Trainer)(
+        args=args, **{**usual, **given}, compile_options=compile_options
+    )
 
 
 def _made(**how: Any) -> Callable[[], object]:
@@ -90,13 +96,17 @@ def _trained(*changes: Callable[[Any], object], **how: Any) -> Callable[[], obje
     return _in_folder(work)
 
 
-def _asked(name: str, value: Any, **instead: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+def _asked(
+    name: str, value: Any, **instead: Any
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """A training argument that is set, and what is in its place."""
     return _made(set_to={name: value}), _made(**instead)
 
 
 def _compiled_given(folder: str) -> object:
-    return _trainer(folder, model=autopar.compile(_shared().Tagger(), example_inputs=_batch(), **_OPTIONS))
+    return _trainer(
+        folder, model=autopar.compile(_shared().Tagger(), example_inputs=_batch(), **_OPTIONS)
+    )
 
 
 def _of_samples(count: int, **asked: Any) -> Callable[[], object]:
@@ -124,7 +134,9 @@ def _aside(uses_argument: bool) -> Callable[[], object]:
 
 def _predicted(**how: Any) -> Callable[[], object]:
     options = {"outputs": "loss", **how.pop("options", {})}
-    return _in_folder(lambda folder: _trainer(folder, options=options, **how).predict(_shared().samples(8, 2)))
+    return _in_folder(
+        lambda folder: _trainer(folder, options=options, **how).predict(_shared().samples(8, 2))
+    )
 
 
 def _resumed(folder: str) -> object:
@@ -164,7 +176,9 @@ def _tagger(**options: Any) -> Any:
     return autopar.compile(_shared().Tagger(), example_inputs=_batch(), **{**_OPTIONS, **options})
 
 
-def _accelerated(work: Callable[[Any], object] = lambda accelerator: None, **how: Any) -> Callable[[], object]:
+def _accelerated(
+    work: Callable[[Any], object] = lambda accelerator: None, **how: Any
+) -> Callable[[], object]:
     def made(folder: str) -> object:
         with _accelerator(**how) as accelerator:
             return work(accelerator)
@@ -181,7 +195,9 @@ def _within_autocast(accelerator: Any) -> object:
 def _clipped(accelerator: Any, all_of_them: bool) -> object:
     module = accelerator.prepare(_tagger())
     module(**_batch())["loss"].backward()
-    return accelerator.clip_grad_norm_(list(module.parameters())[slice(None if all_of_them else 1)], 1.0)
+    return accelerator.clip_grad_norm_(
+        list(module.parameters())[slice(None if all_of_them else 1)], 1.0
+    )
 
 
 def _saved(folder: str) -> object:
@@ -236,7 +252,9 @@ def _prompts(work: Callable[[Any, str], object]) -> Callable[[], object]:
     def made(folder: str) -> object:
         from peft import PromptTuningConfig, get_peft_model
 
-        plain = get_peft_model(_shared().base(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+        plain = get_peft_model(
+            _shared().base(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        )
         return work(plain, folder)
 
     return _in_folder(made)
@@ -246,36 +264,64 @@ def _arguments() -> dict[str, Program]:
     """Training arguments that are not taken, each with what its remedy says."""
     constraint, backend = [autopar.constraints.fsdp()], {"backend": "inductor"}
     found = {
-        "fsdp": (True, "compile_options={'constraints': [...]}", {"options": {"constraints": constraint}}),
-        "gradient_checkpointing": (True, "compile_options={'memory_bytes': ...}", {"options": {"memory_bytes": 2**30}}),
-        "bf16_full_eval": (True, "compile_options={'precision': 'bf16'}", {"options": {"precision": "bf16"}}),
+        "fsdp": (
+            True,
+            "compile_options={'constraints': [...]}",
+            {"options": {"constraints": constraint}},
+        ),
+        "gradient_checkpointing": (
+            True,
+            "compile_options={'memory_bytes': ...}",
+            {"options": {"memory_bytes": 2**30}},
+        ),
+        "bf16_full_eval": (
+            True,
+            "compile_options={'precision': 'bf16'}",
+            {"options": {"precision": "bf16"}},
+        ),
         "torch_compile": (True, "compile_options={'backend': 'inductor'}", {"options": backend}),
         "neftune_noise_alpha": (5.0, "leave it out", {}),
-        "auto_find_batch_size": (True, "set per_device_train_batch_size", {"set_to": {"per_device_train_batch_size": 4}}),
+        "auto_find_batch_size": (
+            True,
+            "set per_device_train_batch_size",
+            {"set_to": {"per_device_train_batch_size": 4}},
+        ),
         "push_to_hub": (True, "upload what trainer.save_model wrote", {}),
-        "enable_jit_checkpoint": (True, "set save_strategy", {"set_to": {"save_strategy": "steps"}}),
+        "enable_jit_checkpoint": (
+            True,
+            "set save_strategy",
+            {"set_to": {"save_strategy": "steps"}},
+        ),
     }
     programs = {}
     for name, (value, says, instead) in found.items():
         refused, followed = _asked(name, value, **instead)
-        programs[f"training/refusals.py check_arguments 0 | {name}"] = Program(refused, says, followed)
+        programs[f"training/refusals.py check_arguments 0 | {name}"] = Program(
+            refused, says, followed
+        )
     return programs
 
 
 TRAINER: dict[str, Program] = {
     **_arguments(),
     "training/refusals.py check_arguments 1": Program(
-        _made(set_to={"_n_gpu": 4}), "name one GPU in CUDA_VISIBLE_DEVICES", _made(set_to={"_n_gpu": 1})
+        _made(set_to={"_n_gpu": 4}),
+        "name one GPU in CUDA_VISIBLE_DEVICES",
+        _made(set_to={"_n_gpu": 1}),
     ),
     "training/refusals.py check_inputs 0": Program(
         _made(model_init=lambda: _shared().Tagger()), "pass the model itself: model=...", _made()
     ),
-    "training/refusals.py check_inputs 1": Program(_made(model="gpt2"), "pass a torch.nn.Module", _made()),
+    "training/refusals.py check_inputs 1": Program(
+        _made(model="gpt2"), "pass a torch.nn.Module", _made()
+    ),
     "training/refusals.py check_inputs 2": Program(
         _in_folder(_compiled_given), "as mesh= and compile_options={...}", _made(mesh=1)
     ),
     "training/refusals.py check_inputs 3": Program(
-        _in_folder(lambda folder: _trainer(folder, model=_shared().Tagger().to("meta"))), "load its weights", _made()
+        _in_folder(lambda folder: _trainer(folder, model=_shared().Tagger().to("meta"))),
+        "load its weights",
+        _made(),
     ),
     "training/refusals.py check_inputs 4": Program(
         _made(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
@@ -283,7 +329,9 @@ TRAINER: dict[str, Program] = {
         _trained(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1})),
     ),
     "training/refusals.py check_optimizer 0": Program(
-        _made(set_to={"optim": "adamw_bnb_8bit"}), "use one of adamw_torch", _made(set_to={"optim": "sgd"})
+        _made(set_to={"optim": "adamw_bnb_8bit"}),
+        "use one of adamw_torch",
+        _made(set_to={"optim": "sgd"}),
     ),
     "training/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
         _in_folder(_by_another), "start the script by `autopar run -n COUNT`, or torchrun", _made()
@@ -294,7 +342,9 @@ TRAINER: dict[str, Program] = {
         _of_samples(8),
     ),
     "training/trainer.py Trainer._first_call 0 | smaller": Program(
-        _of_samples(2), "or leave dataloader_drop_last out", _of_samples(2, dataloader_drop_last=False)
+        _of_samples(2),
+        "or leave dataloader_drop_last out",
+        _of_samples(2, dataloader_drop_last=False),
     ),
     "training/trainer.py Trainer._first_call 1": Program(
         _aside(False), "call its argument `model` there, not self.model", _aside(True)
@@ -302,38 +352,60 @@ TRAINER: dict[str, Program] = {
     "training/trainer.py Trainer._check_read_twice 0": Program(
         _trained(train_dataset=Stream()),
         "pass example_inputs=",
-        _in_folder(lambda folder: _trainer(folder, train_dataset=Stream(), example_inputs=_batch()).train()),
+        _in_folder(
+            lambda folder: _trainer(folder, train_dataset=Stream(), example_inputs=_batch()).train()
+        ),
     ),
     "training/trainer.py Trainer.prediction_step 0": Program(
-        _predicted(), 'pass compile_options={"outputs": "full"}', _predicted(options={"outputs": "full"})
+        _predicted(),
+        'pass compile_options={"outputs": "full"}',
+        _predicted(options={"outputs": "full"}),
     ),
     "training/trainer.py Trainer.prediction_step 0 | loss": Program(
-        _predicted(), "or set prediction_loss_only=True", _predicted(set_to={"prediction_loss_only": True})
+        _predicted(),
+        "or set prediction_loss_only=True",
+        _predicted(set_to={"prediction_loss_only": True}),
     ),
     "training/trainer.py Trainer._load_optimizer_and_scheduler 0": Program(
         _in_folder(_resumed), "and train() without resume_from_checkpoint", _trained()
     ),
     "training/plain_model.py PlainModel.check 0": Program(
-        _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())), "make a Trainer of it", _trained()
+        _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())),
+        "make a Trainer of it",
+        _trained(),
     ),
     "training/plain_model.py PlainModel.check 1": Program(
-        _trained(lambda trainer: trainer.model.load_state_dict(_shared().Tagger().state_dict(), assign=True)),
+        _trained(
+            lambda trainer: trainer.model.load_state_dict(
+                _shared().Tagger().state_dict(), assign=True
+            )
+        ),
         "write that of trainer.compiled()",
-        _trained(lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())),
+        _trained(
+            lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())
+        ),
     ),
     "training/plain_model.py PlainModel.check 2": Program(
         _trained(lambda trainer: trainer.model.head.requires_grad_(False)),
         "freeze before the first train() or evaluate()",
-        _in_folder(lambda folder: (made := _trainer(folder), made.model.head.requires_grad_(False), made.train())),
+        _in_folder(
+            lambda folder: (
+                made := _trainer(folder),
+                made.model.head.requires_grad_(False),
+                made.train(),
+            )
+        ),
     ),
-}  # fmt: skip
+}
 
 ACCELERATE: dict[str, Program] = {
     "training/whole_batches.py Accelerator.__init__ 0": Program(
         _accelerated(fsdp_plugin=SimpleNamespace()), "leave it out", _accelerated()
     ),
     "training/whole_batches.py _check_precision 0": Program(
-        _accelerated(mixed_precision="fp8"), '"bf16", "fp16" or "no"', _accelerated(mixed_precision="bf16")
+        _accelerated(mixed_precision="fp8"),
+        '"bf16", "fp16" or "no"',
+        _accelerated(mixed_precision="bf16"),
     ),
     "training/whole_batches.py Accelerator._prepare_autocast 0": Program(
         _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
@@ -343,7 +415,10 @@ ACCELERATE: dict[str, Program] = {
     "training/whole_batches.py Accelerator._prepare_autocast 0 | precision": Program(
         _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
         'or with precision="bf16"',
-        _accelerated(lambda accelerator: accelerator.prepare(_tagger(precision="bf16")), mixed_precision="bf16"),
+        _accelerated(
+            lambda accelerator: accelerator.prepare(_tagger(precision="bf16")),
+            mixed_precision="bf16",
+        ),
     ),
     "training/whole_batches.py Accelerator.clip_grad_norm_ 0": Program(
         _accelerated(lambda accelerator: _clipped(accelerator, False)),
@@ -351,14 +426,20 @@ ACCELERATE: dict[str, Program] = {
         _accelerated(lambda accelerator: _clipped(accelerator, True)),
     ),
     "training/whole_batches.py Accelerator.save_state 0": Program(
-        _accelerated(lambda accelerator: accelerator.save_state("folder")), "autopar.Checkpoints(folder)", _in_folder(_saved)
+        _accelerated(lambda accelerator: accelerator.save_state("folder")),
+        "autopar.Checkpoints(folder)",
+        _in_folder(_saved),
     ),
     "training/whole_batches.py check_scaled 0": Program(
-        _accelerated(lambda accelerator: accelerator.prepare(_tagger(precision="fp16", hardware="h100-sxm"))),
+        _accelerated(
+            lambda accelerator: accelerator.prepare(_tagger(precision="fp16", hardware="h100-sxm"))
+        ),
         'precision="bf16" to autopar.compile',
-        _accelerated(lambda accelerator: accelerator.prepare(_tagger(precision="bf16", hardware="h100-sxm"))),
+        _accelerated(
+            lambda accelerator: accelerator.prepare(_tagger(precision="bf16", hardware="h100-sxm"))
+        ),
     ),
-}  # fmt: skip
+}
 
 ADAPTERS: dict[str, Program] = {
     "training/pretrained.py save_pretrained 0": Program(
@@ -377,14 +458,20 @@ ADAPTERS: dict[str, Program] = {
     "training/pretrained.py _keys 0": Program(
         _prompts(lambda plain, folder: names_saved(plain)),
         "autopar.save_weights and load_weights",
-        _prompts(lambda plain, folder: autopar.save_weights(autopar.compile(plain, example_inputs=_batch(), **_OPTIONS), folder)),
+        _prompts(
+            lambda plain, folder: autopar.save_weights(
+                autopar.compile(plain, example_inputs=_batch(), **_OPTIONS), folder
+            )
+        ),
     ),
     "training/pretrained.py _fitting 0": Program(
-        _adapted(autopar.load_adapter), "name the folder that holds adapter_model.safetensors", _loaded(2)
+        _adapted(autopar.load_adapter),
+        "name the folder that holds adapter_model.safetensors",
+        _loaded(2),
     ),
     "training/pretrained.py _fitting 1": Program(
         _loaded(4), "with the configuration of that adapter", _loaded(2)
     ),
-}  # fmt: skip
+}
 
 PROGRAMS: dict[str, Program] = {**TRAINER, **ACCELERATE, **ADAPTERS}

@@ -1,4 +1,5 @@
-"""Programs for the remedies of optimizers of compiled modules, and of weights that are read from files."""
+"""Programs for the remedies of optimizers of compiled modules, and of weights that are read from
+files."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.support.remedy_programs import Program
 from tests.support.remedy_programs_steps import Net, X, compiled, of_module
 
 
-def _stepped(make: Callable[[Any], torch.optim.Optimizer], after: bool = True) -> Callable[[], object]:
+def _stepped(
+    make: Callable[[Any], torch.optim.Optimizer], after: bool = True
+) -> Callable[[], object]:
     """A step of an optimizer, that is built of the compiled module or of the plain model before."""
 
     def program() -> None:
@@ -92,22 +95,30 @@ _OF_ONE = {name: "one.safetensors" for name in Net().state_dict()}
 
 OPTIMIZERS: dict[str, Program] = {
     "run/optimizers.py check_optimizer 0": Program(
-        _stepped(lambda model: torch.optim.SparseAdam(model.parameters())), "use one of", _stepped(_optimizer("Adam"))
+        _stepped(lambda model: torch.optim.SparseAdam(model.parameters())),
+        "use one of",
+        _stepped(_optimizer("Adam")),
     ),
     "run/optimizers.py check_optimizer 1": Program(
         _stepped(_optimizer("SGD", fused=True)), "leave fused=True out", _stepped(_optimizer("SGD"))
     ),
     "run/optimizers.py check_optimizer 1 | Adam": Program(
-        _stepped(_optimizer("SGD", fused=True)), "Adam and AdamW take it", _stepped(_optimizer("AdamW", fused=True))
+        _stepped(_optimizer("SGD", fused=True)),
+        "Adam and AdamW take it",
+        _stepped(_optimizer("AdamW", fused=True)),
     ),
     "run/optimizers.py _check_replaced 0": Program(
-        _stepped(_optimizer("SGD"), after=False), "build it after autopar.compile, of pm.parameters()", _stepped(_optimizer("SGD"))
+        _stepped(_optimizer("SGD"), after=False),
+        "build it after autopar.compile, of pm.parameters()",
+        _stepped(_optimizer("SGD")),
     ),
-}  # fmt: skip
+}
 
 WEIGHTS: dict[str, Program] = {
     "run/unset.py Unset.check 0": Program(
-        _without_values(None), "autopar.load_weights(pm, folder) reads them from safetensors", _without_values(_loaded_file)
+        _without_values(None),
+        "autopar.load_weights(pm, folder) reads them from safetensors",
+        _without_values(_loaded_file),
     ),
     "run/unset.py Unset.check 0 | state dict": Program(
         _without_values(None),
@@ -131,13 +142,17 @@ WEIGHTS: dict[str, Program] = {
         _read(_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
     ),
     "run/weight_files.py _none_of 1": Program(
-        _read(_text("pytorch_model.bin", "x")), "or safetensors.torch.save_model(...) it", _read(_weights())
+        _read(_text("pytorch_model.bin", "x")),
+        "or safetensors.torch.save_model(...) it",
+        _read(_weights()),
     ),
     "run/weight_files.py _none_of 2": Program(
         _read(lambda folder: None), "name a folder that holds weights", _read(_weights())
     ),
     "run/weights.py _check_known 0": Program(
-        _read(_weights(), names=["head"]), "pass names of its parameters and saved buffers", _read(_weights(), names=["layer.bias"])
+        _read(_weights(), names=["head"]),
+        "pass names of its parameters and saved buffers",
+        _read(_weights(), names=["layer.bias"]),
     ),
     "run/weights.py _matched 0": Program(
         _read(_weights(prefix="encoder.")),
@@ -145,8 +160,10 @@ WEIGHTS: dict[str, Program] = {
         _read(_weights(prefix="encoder."), rename="encoder.{}".format),
     ),
     "run/weights.py _matched 0 | missing": Program(
-        _read(_weights(keep=1)), "strict=False leaves what is missing as it is", _read(_weights(keep=1), strict=False)
+        _read(_weights(keep=1)),
+        "strict=False leaves what is missing as it is",
+        _read(_weights(keep=1), strict=False),
     ),
-}  # fmt: skip
+}
 
 PROGRAMS: dict[str, Program] = {**OPTIMIZERS, **WEIGHTS}

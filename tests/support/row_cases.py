@@ -1,4 +1,5 @@
-"""Operands of dispatched experts of all ranks, and how they run where ranks reach each other's memory."""
+"""Operands of dispatched experts of all ranks, and how they run where ranks reach each other's
+memory."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ from torch import Tensor
 
 from autopar.kernels.dispatched import BetweenPeers
 from autopar.kernels.peers import Peers
-from autopar.ops.dispatched import Exchange, dispatched_experts, dispatched_experts_backward
+from autopar.ops.experts import Exchange, dispatched_experts, dispatched_experts_backward
 
 H, D, F, PICKS = 5, 3, 7, 3
 Ranks = list[tuple[Any, ...]]
 
 
-def drawn(size: int, per_rank: int, dtype: torch.dtype, seed: int, gates_dtype: torch.dtype | None = None, h: int = H) -> Ranks:
-    """Operands of the gradient, by rank: uneven tokens, on some ranks none; picks of no expert, of one by all, of some by none."""
+def drawn(
+    size: int,
+    per_rank: int,
+    dtype: torch.dtype,
+    seed: int,
+    gates_dtype: torch.dtype | None = None,
+    h: int = H,
+) -> Ranks:
+    """Operands of the gradient, by rank: uneven tokens, on some ranks none; picks of no expert,
+    of one by all, of some by none."""
     generator = torch.Generator().manual_seed(seed)
     num, starts, ranks = size * per_rank, [i * per_rank for i in range(size)], []
 
@@ -32,14 +41,28 @@ def drawn(size: int, per_rank: int, dtype: torch.dtype, seed: int, gates_dtype: 
             ids[:, 0] = num - 1
         gates = normal(tokens, PICKS).to(gates_dtype or dtype)
         weights = normal(per_rank, 2, F, h), normal(per_rank, D if h == H else h, F)
-        ranks.append((normal(tokens, weights[1].shape[1]), normal(tokens, h), ids, gates, *weights, "silu", num, starts))
+        ranks.append(
+            (
+                normal(tokens, weights[1].shape[1]),
+                normal(tokens, h),
+                ids,
+                gates,
+                *weights,
+                "silu",
+                num,
+                starts,
+            )
+        )
     return ranks
 
 
 def both(ranks: Ranks, exchange: Callable[[], Exchange]) -> list[list[Tensor]]:
     """By rank, what tokens get and all gradients."""
     made = dispatched_experts([rank[1:] for rank in ranks], exchange())
-    return [[y, *grads] for y, grads in zip(made, dispatched_experts_backward(ranks, exchange()), strict=True)]
+    return [
+        [y, *grads]
+        for y, grads in zip(made, dispatched_experts_backward(ranks, exchange()), strict=True)
+    ]
 
 
 def between(peers: Peers) -> Callable[[], Exchange]:
@@ -51,4 +74,8 @@ def most_of(size: int) -> int:
 
 
 def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    return all(torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a, b)
+        for one, other in zip(found, expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )

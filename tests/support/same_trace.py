@@ -33,7 +33,11 @@ def _nodes(trace: Trace) -> Iterator[Any]:
     number = {node: position for position, node in enumerate(trace.graph.nodes)}
     for node in trace.graph.nodes:
         is_call = node.op == "call_function"
-        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{number[operand]}") if is_call or node.op == "output" else ()
+        arguments = (
+            fx.map_arg((node.args, node.kwargs), lambda operand: f"%{number[operand]}")
+            if is_call or node.op == "output"
+            else ()
+        )
         value = node.meta.get("val")
         looks = [_look(item) for item in (value if isinstance(value, (tuple, list)) else (value,))]
         labels = {name: node.meta[name] for name in ("phase", "module", "source", "key")}
@@ -41,14 +45,25 @@ def _nodes(trace: Trace) -> Iterator[Any]:
 
 
 def _look(value: Any) -> Any:
-    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
+    return (
+        (value.shape, value.stride(), value.dtype, value.device)
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def _border(trace: Trace) -> Iterator[Any]:
     number = {node.name: position for position, node in enumerate(trace.graph.nodes)}
     for group in (trace.parameters, trace.buffers, trace.inputs, trace.outputs):
         for entry in group:
-            yield {name: getattr(entry, name) for name in entry.__dataclass_fields__ if name != "node"}, number[entry.node]
+            yield (
+                {
+                    name: getattr(entry, name)
+                    for name in entry.__dataclass_fields__
+                    if name != "node"
+                },
+                number[entry.node],
+            )
     yield (
         [number[o.tangent] for o in trace.differentiable],
         dict(trace.mutated),

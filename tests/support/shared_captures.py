@@ -1,9 +1,12 @@
-"""Captures shared between tests: a model that was captured before, in all that a capture can see, is not traced again.
+"""Captures shared between tests: a model that was captured before, in all that a capture can see,
+is not traced again.
 
-`share()` puts a memory of the latest captures under `autopar.capture.capture`. What is remembered is a whole `Trace`; each call
-gets a copy with a graph of its own, so that a test which changes its graph changes nobody else's. What a capture can see is
-written down in full by `look`: classes and plain attributes of all modules, shapes, dtypes, strides and ties of their tensors,
-the call, and `around` it. Whatever `look` does not know, as a closure over some state, makes the model one that is never shared.
+`share()` puts a memory of the latest captures under `autopar.capture.capture`. What is remembered
+is a whole `Trace`; each call gets a copy with a graph of its own, so that a test which changes its
+graph changes nobody else's. What a capture can see is written down in full by `look`: classes and
+plain attributes of all modules, shapes, dtypes, strides and ties of their tensors, the call, and
+`around` it. Whatever `look` does not know, as a closure over some state, makes the model one that
+is never shared.
 
 What this process has not captured, another of the same run of tests may have: `stored_captures`.
 
@@ -27,9 +30,24 @@ from autopar.capture import Trace, capturing
 
 FRESH = "AUTOPAR_TESTS_FRESH_CAPTURES"  # in the environment, so that spawned processes know it too
 NUM_KEPT = 24
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, types.FunctionType, types.BuiltinFunctionType)
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
-_NOT_LOOKED_AT = ("_original_object_hash",)  # of a configuration: what it was, in a number that is another in each process
+_NOT_LOOKED_AT = (
+    "_original_object_hash",
+)  # of a configuration: what it was, in a number that is another in each process
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _captured = capturing._captured
@@ -56,7 +74,17 @@ def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
     try:
         leaves = tuple((path, _leaf(leaf)) for path, leaf in call.in_leaves)
         known = tuple((position, str(value.tolist())) for position, value in call.known.items())
-        key = (fold, *around(), look(model), leaves, known, str(call.in_spec), call.precision, call.inference, tuple(call.stored.items()))
+        key = (
+            fold,
+            *around(),
+            look(model),
+            leaves,
+            known,
+            str(call.in_spec),
+            call.precision,
+            call.inference,
+            tuple(call.stored.items()),
+        )
     except Unknown:
         return _captured(model, call, fold)
     if key not in _kept:
@@ -69,7 +97,10 @@ def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
 
 def around() -> tuple[Any, ...]:
     """What torch is set to: the default dtype, and autocast by device."""
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
     return torch.get_default_dtype(), tuple(autocast), torch.are_deterministic_algorithms_enabled()
 
 
@@ -96,8 +127,22 @@ def look(model: nn.Module) -> Any:
         number = numbers.setdefault(id(module), len(numbers))
         own = {key: value for key, value in module.__dict__.items() if key not in _OF_EVERY_MODULE}
         hooks = [_plain(list(getattr(module, key).values())) for key in _HOOKS]
-        tensors = [(key, _tensor(t, ties)) for held in (module._parameters, module._buffers) for key, t in held.items()]
-        looks.append((name, number, type(module), type(module).forward, _plain(own), tuple(hooks), tuple(tensors)))
+        tensors = [
+            (key, _tensor(t, ties))
+            for held in (module._parameters, module._buffers)
+            for key, t in held.items()
+        ]
+        looks.append(
+            (
+                name,
+                number,
+                type(module),
+                type(module).forward,
+                _plain(own),
+                tuple(hooks),
+                tuple(tensors),
+            )
+        )
     return tuple(looks)
 
 
@@ -105,7 +150,14 @@ def _tensor(tensor: torch.Tensor | None, ties: dict[int, int]) -> Any:
     if tensor is None:
         return None
     number = ties.setdefault(id(tensor), len(ties))  # tied ones have one number
-    return number, isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+    return (
+        number,
+        isinstance(tensor, nn.Parameter),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
 
 
 def _leaf(leaf: Any) -> Any:
@@ -115,9 +167,16 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` by its type and content; functions and classes by themselves, functions within functions by their code."""
-    if isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__:  # made anew for each model
-        held = [value.__defaults__, value.__kwdefaults__, [cell.cell_contents for cell in value.__closure__ or ()]]
+    """`value` by its type and content; functions and classes by themselves, functions within
+    functions by their code."""
+    if (
+        isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
+    ):  # made anew for each model
+        held = [
+            value.__defaults__,
+            value.__kwdefaults__,
+            [cell.cell_contents for cell in value.__closure__ or ()],
+        ]
         return value.__module__, value.__qualname__, value.__code__, _plain(held)
     if isinstance(value, _ATOMS):
         return type(value), value
@@ -127,6 +186,10 @@ def _plain(value: Any) -> Any:
         return type(value), frozenset(map(_plain, value))
     if isinstance(value, Mapping):
         return type(value), tuple((_plain(key), _plain(item)) for key, item in value.items())
-    if type(value).__module__.startswith("transformers.") and hasattr(value, "to_dict"):  # configurations
-        return type(value), _plain({name: held for name, held in vars(value).items() if name not in _NOT_LOOKED_AT})
+    if type(value).__module__.startswith("transformers.") and hasattr(
+        value, "to_dict"
+    ):  # configurations
+        return type(value), _plain(
+            {name: held for name, held in vars(value).items() if name not in _NOT_LOOKED_AT}
+        )
     raise Unknown(f"{type(value)}")

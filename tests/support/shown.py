@@ -15,10 +15,19 @@ class Shown(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         logits = self.head(self.up(x).relu())
-        return nn.functional.cross_entropy(logits.float(), labels), logits, logits, logits.view(2, -1, 256), x
+        return (
+            nn.functional.cross_entropy(logits.float(), labels),
+            logits,
+            logits,
+            logits.view(2, -1, 256),
+            x,
+        )
 
 
 def shown(num_rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model and a batch."""
-    batch = {"x": torch.ones(num_rows, 16, dtype=torch.bfloat16), "labels": torch.arange(num_rows) % 256}
+    batch = {
+        "x": torch.ones(num_rows, 16, dtype=torch.bfloat16),
+        "labels": torch.arange(num_rows) % 256,
+    }
     return Shown().bfloat16(), batch

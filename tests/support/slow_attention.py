@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cache
 
-from autopar.hardware import HardwareProfile
+from autopar.core.hardware import HardwareProfile
 
 
 @cache

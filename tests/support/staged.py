@@ -1,4 +1,5 @@
-"""Stages of a cut run one after another on one device: forward in order, backward in reverse. The plainest reading of a cut."""
+"""Stages of a cut run one after another on one device: forward in order, backward in reverse.
+The plainest reading of a cut."""
 
 from __future__ import annotations
 
@@ -13,9 +14,14 @@ from autopar.stages import Cut
 
 
 def run_stages(
-    cut: Cut, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], tangent: Tensor
+    cut: Cut,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    tangent: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs by path, gradients by parameter in stored shapes, new buffers by name. Tensors are cast by the caller.
+    """Outputs by path, gradients by parameter in stored shapes, new buffers by name. Tensors are
+    cast by the caller.
 
     Args:
         parameters, buffers: by every name. inputs: by path.
@@ -38,14 +44,18 @@ def run_stages(
         known.append(env)
     returning: dict[str, Tensor] = {}
     for stage, env in zip(reversed(cut.stages), reversed(known), strict=True):
-        values = {o.tangent: returning[o.path] if o.crosses else tangent for o in stage.differentiable}
+        values = {
+            o.tangent: returning[o.path] if o.crosses else tangent for o in stage.differentiable
+        }
         _run(stage, "backward", env, values)
         results = _results(stage)
         for p in stage.parameters:
             if p.gradient is not None:
                 part = env[results[p.gradient]].reshape(p.shape)
                 gradients[p.name] = gradients[p.name] + part if p.name in gradients else part
-        returning = {i.path: env[results[i.gradient]] for i in stage.inputs if i.gradient is not None}
+        returning = {
+            i.path: env[results[i.gradient]] for i in stage.inputs if i.gradient is not None
+        }
     return outputs, gradients, mutated
 
 

@@ -1,11 +1,14 @@
-"""Captures that the processes of one run of the tests share: what one has traced, the others read from a folder.
+"""Captures that the processes of one run of the tests share: what one has traced, the others read
+from a folder.
 
-`stored(key, make)` is the trace that ``make()`` returns, or one that a process wrote for the same `key` before. Of several processes
-that want one at the same time, the first traces and the others wait for it: tracing waits for nobody. The folder lives as long as
-the run of the tests, so no source changes under it.
+`stored(key, make)` is the trace that ``make()`` returns, or one that a process wrote for the same
+`key` before. Of several processes that want one at the same time, the first traces and the others
+wait for it: tracing waits for nobody. The folder lives as long as the run of the tests, so no
+source changes under it.
 
-Variables of closures that forward looked at belong to one process: the others do not watch them. What else a key or a trace holds and
-cannot be told from process to process, as a class that is not found under its name, makes it one that each process traces for itself.
+Variables of closures that forward looked at belong to one process: the others do not watch them.
+What else a key or a trace holds and cannot be told from process to process, as a class that is not
+found under its name, makes it one that each process traces for itself.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 from torch import fx
 
 from autopar.capture import Trace
-from autopar.capture._torch.fakes import fake_like, is_fake, new_fake_mode, no_modes
+from autopar.capture.dynamo.fakes import fake_like, is_fake, new_fake_mode, no_modes
 from autopar.capture.trace import OutsideValue
 
 FOLDER = "AUTOPAR_TESTS_CAPTURES"  # in the environment, so that started processes know it too
@@ -39,7 +42,8 @@ class Untold(Exception):
 
 
 def stored(key: Any, make: Callable[[], Trace]) -> Trace:
-    """The trace of that key. Without a folder, and where it cannot be told to others, ``make()``."""
+    """The trace of that key. Without a folder, and where it cannot be told to others,
+    ``make()``."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return make()
@@ -73,7 +77,10 @@ def _words(value: Any) -> Iterator[str]:
     elif isinstance(value, types.CodeType):
         if value.co_filename.startswith("<"):
             raise Untold(value)
-        yield f"code {value.co_filename!r} {value.co_firstlineno} {value.co_qualname} {value.co_code.hex()}"
+        yield (
+            f"code {value.co_filename!r} {value.co_firstlineno} {value.co_qualname}"
+            f" {value.co_code.hex()}"
+        )
     elif type(value) is tuple:
         yield f"tuple {len(value)}"
         for item in value:
@@ -91,7 +98,9 @@ def _name(value: Any) -> str:
     found: Any = sys.modules.get(module)
     for part in value.__name__.split(".") if module == "torch" else value.__qualname__.split("."):
         found = getattr(found, part, None)
-    if found is not value and value not in vars(types).values():  # as None's type, which builtins names and does not have
+    if (
+        found is not value and value not in vars(types).values()
+    ):  # as None's type, which builtins names and does not have
         raise Untold(value)
     return f"{module} {value.__qualname__}"
 
@@ -104,11 +113,20 @@ def dumps(trace: Trace) -> bytes:
     """
     numbers = {node: number for number, node in enumerate(trace.graph.nodes)}
     nodes = [
-        (n.op, n.name, n.target, fx.map_arg((n.args, n.kwargs), lambda operand: _Operand(numbers[operand])), n.type, n.meta)
+        (
+            n.op,
+            n.name,
+            n.target,
+            fx.map_arg((n.args, n.kwargs), lambda operand: _Operand(numbers[operand])),
+            n.type,
+            n.meta,
+        )
         for n in trace.graph.nodes
     ]
     told = {f.name: getattr(trace, f.name) for f in fields(trace) if f.name != "graph"}
-    told["attributes"] = tuple(a for a in trace.attributes if not isinstance(a, OutsideValue) or isinstance(a.holder, str))
+    told["attributes"] = tuple(
+        a for a in trace.attributes if not isinstance(a, OutsideValue) or isinstance(a.holder, str)
+    )
     out = io.BytesIO()
     _Pickler(out).dump((nodes, told))
     return out.getvalue()
@@ -119,7 +137,9 @@ def loads(written: bytes) -> Trace:
     nodes, rest = _Unpickler(io.BytesIO(written)).load()
     graph, made = fx.Graph(), list[fx.Node]()
     for op, name, target, operands, kind, meta in nodes:
-        args, kwargs = fx.node.map_aggregate(operands, lambda x: made[x.number] if isinstance(x, _Operand) else x)
+        args, kwargs = fx.node.map_aggregate(
+            operands, lambda x: made[x.number] if isinstance(x, _Operand) else x
+        )
         node = graph.create_node(op, target, args, kwargs, name, kind)
         node.name, node.meta = name, meta
         made.append(node)
@@ -134,7 +154,8 @@ class _Operand:
 
 
 class _Pickler(pickle.Pickler):
-    """Ops by their names, fake tensors by how they look and which of them share a mode and a storage."""
+    """Ops by their names, fake tensors by how they look and which of them share a mode and a
+    storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -149,8 +170,18 @@ class _Pickler(pickle.Pickler):
                 raise pickle.PicklingError(f"a tensor that is no plain fake one: {value}")
             storage = value.untyped_storage()
             self.kept.append((value, storage))
-            numbers = (self._number(id(value)), self._number(id(value.fake_mode)), self._number(storage._cdata))  # type: ignore[attr-defined]
-            look = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+            numbers = (
+                self._number(id(value)),
+                self._number(id(value.fake_mode)),
+                self._number(storage._cdata),
+            )  # type: ignore[attr-defined]
+            look = (
+                tuple(value.shape),
+                value.stride(),
+                value.storage_offset(),
+                value.dtype,
+                value.device,
+            )
             return "fake", *numbers, storage.nbytes(), *look
         if isinstance(value, (fx.Node, fx.Graph)):
             raise pickle.PicklingError("a node outside of its graph")
@@ -174,7 +205,11 @@ class _Unpickler(pickle.Unpickler):
                 self.made[mode] = new_fake_mode()
             with no_modes():  # by hand, which takes a tenth of what the mode's own dispatch does
                 if storage not in self.made:
-                    self.made[storage] = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
-                plain = torch.empty(0, dtype=dtype, device="meta").set_(self.made[storage], offset, shape, stride)
+                    self.made[storage] = torch.empty(
+                        num_bytes, dtype=torch.uint8, device="meta"
+                    ).untyped_storage()
+                plain = torch.empty(0, dtype=dtype, device="meta").set_(
+                    self.made[storage], offset, shape, stride
+                )
                 self.made[number] = fake_like(plain, device, self.made[mode])
         return self.made[number]

@@ -10,10 +10,10 @@ import zoo_small
 from mlp import traced
 
 from autopar.capture import Trace, capture
-from autopar.cost.moments import Liveness
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.problem import Problem
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.cost.memory import Liveness
 from autopar.solve import evaluated, solve
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.breakdown import CROSSING, Part, breakdown, peak_kinds, rank_memory, step_parts
 from autopar.explanation import Diff, Explanation, StagedExplanation, diff, explain
-from autopar.explanation.rendering import Readable
+from autopar.explanation.summary import Readable
 from autopar.plans import Plan
 from autopar.report import report
 

@@ -1,4 +1,5 @@
-"""What tests of training with transformers, accelerate and peft share: small models, data whose last batch is smaller, and settings."""
+"""What tests of training with transformers, accelerate and peft share: small models, data whose
+last batch is smaller, and settings."""
 
 from __future__ import annotations
 
@@ -17,13 +18,29 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 def base(*, tied: bool = True) -> Any:
     torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}
-    return AutoModelForCausalLM.from_config(GPT2Config(**sizes, **NO_DROPOUT, loss_type="ForCausalLM", tie_word_embeddings=tied))
+    sizes = {
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+        "vocab_size": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return AutoModelForCausalLM.from_config(
+        GPT2Config(**sizes, **NO_DROPOUT, loss_type="ForCausalLM", tie_word_embeddings=tied)
+    )
 
 
 def adapted(*, tied: bool = True, **options: Any) -> Any:
     """The base with LoRA, whose B is no zero."""
-    asked = {"r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "init_lora_weights": False, **options}
+    asked = {
+        "r": 2,
+        "target_modules": ["c_attn"],
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+        **options,
+    }
     return get_peft_model(base(tied=tied), LoraConfig(fan_in_fan_out=True, **asked))
 
 
@@ -37,12 +54,17 @@ class Tagger(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.head(self.norm(self.embed(input_ids)))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            "logits": logits,
+        }
 
 
 def adapted_tagger() -> Any:
     torch.manual_seed(0)
-    return get_peft_model(Tagger(), LoraConfig(r=2, target_modules=["head"], init_lora_weights=False))
+    return get_peft_model(
+        Tagger(), LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
+    )
 
 
 BUILD = {"tagger": (Tagger, adapted_tagger), "gpt2": (base, adapted)}
@@ -56,17 +78,31 @@ def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     for _ in range(count):
         ids = torch.randint(0, 32, (8,), generator=generator)
         ignored = int(torch.randint(0, 5, (), generator=generator))
-        found.append({"input_ids": ids, "labels": torch.where(torch.arange(8) < ignored, -100, ids)})
+        found.append(
+            {"input_ids": ids, "labels": torch.where(torch.arange(8) < ignored, -100, ids)}
+        )
     return found
 
 
 def settings(folder: Any, **asked: Any) -> TrainingArguments:
-    """Three batches of four samples and one of two, in steps of two batches, clipped; another rate and decay at each."""
+    """Three batches of four samples and one of two, in steps of two batches, clipped; another
+    rate and decay at each."""
     usual = {
-        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 1,
-        "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "max_grad_norm": CLIPPED, "logging_steps": 1,
-        "save_strategy": "no", "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "max_grad_norm": CLIPPED,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     return TrainingArguments(output_dir=str(folder), **{**usual, **asked})
 
 
@@ -77,8 +113,14 @@ def data() -> dict[str, Any]:
 def told(trainer: Any) -> list[dict[str, float]]:
     """What a trainer has logged, but for times."""
     timed = ("runtime", "per_second", "preparation_time")
-    return [{name: x for name, x in each.items() if not any(word in name for word in timed)} for each in trainer.state.log_history]
+    return [
+        {name: x for name, x in each.items() if not any(word in name for word in timed)}
+        for each in trainer.state.log_history
+    ]
 
 
 def sum_of_logits(prediction: Any) -> Mapping[str, float]:
-    return {"logits": float(abs(prediction.predictions).sum()), "samples": len(prediction.predictions)}
+    return {
+        "logits": float(abs(prediction.predictions).sum()),
+        "samples": len(prediction.predictions),
+    }

@@ -23,8 +23,8 @@ from autopar.constraints import (
     pipeline,
     tensor_parallel,
 )
-from autopar.hardware import Hardware, HardwareProfile, Mixed
-from autopar.mesh import Mesh
+from autopar.core.hardware import Hardware, HardwareProfile, Mixed
+from autopar.core.mesh import Mesh
 from autopar.plans import Plan
 from benchmarks.random_plans import prepare, random_plan
 

@@ -12,11 +12,11 @@ from torch import nn
 
 import autopar
 from autopar.breakdown import CROSSING, WAITING, Part, breakdown, in_words, label, owner, step_parts
-from autopar.breakdown.words import parallelism_of
+from autopar.breakdown.parts import parallelism_of
 from autopar.constraints import fsdp, megatron, pipeline
+from autopar.core.layout import Layout
+from autopar.core.units import seconds, share
 from autopar.explanation import explain
-from autopar.layout import Layout
-from autopar.units import seconds, share
 from benchmarks import zoo
 
 NAMES = ("node", "gpu")
@@ -42,11 +42,15 @@ def parts() -> dict[str, Part]:
         ("sum", "S(0) S(1) -> P P", ("data", "sequence")),
     ],
 )
-def test_the_parallelism_of_an_op_follows_from_its_layouts(op: str, layouts: str, expected: tuple[str, ...]) -> None:
+def test_the_parallelism_of_an_op_follows_from_its_layouts(
+    op: str, layouts: str, expected: tuple[str, ...]
+) -> None:
     assert tuple(parallelism_of(op, strategy(layouts), axis) for axis in (0, 1)) == expected
 
 
-def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(parts: dict[str, Part]) -> None:
+def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(
+    parts: dict[str, Part],
+) -> None:
     said = {module: label(part, NAMES) for module, part in parts.items()}
     assert said["net.embed"] == "data over node, tensor over gpu"
     assert said["net.layers.*.up"] == "data over node, tensor over gpu; weights ZeRO-2 over node"
@@ -64,16 +68,31 @@ def test_repeated_modules_are_one_part_with_their_copies(parts: dict[str, Part])
 
 def test_copies_that_took_another_decision_are_a_part_of_their_own() -> None:
     plan = made_plan()
-    last = entry([("net.layers.{0}.attention/attention/forward/0", "R R, R R, R R -> R R, R R")], instances=((3,),), time_s=1e-3)
-    parts = breakdown(type(plan)(**{**{f: getattr(plan, f) for f in plan.__slots__}, "entries": (*plan.entries, last)}))
-    names = {part.name: part.parallelism for part in parts if part.module == "net.layers.*.attention"}
-    assert names == {"net.layers.*.attention [0-2]": ("data", "heads"), "net.layers.*.attention [3]": ("replicated", "replicated")}
+    last = entry(
+        [("net.layers.{0}.attention/attention/forward/0", "R R, R R, R R -> R R, R R")],
+        instances=((3,),),
+        time_s=1e-3,
+    )
+    parts = breakdown(
+        type(plan)(
+            **{**{f: getattr(plan, f) for f in plan.__slots__}, "entries": (*plan.entries, last)}
+        )
+    )
+    names = {
+        part.name: part.parallelism for part in parts if part.module == "net.layers.*.attention"
+    }
+    assert names == {
+        "net.layers.*.attention [0-2]": ("data", "heads"),
+        "net.layers.*.attention [3]": ("replicated", "replicated"),
+    }
 
 
 def test_times_and_kept_bytes_of_the_parts_add_up_to_the_prediction(parts: dict[str, Part]) -> None:
     prediction = made_plan().prediction
     assert sum(p.compute_s for p in parts.values()) == pytest.approx(prediction.compute_s)
-    assert sum(p.communication_s for p in parts.values()) == pytest.approx(prediction.communication_s)
+    assert sum(p.communication_s for p in parts.values()) == pytest.approx(
+        prediction.communication_s
+    )
     assert sum(p.kept_bytes for p in parts.values()) == prediction.memory_bytes["activations"]
 
 
@@ -89,7 +108,13 @@ class Net(nn.Module):
 @pytest.mark.parametrize("memory_bytes", [None, 40 * 2**20])
 def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
     mesh = autopar.Mesh({"node": 2, "gpu": 2})
-    plan = autopar.plan(Net(), mesh, example_inputs={"x": torch.randn(256, 1024)}, hardware="cpu-gloo", memory_bytes=memory_bytes)
+    plan = autopar.plan(
+        Net(),
+        mesh,
+        example_inputs={"x": torch.randn(256, 1024)},
+        hardware="cpu-gloo",
+        memory_bytes=memory_bytes,
+    )
     parts = breakdown(plan)
     assert sum(p.compute_s for p in parts) == pytest.approx(plan.prediction.compute_s)
     assert sum(p.communication_s for p in parts) == pytest.approx(plan.prediction.communication_s)
@@ -110,7 +135,9 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
         ("S(1) S(3)~1~2", "image", "channels over node, space 1 over gpu with a halo of 1 and 2"),
     ],
 )
-def test_layouts_are_said_in_words_outermost_splitter_first(layout: str, role: str, said: str) -> None:
+def test_layouts_are_said_in_words_outermost_splitter_first(
+    layout: str, role: str, said: str
+) -> None:
     assert in_words(Layout.parse(layout), NAMES, role) == said
 
 
@@ -140,7 +167,9 @@ def test_what_runs_again_takes_as_long_as_it_does_then() -> None:
     assert again
     for module in again:
         assert after[module].recompute_s == pytest.approx(3 * before[module].recompute_s) != 0.0
-        assert after[module].compute_s - before[module].compute_s == pytest.approx(2 * before[module].recompute_s)
+        assert after[module].compute_s - before[module].compute_s == pytest.approx(
+            2 * before[module].recompute_s
+        )
 
 
 class Layered(nn.Module):
@@ -148,7 +177,9 @@ class Layered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -163,18 +194,29 @@ def test_an_index_that_goes_through_no_layers_is_shown() -> None:
     assert not any(part.copies for part in parts.values())
     assert parts["layers.*.2"].matches("layers.1.2") and parts["layers.*.2"].matches("layers.*.*")
     assert not parts["layers.*.2"].matches("layers.1.0")
-    alone = autopar.plan(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), 2, example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
+    alone = autopar.plan(
+        nn.Sequential(nn.Linear(8, 4), nn.ReLU()),
+        2,
+        example_inputs=(torch.randn(4, 8),),
+        hardware="cpu-gloo",
+    )
     assert "0" in {part.module for part in breakdown(alone)}
 
 
 def test_the_parts_of_a_step_are_those_of_the_stage_that_is_busy_longest() -> None:
-    plan = made_staged_plan(microbatches=8)  # the second stage, which hears from both sides, is the slowest
+    plan = made_staged_plan(
+        microbatches=8
+    )  # the second stage, which hears from both sides, is the slowest
     parts = step_parts(plan)
     assert parts.rank == 1 and plan.prediction.simulated_s == pytest.approx(parts.total_s)
     assert (parts.compute_s, parts.again_s) == pytest.approx((8 * 21e-3, 8 * 6e-3))
     assert (parts.exposed_s, parts.receiving_s) == pytest.approx((8 * 6e-3, 8 * 2 * WIRE_S))
-    assert parts.waiting_s == pytest.approx(27e-3 + 35e-3 + 37e-3 + 2 * WIRE_S - 2e-3)  # a microbatch in all others, 2 ms less in the last
-    assert f"stage 1, busy longest: compute {seconds(8 * 21e-3)} + run again" in "\n".join(explain(plan).summary())
+    assert parts.waiting_s == pytest.approx(
+        27e-3 + 35e-3 + 37e-3 + 2 * WIRE_S - 2e-3
+    )  # a microbatch in all others, 2 ms less in the last
+    assert f"stage 1, busy longest: compute {seconds(8 * 21e-3)} + run again" in "\n".join(
+        explain(plan).summary()
+    )
     whole = step_parts(made_plan())
     assert whole.rank is None and whole.waiting_s == 0.0
     assert (whole.compute_s, whole.again_s, whole.exposed_s) == pytest.approx((21e-3, 6e-3, 6e-3))
@@ -182,7 +224,11 @@ def test_the_parts_of_a_step_are_those_of_the_stage_that_is_busy_longest() -> No
 
 def test_what_runs_beside_compute_is_not_exposed_and_slows_it() -> None:
     plan = made_plan()
-    hiding = replace(plan, prediction=replace(plan.prediction, hidden_s=4e-3), overlap=replace(plan.overlap, slowdown=0.25))
+    hiding = replace(
+        plan,
+        prediction=replace(plan.prediction, hidden_s=4e-3),
+        overlap=replace(plan.overlap, slowdown=0.25),
+    )
     parts = step_parts(hiding)
     assert (parts.compute_s, parts.slowed_s, parts.exposed_s) == pytest.approx((21e-3, 1e-3, 2e-3))
 
@@ -190,7 +236,9 @@ def test_what_runs_beside_compute_is_not_exposed_and_slows_it() -> None:
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -199,8 +247,10 @@ class Deep(nn.Module):
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedule": "interleaved_1f1b", "chunks": 2},
-}  # fmt: skip
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved_1f1b", "chunks": 2},
+}
 
 
 @pytest.mark.parametrize("stages", [None, *SCHEDULES], ids=str)
@@ -208,27 +258,52 @@ def test_of_a_real_plan_the_parts_of_a_step_add_up_to_what_is_simulated(stages: 
     mesh = autopar.Mesh({"stage": 2, "data": 2}, devices_per_node=2)
     along = (pipeline("stage", microbatches=4, **SCHEDULES[stages]),) if stages else ()
     made = autopar.plan(
-        Deep(), mesh, example_inputs={"x": torch.randn(4096, 512)}, hardware="h100-sxm", constraints=[fsdp("data"), *along],
+        Deep(),
+        mesh,
+        example_inputs={"x": torch.randn(4096, 512)},
+        hardware="h100-sxm",
+        constraints=[fsdp("data"), *along],
         num_microbatches="auto" if stages else 4,
-    )  # fmt: skip
+    )
     parts, said = step_parts(made), list(explain(made).summary())
     assert made.pipeline is not None and parts.total_s == pytest.approx(made.prediction.simulated_s)
     assert all(time_s >= -1e-12 for _, time_s in parts.named())
     assert parts.compute_s + parts.again_s == pytest.approx(made.prediction.compute_s)
     assert parts.slowed_s > 0.0
     if not stages:
-        assert parts.rank is None and parts.receiving_s == 0.0 and parts.waiting_s == pytest.approx(0.0, abs=1e-12)
+        assert (
+            parts.rank is None
+            and parts.receiving_s == 0.0
+            and parts.waiting_s == pytest.approx(0.0, abs=1e-12)
+        )
         return
     assert parts.receiving_s > 0.0
-    waits = 1 - 4 * max(sum(s.prediction.simulated_s for s in made.pipeline.stages[rank::2]) for rank in range(2)) / parts.total_s
-    ends = f"{WAITING} {seconds(parts.waiting_s)} ({share(waits)}) = {seconds(parts.total_s)} as emitted"
+    waits = (
+        1
+        - 4
+        * max(
+            sum(s.prediction.simulated_s for s in made.pipeline.stages[rank::2])
+            for rank in range(2)
+        )
+        / parts.total_s
+    )
+    ends = (
+        f"{WAITING} {seconds(parts.waiting_s)} ({share(waits)}) = {seconds(parts.total_s)} as"
+        " emitted"
+    )
     assert any(line.endswith(ends) for line in said)
 
 
 def test_what_a_real_plan_runs_again_is_a_part_of_its_own() -> None:
     model, batch = zoo.build("llama", batch=8)
     forced = megatron(dp=2, pp=2, recompute="full", microbatches=4)
-    made = autopar.plan(model, autopar.Mesh({"stage": 2, "data": 2}), example_inputs=batch, hardware="h100-sxm", constraints=[forced])
+    made = autopar.plan(
+        model,
+        autopar.Mesh({"stage": 2, "data": 2}),
+        example_inputs=batch,
+        hardware="h100-sxm",
+        constraints=[forced],
+    )
     parts = step_parts(made)
     assert made.pipeline is not None and parts.rank is not None
     again_s = sum(part.recompute_s for part in breakdown(made.pipeline.stages[parts.rank]))
@@ -249,7 +324,8 @@ class _Flattens(nn.Module):
 
 
 class _Scored(nn.Module):
-    """A loss over the module that flattens, with a parameter before it, so that backward reaches the view."""
+    """A loss over the module that flattens, with a parameter before it, so that backward reaches
+    the view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,13 +343,20 @@ def test_what_a_module_moves_that_decides_nothing_is_counted_with_the_decision_i
     moved = next(c for c in plan.communications if c.node == "inner/view/backward/0")
     found = {part.module: part for part in breakdown(plan)}
     assert "inner" not in found
-    assert ("backward", moved.collective.kind) in {(t.phase, t.kind) for t in found["inner.fc"].transfers}
-    assert sum(part.communication_s for part in found.values()) == pytest.approx(plan.prediction.communication_s)
+    assert ("backward", moved.collective.kind) in {
+        (t.phase, t.kind) for t in found["inner.fc"].transfers
+    }
+    assert sum(part.communication_s for part in found.values()) == pytest.approx(
+        plan.prediction.communication_s
+    )
     assert "inner.fc" in str(explain(plan))
 
 
 def test_what_is_moved_for_no_decision_of_the_plan_is_a_part_of_its_own() -> None:
     plan = made_plan()
     stray = replace(plan.communications[-1], node="net.stray/view/backward/0", module="net.stray")
-    found = {part.module: part for part in breakdown(replace(plan, communications=(*plan.communications, stray)))}
+    found = {
+        part.module: part
+        for part in breakdown(replace(plan, communications=(*plan.communications, stray)))
+    }
     assert found["net.stray"].communication_s == pytest.approx(stray.time_s)

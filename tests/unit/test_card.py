@@ -1,4 +1,5 @@
-"""What a notebook shows of a plan: its summary, the step and the peak as bars, what each module does; safe to show, on any ground."""
+"""What a notebook shows of a plan: its summary, the step and the peak as bars, what each module
+does; safe to show, on any ground."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ from autopar.breakdown import WAITING, step_parts
 from autopar.explanation import explain
 from autopar.plans import Plan
 from autopar.report import card
-from autopar.report.canvas import COLOURS, MEMORY_COLOURS
+from autopar.report.figures import COLOURS, MEMORY_COLOURS
 
-PLANS = {"whole": made_plan(), "stages": made_staged_plan(), "interleaved": made_staged_plan(schedule="interleaved_1f1b", microbatches=4)}
+PLANS = {
+    "whole": made_plan(),
+    "stages": made_staged_plan(),
+    "interleaved": made_staged_plan(schedule="interleaved_1f1b", microbatches=4),
+}
 OF_ALL = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 VOID = {"br"}
 
@@ -48,7 +53,9 @@ class Nested(HTMLParser):
 def bars(shown: str) -> list[list[float]]:
     """The widths of the pieces of each bar, in per cent."""
     found = re.findall(r'<div class="bar".*?</div>', shown)
-    return [[float(width) for width in re.findall(r'<i style="width:([0-9.]+)%', bar)] for bar in found]
+    return [
+        [float(width) for width in re.findall(r'<i style="width:([0-9.]+)%', bar)] for bar in found
+    ]
 
 
 @OF_ALL
@@ -60,14 +67,20 @@ def test_a_notebook_shows_a_plan_by_its_card_with_all_lines_of_its_summary(plan:
     parser = Nested()
     parser.feed(shown)
     assert not parser.wrong and not parser.open
-    assert not {"script", "img", "link", "iframe"} & parser.seen and "http" not in shown and "url(" not in shown
+    assert (
+        not {"script", "img", "link", "iframe"} & parser.seen
+        and "http" not in shown
+        and "url(" not in shown
+    )
 
 
 def test_the_bar_of_the_step_is_what_it_goes_by_in() -> None:
     for plan in PLANS.values():
         parts, (step, *_) = step_parts(plan), bars(card(plan))
         there = [time_s for _, time_s in parts.named() if time_s > 1e-12]
-        assert step == pytest.approx([100 * time_s / plan.prediction.simulated_s for time_s in there], abs=1e-3)
+        assert step == pytest.approx(
+            [100 * time_s / plan.prediction.simulated_s for time_s in there], abs=1e-3
+        )
     assert WAITING in card(PLANS["stages"]) and WAITING not in card(PLANS["whole"])
 
 
@@ -76,8 +89,12 @@ def test_the_bar_of_the_peak_is_as_long_as_its_share_of_the_budget_which_is_mark
     _, peak = bars(card(plan))
     assert sum(peak) == pytest.approx(25.0, abs=0.01)
     assert "34.0 MiB of 136 MiB" in card(plan) and "left:calc(100.000% - 2px)" in card(plan)
-    unlimited = replace(plan, options={k: v for k, v in plan.options.items() if k != "memory_bytes"})
-    assert sum(bars(card(unlimited))[1]) == pytest.approx(100.0, abs=0.01) and "calc(" not in card(unlimited)
+    unlimited = replace(
+        plan, options={k: v for k, v in plan.options.items() if k != "memory_bytes"}
+    )
+    assert sum(bars(card(unlimited))[1]) == pytest.approx(100.0, abs=0.01) and "calc(" not in card(
+        unlimited
+    )
 
 
 def test_each_rank_has_a_bar_of_its_peak_equal_neighbours_one() -> None:
@@ -87,7 +104,9 @@ def test_each_rank_has_a_bar_of_its_peak_equal_neighbours_one() -> None:
     interleaved = PLANS["interleaved"].pipeline
     assert interleaved is not None
     lengths = [sum(bar) for bar in bars(card(PLANS["interleaved"]))[1:]]
-    assert lengths == pytest.approx([100 * peak / max(interleaved.rank_bytes) for peak in interleaved.rank_bytes], abs=0.01)
+    assert lengths == pytest.approx(
+        [100 * peak / max(interleaved.rank_bytes) for peak in interleaved.rank_bytes], abs=0.01
+    )
 
 
 def test_modules_are_a_row_each_folded_as_explain_folds_them() -> None:
@@ -96,15 +115,24 @@ def test_modules_are_a_row_each_folded_as_explain_folds_them() -> None:
     layer = {f"net.layers.*.{name}": "3" for name in ("norm", "up", "attention")}
     assert list(rows.items()) == list({"net.embed": "1", **layer, "net.head": "1"}.items())
     (attention,) = re.findall(r"<tr><td><code>net\.layers\.\*\.attention</code>.*?</tr>", shown)
-    assert f"background:{COLOURS['data']}" in attention and f"background:{COLOURS['heads']}" in attention
+    assert (
+        f"background:{COLOURS['data']}" in attention
+        and f"background:{COLOURS['heads']}" in attention
+    )
     staged = card(PLANS["stages"])
-    assert re.findall(r"What each module does, (.*?); per device", staged) == ["stage 0", "stages 1 to 2, each", "stage 3"]
+    assert re.findall(r"What each module does, (.*?); per device", staged) == [
+        "stage 0",
+        "stages 1 to 2, each",
+        "stage 3",
+    ]
     assert staged.count("<details open>") == 1 and staged.count("<details") == 3
 
 
 def test_text_has_the_colour_of_the_page_and_marks_are_of_middle_shades() -> None:
     shown = card(PLANS["stages"])
-    assert not re.search(r"[;{](color|background):(#fff|#000|black|white)[;}]", shown.split("</style>")[0])
+    assert not re.search(
+        r"[;{](color|background):(#fff|#000|black|white)[;}]", shown.split("</style>")[0]
+    )
     for colour in re.findall(r"<i style=\"(?:width:[0-9.]+%;)?background:(#[0-9a-f]{6})", shown):
         lightness = sum(int(colour[at : at + 2], 16) for at in (1, 3, 5)) / 765
         assert 0.3 < lightness < 0.85, colour
@@ -113,7 +141,11 @@ def test_text_has_the_colour_of_the_page_and_marks_are_of_middle_shades() -> Non
 
 def test_names_of_modules_and_models_cannot_write_html() -> None:
     plan = made_plan()
-    text = plan.dumps().replace("net.head", "<script>alert(1)</script>").replace('"Net"', '"<b>Net</b> & co"')
+    text = (
+        plan.dumps()
+        .replace("net.head", "<script>alert(1)</script>")
+        .replace('"Net"', '"<b>Net</b> & co"')
+    )
     shown = Plan.loads(text)._repr_html_()
     assert "<script" not in shown and "<b>Net" not in shown
     assert "&lt;script&gt;alert(1)&lt;" in shown and "&lt;b&gt;Net&lt;/b&gt; &amp; co" in shown
@@ -122,6 +154,12 @@ def test_names_of_modules_and_models_cannot_write_html() -> None:
 def test_a_plan_that_is_only_loaded_is_shown_so_too(tmp_path: Path) -> None:
     made_plan().save(tmp_path / "plan.json")
     code = "import sys, autopar; print(autopar.Plan.load(sys.argv[1])._repr_html_())"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "plan.json"], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "plan.json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert done.stdout.strip() == card(made_plan()).strip()
     assert autopar.Plan is Plan

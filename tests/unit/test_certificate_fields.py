@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.certificate import fields as table
+from autopar.certificate import report as table
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.planning import PlanOptions
+from autopar.planner import PlanOptions
 from autopar.plans import OPTIONS, Plan
 from autopar.request import Batch, Outputs
 
@@ -52,7 +52,7 @@ def test_every_field_of_a_plan_has_exactly_one_entry_in_the_table() -> None:
     leaves = set(paths(Plan))
     for leaf in leaves:
         found = [entry for entry in entries if leaf == entry or leaf.startswith(f"{entry}.")]
-        assert len(found) == 1, f"{leaf} has {found}: add it to autopar/certificate/fields.py"
+        assert len(found) == 1, f"{leaf} has {found}: add it to autopar/certificate/report.py"
     stale = [e for e in entries if not any(f"{leaf}.".startswith(f"{e}.") for leaf in leaves)]
     assert not stale
 

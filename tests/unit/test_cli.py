@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from autopar import cli
+from autopar.core.terminal import parse_size
 from autopar.errors import AutoparError
 from autopar.plans import Plan
-from autopar.terminal import parse_size
 
 MODEL = """
 import torch
@@ -57,7 +57,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``command("plan", ...)`` runs the command line and gives (exit code, what it printed, what it complained)."""
+    """``command("plan", ...)`` runs the command line and gives (exit code, what it printed, what
+    it complained)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
@@ -69,10 +70,16 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, command: Command) -> None:
+def test_plan_writes_what_explain_diff_check_verify_and_report_read(
+    here: Path, command: Command
+) -> None:
     code, said, _ = command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     assert code == 0, said
-    assert "no plan that the bound covers takes less than" in said and "`autopar check` proves it" in said and "plan.json" in said
+    assert (
+        "no plan that the bound covers takes less than" in said
+        and "`autopar check` proves it" in said
+        and "plan.json" in said
+    )
     assert Plan.load(here / "plan.json").mesh.shape == (2, 2)
     assert "Why not otherwise" in command("explain", "plan.json")[1]
     for pattern in ("--only", "--module"):  # the second as it was spelled once
@@ -81,79 +88,168 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, 
     assert "0 ms" in command("diff", "plan.json", "plan.json")[1]
     code, said, _ = command("verify", "plan.json", "--module", "model.py:small")
     assert (code, said.startswith("equal to the plain model")) == (0, True)
-    code, said, _ = command("check", "plan.json", "--module", "model.py:small", "--json", "certificate.json")
+    code, said, _ = command(
+        "check", "plan.json", "--module", "model.py:small", "--json", "certificate.json"
+    )
     assert (code, said.startswith("certified: Net on mesh node=2,gpu=2")) == (0, True)
     certificate = json.loads((here / "certificate.json").read_text())
     listed = [path for group in certificate["unverified"] for path in group["fields"]]
     assert certificate["ok"] and "proof.solver" in listed and all(path in said for path in listed)
-    code, said, _ = command("what-if", "plan.json", "--hardware", "h100-sxm", "--module", "model.py:small")
+    code, said, _ = command(
+        "what-if", "plan.json", "--hardware", "h100-sxm", "--module", "model.py:small"
+    )
     assert code == 0 and "planned for cpu-gloo, asked about h100-sxm" in said and "regret" in said
-    code, said, _ = command("what-if", "plan.json", "--mesh", "node=2,gpu=4", "--module", "model.py:small")
+    code, said, _ = command(
+        "what-if", "plan.json", "--mesh", "node=2,gpu=4", "--module", "model.py:small"
+    )
     assert code == 0 and "asked about cpu-gloo and mesh node=2,gpu=4" in said
-    code, said, _ = command("what-if", "plan.json", "--memory", "1.5GiB", "--module", "model.py:small")
+    code, said, _ = command(
+        "what-if", "plan.json", "--memory", "1.5GiB", "--module", "model.py:small"
+    )
     assert code == 0 and "and fits: " in said and " of 1.50 GiB per device" in said
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
     assert (here / "plan.png").stat().st_size > 10_000
 
 
 def test_nodes_and_devices_are_shaped_by_the_planner(here: Path, command: Command) -> None:
-    code, _, complaint = command("plan", "--mesh", "1x4", "--hardware", "cpu-gloo", "--module", "model.py:small", "--out", "plan.json")
+    code, _, complaint = command(
+        "plan",
+        "--mesh",
+        "1x4",
+        "--hardware",
+        "cpu-gloo",
+        "--module",
+        "model.py:small",
+        "--out",
+        "plan.json",
+    )
     assert code == 0, complaint
     said = Plan.load(here / "plan.json").proof.covers[-1]
     assert "gpu=4" in said and "gpu0=2,gpu1=2" in said
-    code, _, complaint = command("plan", "--mesh", "4x", "--hardware", "cpu-gloo", "--module", "model.py:small")
+    code, _, complaint = command(
+        "plan", "--mesh", "4x", "--hardware", "cpu-gloo", "--module", "model.py:small"
+    )
     assert code == 1 and "nodes × devices per node as 4x8" in complaint
 
 
-def test_another_solver_plans_and_the_integer_program_is_written(here: Path, command: Command) -> None:
+def test_another_solver_plans_and_the_integer_program_is_written(
+    here: Path, command: Command
+) -> None:
     asked = (*PLAN, "--module", "model.py:small", "--out", "plan.json")
     code, said, complaint = command(*asked, "--solver", "CBC", "--write-lp", "program.lp")
     assert code == 0, complaint
     assert Plan.load(here / "plan.json").proof.solver == "cbc"
-    assert "integer program written to program.lp" in said and "Minimize" in (here / "program.lp").read_text()
+    assert (
+        "integer program written to program.lp" in said
+        and "Minimize" in (here / "program.lp").read_text()
+    )
     code, _, complaint = command(*asked, "--solver", "simplex")
-    assert code == 1 and "solver 'simplex' is not known" in complaint and "available here: highs" in complaint
+    assert (
+        code == 1
+        and "solver 'simplex' is not known" in complaint
+        and "available here: highs" in complaint
+    )
 
 
 def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command: Command) -> None:
     stages = ("--pipeline", "node", "--microbatches", "4")
-    code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--out", "plan.json")
+    code, said, complaint = command(
+        *PLAN, "--module", "model.py:deep", *stages, "--out", "plan.json"
+    )
     assert code == 0, complaint
     assert "4 microbatches through 2 stages along node, schedule 1f1b" in said
-    command(*PLAN, "--module", "model.py:deep", *stages, "--schedule", "gpipe", "--out", "other.json")
+    command(
+        *PLAN, "--module", "model.py:deep", *stages, "--schedule", "gpipe", "--out", "other.json"
+    )
     assert "Between stages" in command("explain", "plan.json")[1]
     assert command("diff", "plan.json", "other.json")[1].startswith("schedule: 1f1b → gpipe")
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
-    code, said, complaint = command("explain", "plan.json", "--flips", "40", "--module", "model.py:deep")
+    code, said, complaint = command(
+        "explain", "plan.json", "--flips", "40", "--module", "model.py:deep"
+    )
     assert code == 0, complaint
     assert "What would turn close choices" in said
-    patterns = (("--only", "layers.*"), True), (("--module", "layers.*"), True), (("--only", "(from the stage before)"), False)
+    patterns = (
+        (("--only", "layers.*"), True),
+        (("--module", "layers.*"), True),
+        (("--only", "(from the stage before)"), False),
+    )
     for pattern, turns in patterns:
-        _, said, _ = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep", *pattern)
-        assert ("What would turn" in said, "that would turn none is in" in said) == (turns, not turns), said
-    code, said, complaint = command("report", "plan.json", "--flips", "40", "--module", "model.py:deep", "--out", "plan.html")
-    assert code == 0 and "What would turn close choices" in (here / "plan.html").read_text(), complaint
+        _, said, _ = command(
+            "explain", "plan.json", "--flips", "40", "--function", "model.py:deep", *pattern
+        )
+        assert ("What would turn" in said, "that would turn none is in" in said) == (
+            turns,
+            not turns,
+        ), said
+    code, said, complaint = command(
+        "report", "plan.json", "--flips", "40", "--module", "model.py:deep", "--out", "plan.html"
+    )
+    assert code == 0 and "What would turn close choices" in (here / "plan.html").read_text(), (
+        complaint
+    )
     code, _, complaint = command("explain", "plan.json", "--flips", "1")
     assert code == 1 and "cannot be told without the model" in complaint
-    code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--schedule", "interleaved_1f1b", "--chunks", "2")
+    code, said, complaint = command(
+        *PLAN,
+        "--module",
+        "model.py:deep",
+        *stages,
+        "--schedule",
+        "interleaved_1f1b",
+        "--chunks",
+        "2",
+    )
     assert code == 0, complaint
-    assert "4 microbatches through 4 stages along node, 2 on each device, schedule interleaved_1f1b" in said
+    assert (
+        "4 microbatches through 4 stages along node, 2 on each device, schedule interleaved_1f1b"
+        in said
+    )
 
 
-def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_drawn(here: Path, command: Command) -> None:
-    asked = ("plan", "--mesh", "node=2,gpu=2", "--module", "model.py:deep", "--hardware", "node=h100-sxm,a100-sxm-80gb")
-    code, said, complaint = command(*asked, "--pipeline", "node", "--microbatches", "4", "--out", "plan.json")
+def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_drawn(
+    here: Path, command: Command
+) -> None:
+    asked = (
+        "plan",
+        "--mesh",
+        "node=2,gpu=2",
+        "--module",
+        "model.py:deep",
+        "--hardware",
+        "node=h100-sxm,a100-sxm-80gb",
+    )
+    code, said, complaint = command(
+        *asked, "--pipeline", "node", "--microbatches", "4", "--out", "plan.json"
+    )
     assert code == 0, complaint
     assert "stage 0, h100-sxm: " in said and "stage 1, a100-sxm-80gb: " in said
     code, said, complaint = command("check", "plan.json", "--module", "model.py:deep")
-    assert (code, said.startswith("certified: Deep on mesh node=2,gpu=2 in 2 stages, node=h100-sxm,a100-sxm-80gb")) == (0, True), complaint
-    code, said, complaint = command("what-if", "plan.json", "--hardware", "node=a100-sxm-80gb,h100-sxm", "--module", "model.py:deep")
+    assert (
+        code,
+        said.startswith(
+            "certified: Deep on mesh node=2,gpu=2 in 2 stages, node=h100-sxm,a100-sxm-80gb"
+        ),
+    ) == (0, True), complaint
+    code, said, complaint = command(
+        "what-if",
+        "plan.json",
+        "--hardware",
+        "node=a100-sxm-80gb,h100-sxm",
+        "--module",
+        "model.py:deep",
+    )
     assert code == 0 and "asked about node=a100-sxm-80gb,h100-sxm" in said, complaint
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
     code, said, complaint = command(*asked, "--microbatches", "1", "--out", "other.json")
-    assert code == 0 and "node 1, a100-sxm-80gb, in lockstep with all others: these set the pace" in said, complaint
+    assert (
+        code == 0
+        and "node 1, a100-sxm-80gb, in lockstep with all others: these set the pace" in said
+    ), complaint
     code, said, _ = command("check", "other.json", "--module", "model.py:deep")
-    assert code == 0 and "how long unequal devices wait for the slowest is the planner's word" in said
+    assert (
+        code == 0 and "how long unequal devices wait for the slowest is the planner's word" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,22 +257,32 @@ def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_draw
     [
         ("1", (), "no op has another strategy on this mesh"),
         ("node=2,gpu=2", ("--constraint", "ddp"), "from 1/64 to 64 times what it is"),
-        ("node=2", ("--pipeline", "node", "--microbatches", "2"), "the constraints leave no choice"),
+        (
+            "node=2",
+            ("--pipeline", "node", "--microbatches", "2"),
+            "the constraints leave no choice",
+        ),
     ],
 )
 def test_where_nothing_turns_a_choice_it_is_said_why(
     here: Path, command: Command, mesh: str, constraint: tuple[str, ...], why: str
 ) -> None:
     model = ("--module", "model.py:small")
-    command("plan", "--mesh", mesh, "--hardware", "cpu-gloo", *constraint, *model, "--out", "plan.json")
+    command(
+        "plan", "--mesh", mesh, "--hardware", "cpu-gloo", *constraint, *model, "--out", "plan.json"
+    )
     for asked in (
         ("what-if", "plan.json", *model),
         ("explain", "plan.json", *model),
         ("report", "plan.json", *model, "--out", "plan.svg"),
     ):
         code, said, complaint = command(*asked, "--flips", "3")
-        assert code == 0 and why in said and (" turns where " in said or "nothing can turn: " in said), complaint
-        assert "turns where" not in (quiet := command(*asked)[1]) and "nothing can turn" not in quiet
+        assert (
+            code == 0 and why in said and (" turns where " in said or "nothing can turn: " in said)
+        ), complaint
+        assert (
+            "turns where" not in (quiet := command(*asked)[1]) and "nothing can turn" not in quiet
+        )
 
 
 def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> None:
@@ -185,11 +291,15 @@ def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> 
     assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
 
 
-def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, command: Command) -> None:
+def test_a_plan_for_another_model_is_refused_without_a_traceback(
+    here: Path, command: Command
+) -> None:
     command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     code, _, complaint = command("verify", "plan.json", "--module", "model.py:wide")
     assert code == 1
-    assert complaint.startswith("the plan was made for something else") and "what to do" in complaint
+    assert (
+        complaint.startswith("the plan was made for something else") and "what to do" in complaint
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,29 +313,52 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--module", "model.py:absent"), "has no function 'absent'"),
         ((*PLAN, "--module", "model.py:nothing"), "returned int"),
         ((*PLAN, "--module", "absent.py:small"), "there is no file 'absent.py'"),
-        ((*PLAN, "--module", "model.py:small", "--batch", "4", "--dtype", "float32"), "--batch and --dtype with --module"),
+        (
+            (*PLAN, "--module", "model.py:small", "--batch", "4", "--dtype", "float32"),
+            "--batch and --dtype with --module",
+        ),
         ((*PLAN, "--module", "model.py:small", "--memory", "much"), "'much' is no size"),
         ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "no plan fits"),
         ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "or pass a larger --memory"),
         ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
-        ((*PLAN, "--module", "model.py:deep", "--schedule", "gpipe"), "--schedule gpipe is of stages, and none are asked for"),
-        ((*PLAN, "--module", "model.py:deep", "--chunks", "2", "--microbatches", "4"), "pass --pipeline AXIS or --pipeline auto too"),
+        (
+            (*PLAN, "--module", "model.py:deep", "--schedule", "gpipe"),
+            "--schedule gpipe is of stages, and none are asked for",
+        ),
+        (
+            (*PLAN, "--module", "model.py:deep", "--chunks", "2", "--microbatches", "4"),
+            "pass --pipeline AXIS or --pipeline auto too",
+        ),
         (("plan", "--mesh", "node=x", "--model", "gpt2"), "cannot read mesh 'node=x'"),
-        (("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"), "there is no hardware profile 'abacus'"),
-        (("plan", "--mesh", "2x2", "--model", "gpt2", "--hardware", "node=h100-sxm,h100-sxm"), "the planner's choice"),
-        (("plan", "--mesh", "a=2,b=2", "--model", "gpt2", "--hardware", "a=h100-sxm"), "names 1 profile along 'a'"),
+        (
+            ("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"),
+            "there is no hardware profile 'abacus'",
+        ),
+        (
+            ("plan", "--mesh", "2x2", "--model", "gpt2", "--hardware", "node=h100-sxm,h100-sxm"),
+            "the planner's choice",
+        ),
+        (
+            ("plan", "--mesh", "a=2,b=2", "--model", "gpt2", "--hardware", "a=h100-sxm"),
+            "names 1 profile along 'a'",
+        ),
         (("profile", "--device", "abacus"), "device 'abacus' cannot be measured"),
         (("profile", "--device", "cuda", "--world-size", "2"), "leave world_size out"),
         (("report", "missing.json"), "cannot read plan"),
         ((*PLAN, "--module", "model.py:raises"), "model.py:raises raised ValueError: no such size"),
         ((*PLAN, "--module", "broken.py:small"), "broken.py:small raised SyntaxError"),
-        ((*PLAN, "--model", "gpt2", "--out", "absent/plan.json"), "cannot write to absent/plan.json: there is no such folder"),
+        (
+            (*PLAN, "--model", "gpt2", "--out", "absent/plan.json"),
+            "cannot write to absent/plan.json: there is no such folder",
+        ),
         ((*PLAN, "--model", "gpt2", "--out", "."), "cannot write to .: it is a folder"),
         (("report", "missing.json", "--out", "absent/plan.png"), "cannot write to absent/plan.png"),
         (("run", "missing.py"), "there is no script 'missing.py'"),
     ],
 )
-def test_what_is_refused_is_told_and_exits_with_1(here: Path, command: Command, arguments: tuple[str, ...], complaint: str) -> None:
+def test_what_is_refused_is_told_and_exits_with_1(
+    here: Path, command: Command, arguments: tuple[str, ...], complaint: str
+) -> None:
     code, _, said = command(*arguments)
     assert code == 1
     assert complaint in said
@@ -238,27 +371,47 @@ def test_a_function_that_raises_is_told_with_its_own_line(here: Path, command: C
     assert f"model.py:{line}: raise ValueError" in said
 
 
-def test_what_is_mistyped_is_told_before_a_model_is_built(here: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_mistyped_is_told_before_a_model_is_built(
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autopar.cli.planning.built", lambda *_, **__: pytest.fail("it was built"))
     mesh = ("plan", "--model", "gpt2", "--mesh")
-    options = (("--hardware", "abacus"), ("--dtype", "int3"), ("--precision", "fp4"), ("--out", "absent/p"))
+    options = (
+        ("--hardware", "abacus"),
+        ("--dtype", "int3"),
+        ("--precision", "fp4"),
+        ("--out", "absent/p"),
+    )
     for wrong in (("node=x",), *(("2", *option) for option in options)):
         code, _, said = command(*mesh, *wrong)
         assert code == 1 and "what to do" in said, wrong
     assert command("plan", "--mesh", "2", "--hf", "gpt2:{")[0] == 1
 
 
-def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(here: Path, command: Command) -> None:
+def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(
+    here: Path, command: Command
+) -> None:
     (here / "project").mkdir()
     (here / "project" / "net_beside.py").write_text(MODEL, encoding="utf-8")
-    lines = ["from __future__ import annotations", "from dataclasses import dataclass", "import net_beside", "@dataclass", "class Config:"]
-    lines += ["    width: int = 256", "def made(): return net_beside.Net(Config().width), net_beside.small()[1]"]
+    lines = [
+        "from __future__ import annotations",
+        "from dataclasses import dataclass",
+        "import net_beside",
+        "@dataclass",
+        "class Config:",
+    ]
+    lines += [
+        "    width: int = 256",
+        "def made(): return net_beside.Net(Config().width), net_beside.small()[1]",
+    ]
     (here / "project" / "config.py").write_text("\n".join(lines), encoding="utf-8")
     code, printed, complaint = command(*PLAN, "--module", "project/config.py:made")
     assert code == 0 and "Net on mesh node=2,gpu=2" in printed, complaint
 
 
-def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(here: Path, command: Command) -> None:
+def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(
+    here: Path, command: Command
+) -> None:
     command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     code, said, _ = command("check", "plan.json", "--module", "model.py:wide")
     assert code == 1 and said.startswith("NOT certified, 1 claim does not hold")
@@ -271,7 +424,15 @@ def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) 
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [(None, None), ("72GiB", 72 * 2**30), ("80 GB", 80 * 10**9), ("1.5MiB", 3 * 2**19), ("512k", 512_000), ("7", 7)]
+    ("text", "num_bytes"),
+    [
+        (None, None),
+        ("72GiB", 72 * 2**30),
+        ("80 GB", 80 * 10**9),
+        ("1.5MiB", 3 * 2**19),
+        ("512k", 512_000),
+        ("7", 7),
+    ],
 )
 def test_sizes_are_read_with_their_unit(text: str | None, num_bytes: int | None) -> None:
     assert parse_size(text) == num_bytes
@@ -287,33 +448,70 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     said = "' '.join([os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]]) + '\\n'"
-    script.write_text(f"import os, sys; os.write(1, ({said}).encode())", encoding="utf-8")  # one write, which no other comes between
-    arguments = [sys.executable, "-m", "autopar", "run", "-n", "2", str(script), "--steps", "3", "-n", "7", "--help"]
+    script.write_text(
+        f"import os, sys; os.write(1, ({said}).encode())", encoding="utf-8"
+    )  # one write, which no other comes between
+    arguments = [
+        sys.executable,
+        "-m",
+        "autopar",
+        "run",
+        "-n",
+        "2",
+        str(script),
+        "--steps",
+        "3",
+        "-n",
+        "7",
+        "--help",
+    ]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --steps 3 -n 7 --help", "1 2 --steps 3 -n 7 --help"]
+    assert sorted(done.stdout.split("\n"))[1:] == [
+        "0 2 --steps 3 -n 7 --help",
+        "1 2 --steps 3 -n 7 --help",
+    ]
 
 
 def test_constraints_are_written_as_in_python(here: Path, command: Command) -> None:
     asked = ("--constraint", "ddp('node')", "--constraint", "fsdp('gpu')", "--out", "p.json")
     code, said, _ = command(*PLAN, "--module", "model.py:small", *asked)
     assert code == 0 and "Net on mesh" in said
-    rests = {entry.nodes[0].strategy.outputs[0] for entry in Plan.load(here / "p.json").entries if entry.kind == "parameter"}
+    rests = {
+        entry.nodes[0].strategy.outputs[0]
+        for entry in Plan.load(here / "p.json").entries
+        if entry.kind == "parameter"
+    }
     assert {str(layout) for layout in rests} <= {"R S(0)", "R S(1)"}
     code, _, complaint = command(*PLAN, "--module", "model.py:small", "--constraint", "fsd()")
     assert code == 1 and "no constraint is named 'fsd'" in complaint
 
 
-def test_inference_is_planned_without_labels_and_read_so_by_all_commands(here: Path, command: Command) -> None:
-    model = ("--hf", 't5:{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}')
+def test_inference_is_planned_without_labels_and_read_so_by_all_commands(
+    here: Path, command: Command
+) -> None:
+    model = (
+        "--hf",
+        (
+            't5:{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4,'
+            ' "vocab_size": 64}'
+        ),
+    )
     sizes = (*model, "--batch", "4", "--seq", "8", "--dtype", "float32")
     code, printed, complaint = command(*PLAN, *sizes, "--inference", "--out", "plan.json")
     assert code == 0, complaint
     assert "cpu-gloo, inference" in printed and "optimizer" not in printed
     plan = Plan.load("plan.json")
     keys = {key for key in plan.node_choices() if key.endswith(("/input", "/output"))}
-    assert {"decoder_input_ids/input", "logits/output"} <= keys and not keys & {"labels/input", "loss/output"}
-    for name, says in (("verify", "equal to the plain model"), ("check", "certified"), ("what-if", "regret")):
+    assert {"decoder_input_ids/input", "logits/output"} <= keys and not keys & {
+        "labels/input",
+        "loss/output",
+    }
+    for name, says in (
+        ("verify", "equal to the plain model"),
+        ("check", "certified"),
+        ("what-if", "regret"),
+    ):
         code, printed, complaint = command(name, "plan.json", *sizes)
         assert code == 0 and says in printed, complaint
     code, printed, _ = command("explain", "plan.json", "--flips", "2", *sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cli.flags import as_flags
+from autopar.cli.options import as_flags
 
 
 @pytest.mark.parametrize(
@@ -13,11 +13,20 @@ from autopar.cli.flags import as_flags
         ("or pass a larger memory_bytes", "or pass a larger --memory"),
         ('pass outputs="full": then', "pass --outputs full: then"),
         ("pass constraints=(autopar.constraints.pipeline(),)", "pass --constraint 'pipeline()'"),
-        ("To force it: constraints=[autopar.constraints.fsdp()]", "To force it: --constraint 'fsdp()'"),
-        ("constraints=[autopar.constraints.pipeline('node')] gives", "--constraint 'pipeline(\"node\")' gives"),
+        (
+            "To force it: constraints=[autopar.constraints.fsdp()]",
+            "To force it: --constraint 'fsdp()'",
+        ),
+        (
+            "constraints=[autopar.constraints.pipeline('node')] gives",
+            "--constraint 'pipeline(\"node\")' gives",
+        ),
         ("or pass num_microbatches=1", "or pass --microbatches 1"),
         ("prediction.memory_bytes is 'x', not int", "prediction.memory_bytes is 'x', not int"),
-        ("a model without options, its path model.memory", "a model without options, its path model.memory"),
+        (
+            "a model without options, its path model.memory",
+            "a model without options, its path model.memory",
+        ),
     ],
 )
 def test_options_of_plan_become_flags_and_nothing_else_changes(python: str, flags: str) -> None:

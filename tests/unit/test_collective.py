@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.collective import BUCKET_DTYPES, KINDS, STRIPE, Collective, Kind, collective_time
+from autopar.core.collective import BUCKET_DTYPES, KINDS, STRIPE, Collective, Kind, collective_time
+from autopar.core.hardware import HardwareProfile
 from autopar.errors import HardwareError
-from autopar.hardware import HardwareProfile
-from autopar.kernels import library, ordered
+from autopar.kernels import library, packing
 
 GIB = 2**30
 H100 = HardwareProfile.load("h100-sxm")
@@ -23,42 +23,73 @@ H100 = HardwareProfile.load("h100-sxm")
 def collective(kind: Kind, num_bytes: int, dim: int = 0, to_dim: int = 0) -> Collective:
     reduce_op = "sum" if kind in ("all_reduce", "reduce_scatter") else ""
     dim = -1 if kind == "all_reduce" else dim
-    return Collective(kind, 0, dim, to_dim if kind == "all_to_all" else -1, reduce_op, "bfloat16", num_bytes)
+    return Collective(
+        kind, 0, dim, to_dim if kind == "all_to_all" else -1, reduce_op, "bfloat16", num_bytes
+    )
 
 
-@pytest.mark.parametrize(("num_bytes", "published_s"), [(1024, 16.94e-6), (64 * 2**20, 324.7e-6), (GIB, 4029.4e-6), (16 * GIB, 62648e-6)])
-def test_all_reduce_on_eight_h100_takes_what_was_published(num_bytes: int, published_s: float) -> None:
-    assert collective_time(collective("all_reduce", num_bytes), 8, "intra", H100) == pytest.approx(published_s, rel=0.01)
+@pytest.mark.parametrize(
+    ("num_bytes", "published_s"),
+    [(1024, 16.94e-6), (64 * 2**20, 324.7e-6), (GIB, 4029.4e-6), (16 * GIB, 62648e-6)],
+)
+def test_all_reduce_on_eight_h100_takes_what_was_published(
+    num_bytes: int, published_s: float
+) -> None:
+    assert collective_time(collective("all_reduce", num_bytes), 8, "intra", H100) == pytest.approx(
+        published_s, rel=0.01
+    )
 
 
-@pytest.mark.parametrize(("profile", "published_s"), [("h200-sxm", GIB / 264.9e9), ("a100-sxm-80gb", 8203.9e-6)])
-def test_all_reduce_of_a_gibibyte_takes_what_was_published(profile: str, published_s: float) -> None:
-    time_s = collective_time(collective("all_reduce", GIB), 8, "intra", HardwareProfile.load(profile))
+@pytest.mark.parametrize(
+    ("profile", "published_s"), [("h200-sxm", GIB / 264.9e9), ("a100-sxm-80gb", 8203.9e-6)]
+)
+def test_all_reduce_of_a_gibibyte_takes_what_was_published(
+    profile: str, published_s: float
+) -> None:
+    time_s = collective_time(
+        collective("all_reduce", GIB), 8, "intra", HardwareProfile.load(profile)
+    )
     assert time_s == pytest.approx(published_s, rel=0.01)
 
 
 def test_all_reduce_on_four_devices_runs_at_ring_speed() -> None:
-    """363.3 GB/s bus bandwidth at 8 GiB on four H200, published: without multicast a ring is the best there is."""
-    time_s = collective_time(collective("all_reduce", 8 * GIB), 4, "intra", HardwareProfile.load("h200-sxm"))
+    """363.3 GB/s bus bandwidth at 8 GiB on four H200, published: without multicast a ring is the
+    best there is."""
+    time_s = collective_time(
+        collective("all_reduce", 8 * GIB), 4, "intra", HardwareProfile.load("h200-sxm")
+    )
     assert time_s == pytest.approx(2 * 3 / 4 * 8 * GIB / 363.3e9, rel=0.05)
 
 
 def test_all_gather_and_reduce_scatter_are_the_halves_of_a_measured_all_reduce() -> None:
-    half = collective_time(collective("all_reduce", GIB), 8, "intra", H100) / 2 + H100.launch_overhead_s
-    assert collective_time(collective("all_gather", GIB // 8), 8, "intra", H100) == pytest.approx(half)
-    assert collective_time(collective("reduce_scatter", GIB), 8, "intra", H100) == pytest.approx(half)
+    half = (
+        collective_time(collective("all_reduce", GIB), 8, "intra", H100) / 2
+        + H100.launch_overhead_s
+    )
+    assert collective_time(collective("all_gather", GIB // 8), 8, "intra", H100) == pytest.approx(
+        half
+    )
+    assert collective_time(collective("reduce_scatter", GIB), 8, "intra", H100) == pytest.approx(
+        half
+    )
 
 
 def test_all_to_all_reaches_a_share_of_the_ring_s_bandwidth() -> None:
     link = H100.links["inter"]
-    wire = 7 / 8 * GIB / (link.bandwidth_bytes_per_s * link.all_to_all_efficiency) + 3 * link.latency_s + H100.launch_overhead_s
+    wire = (
+        7 / 8 * GIB / (link.bandwidth_bytes_per_s * link.all_to_all_efficiency)
+        + 3 * link.latency_s
+        + H100.launch_overhead_s
+    )
     assert collective_time(collective("all_to_all", GIB), 8, "inter", H100) == pytest.approx(wire)
 
 
 def test_a_dim_that_is_not_leading_costs_a_local_copy() -> None:
     copy_s = 2 * GIB / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
     for kind, num_bytes in (("all_gather", GIB // 8), ("reduce_scatter", GIB)):
-        leading, inner = (collective_time(collective(kind, num_bytes, dim=d), 8, "intra", H100) for d in (0, 1))
+        leading, inner = (
+            collective_time(collective(kind, num_bytes, dim=d), 8, "intra", H100) for d in (0, 1)
+        )
         assert inner - leading == pytest.approx(copy_s)
     first = collective_time(collective("all_to_all", GIB, dim=1, to_dim=0), 8, "intra", H100)
     both = collective_time(collective("all_to_all", GIB, dim=1, to_dim=2), 8, "intra", H100)
@@ -66,24 +97,46 @@ def test_a_dim_that_is_not_leading_costs_a_local_copy() -> None:
 
 
 def test_a_slice_costs_one_local_copy_of_the_part() -> None:
-    copy_s = 2 * (GIB // 8) / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
-    assert collective_time(collective("slice", GIB), 8, "inter", H100) == pytest.approx(H100.launch_overhead_s + copy_s)
+    copy_s = (
+        2 * (GIB // 8) / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
+    )
+    assert collective_time(collective("slice", GIB), 8, "inter", H100) == pytest.approx(
+        H100.launch_overhead_s + copy_s
+    )
 
 
-def test_a_halo_costs_its_edges_on_the_wire_and_one_local_copy_whatever_the_number_of_ranks() -> None:
+def test_a_halo_costs_its_edges_on_the_wire_and_one_local_copy_whatever_the_number_of_ranks() -> (
+    None
+):
     halo = replace(collective("halo", GIB, dim=2), halo_bytes=GIB // 16)
     link = H100.links["inter"]
-    copy_s = 2 * (GIB + GIB // 16) / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
-    expected = H100.launch_overhead_s + link.latency_s + GIB / 16 / link.bandwidth_bytes_per_s + copy_s
-    assert [collective_time(halo, n, "inter", H100) for n in (2, 64)] == pytest.approx([expected, expected])
+    copy_s = (
+        2
+        * (GIB + GIB // 16)
+        / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
+    )
+    expected = (
+        H100.launch_overhead_s + link.latency_s + GIB / 16 / link.bandwidth_bytes_per_s + copy_s
+    )
+    assert [collective_time(halo, n, "inter", H100) for n in (2, 64)] == pytest.approx(
+        [expected, expected]
+    )
 
 
-def test_a_swap_costs_half_a_part_on_the_wire_and_its_local_copies_whatever_the_number_of_ranks() -> None:
+def test_a_swap_costs_half_a_part_on_the_wire_and_its_local_copies_whatever_the_number_of_ranks() -> (  # noqa: E501
+    None
+):
     link = H100.links["inter"]
     for dim, copied in ((0, GIB), (2, GIB + GIB // 2)):
-        copy_s = 2 * copied / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
-        expected = H100.launch_overhead_s + link.latency_s + GIB / 2 / link.bandwidth_bytes_per_s + copy_s
-        times = [collective_time(collective("swap", GIB, dim=dim), n, "inter", H100) for n in (2, 64)]
+        copy_s = (
+            2 * copied / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
+        )
+        expected = (
+            H100.launch_overhead_s + link.latency_s + GIB / 2 / link.bandwidth_bytes_per_s + copy_s
+        )
+        times = [
+            collective_time(collective("swap", GIB, dim=dim), n, "inter", H100) for n in (2, 64)
+        ]
         assert times == pytest.approx([expected, expected])
     assert collective("swap", GIB).output_bytes(8) == GIB
 
@@ -96,7 +149,10 @@ def test_an_axis_of_one_device_costs_nothing(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_a_collective_between_nodes_takes_longer_than_within(kind: Kind) -> None:
     for num_bytes in (1024, GIB):
-        within, between = (collective_time(collective(kind, num_bytes), 8, link, H100) for link in ("intra", "inter"))
+        within, between = (
+            collective_time(collective(kind, num_bytes), 8, link, H100)
+            for link in ("intra", "inter")
+        )
         assert between > within
 
 
@@ -112,12 +168,16 @@ def test_an_unknown_link_is_refused() -> None:
     size=st.sampled_from([2, 3, 4, 8, 64]),
     sizes=st.lists(st.integers(0, 2**34), min_size=2, max_size=6),
 )
-def test_more_bytes_never_take_less_time(kind: Kind, name: str, link: str, size: int, sizes: list[int]) -> None:
+def test_more_bytes_never_take_less_time(
+    kind: Kind, name: str, link: str, size: int, sizes: list[int]
+) -> None:
     profile = HardwareProfile.load(name)
     times = [collective_time(collective(kind, n), size, link, profile) for n in sorted(sizes)]
     assert all(0 < a <= b * (1 + 1e-12) and math.isfinite(b) for a, b in pairwise(times))
 
 
 def test_what_buckets_hold_and_how_they_are_packed_is_what_the_kernels_say() -> None:
-    assert STRIPE == ordered.STRIPE
-    assert {getattr(torch, name): size for name, size in BUCKET_DTYPES.items()} == {dtype: dtype.itemsize for dtype in library.FLOATS}
+    assert STRIPE == packing.STRIPE
+    assert {getattr(torch, name): size for name, size in BUCKET_DTYPES.items()} == {
+        dtype: dtype.itemsize for dtype in library.FLOATS
+    }

@@ -1,4 +1,5 @@
-"""Constraints: what can be forced, how it is written, and what is refused before a model is seen."""
+"""Constraints: what can be forced, how it is written, and what is refused before a model is
+seen."""
 
 from __future__ import annotations
 
@@ -28,26 +29,35 @@ from autopar.constraints import (
     rests_as,
     tensor_parallel,
 )
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, LayoutError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
 
 
 def test_a_constraint_holds_the_layouts_that_were_given_and_no_others() -> None:
     made = layout("*.up_proj", weight="R S(0)", input="S(0) R")
-    assert made == LayoutConstraint("*.up_proj", weight=Layout.parse("R S(0)"), input=Layout.parse("S(0) R"))
+    assert made == LayoutConstraint(
+        "*.up_proj", weight=Layout.parse("R S(0)"), input=Layout.parse("S(0) R")
+    )
     assert made.to_json() == {"pattern": "*.up_proj", "weight": "R S(0)", "input": "S(0) R"}
     for kind in KINDS:
         assert layout("m", **{kind: "R"}).to_json() == {"pattern": "m", kind: "R"}
 
 
 def test_notebooks_show_what_users_call() -> None:
-    assert "pipeline" in dir(constraints) and not {"pipelines", "pipeline_in", "parallelisms"} & set(dir(constraints))
+    assert "pipeline" in dir(constraints) and not {
+        "pipelines",
+        "pipeline_in",
+        "parallelisms",
+    } & set(dir(constraints))
     assert all(callable(getattr(constraints, name)) for name in dir(constraints))
 
 
 def test_a_constraint_that_forces_nothing_is_refused_with_what_can_be_forced() -> None:
-    with pytest.raises(ConstraintError, match=r"'layers\.\*' forces nothing(.|\n)*weight=, bias=, storage=, input= or output="):
+    with pytest.raises(
+        ConstraintError,
+        match=r"'layers\.\*' forces nothing(.|\n)*weight=, bias=, storage=, input= or output=",
+    ):
         layout("layers.*")
 
 
@@ -60,7 +70,11 @@ def test_a_layout_that_cannot_be_read_is_refused() -> None:
     ("pattern", "module", "matches"),
     [
         ("layers.*.up", "layers.0.up", True),
-        ("layers.*.up", "layers.12.mlp.up", True),  # as a shell matches in one word: the dots are letters
+        (
+            "layers.*.up",
+            "layers.12.mlp.up",
+            True,
+        ),  # as a shell matches in one word: the dots are letters
         ("*.up", "up", False),
         ("layers.[01].up", "layers.1.up", True),
         ("layers.[01].up", "layers.2.up", False),
@@ -77,7 +91,10 @@ def test_patterns_match_module_paths_as_shells_do(pattern: str, module: str, mat
 def test_a_layout_needs_one_placement_per_mesh_axis_and_the_constraint_is_named(kind: str) -> None:
     constraint = layout("net.head", **{kind: "S(0) R"})
     check(constraint, Mesh({"a": 2, "b": 2}))
-    with pytest.raises(ConstraintError, match=rf"{kind}='S\(0\) R' on 'net.head' has 2 placements, mesh gpu=4 has 1 axes"):
+    with pytest.raises(
+        ConstraintError,
+        match=rf"{kind}='S\(0\) R' on 'net.head' has 2 placements, mesh gpu=4 has 1 axes",
+    ):
         check(constraint, Mesh(4))
 
 
@@ -90,7 +107,10 @@ def _resolved(*given: Constraint, mesh: Mesh = MESH) -> list[tuple[str, tuple[st
 
 def test_named_plans_are_for_the_axes_that_they_name_or_for_all() -> None:
     assert _resolved(ddp()) == [("ddp", ("node", "gpu"))]
-    assert _resolved(fsdp("node"), tensor_parallel("1d", axes=("gpu",))) == [("fsdp", ("node",)), ("tensor_parallel_1d", ("gpu",))]
+    assert _resolved(fsdp("node"), tensor_parallel("1d", axes=("gpu",))) == [
+        ("fsdp", ("node",)),
+        ("tensor_parallel_1d", ("gpu",)),
+    ]
     assert _resolved(layout("up", weight="R R")) == []
 
 
@@ -106,22 +126,39 @@ def test_named_plans_are_for_the_axes_that_they_name_or_for_all() -> None:
     ],
     ids=str,
 )
-def test_megatron_finds_its_axes_by_their_sizes(given: Megatron, expected: list[tuple[str, tuple[str, ...]]]) -> None:
+def test_megatron_finds_its_axes_by_their_sizes(
+    given: Megatron, expected: list[tuple[str, tuple[str, ...]]]
+) -> None:
     assert _resolved(given) == expected
 
 
 def test_of_axes_of_one_size_the_last_is_the_tensor_axis() -> None:
-    assert _resolved(megatron(tp=2), mesh=Mesh({"a": 2, "b": 2})) == [("tensor_parallel_1d", ("b",)), ("ddp", ("a",))]
-    assert _resolved(megatron(tp=4), mesh=Mesh({"a": 2, "b": 2, "c": 2})) == [("tensor_parallel_1d", ("b", "c")), ("ddp", ("a",))]
+    assert _resolved(megatron(tp=2), mesh=Mesh({"a": 2, "b": 2})) == [
+        ("tensor_parallel_1d", ("b",)),
+        ("ddp", ("a",)),
+    ]
+    assert _resolved(megatron(tp=4), mesh=Mesh({"a": 2, "b": 2, "c": 2})) == [
+        ("tensor_parallel_1d", ("b", "c")),
+        ("ddp", ("a",)),
+    ]
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         (megatron(tp=3), r"megatron\(tp=3\): no axes of mesh node=4,gpu=8 make 3 devices"),
-        (megatron(tp=8, dp=2), r"does not fill mesh node=4,gpu=8: beside the tensor axes it has 4 devices(.|\n)*dp=4"),
+        (
+            megatron(tp=8, dp=2),
+            r"does not fill mesh node=4,gpu=8: beside the tensor axes it has 4 devices(.|\n)*dp=4",
+        ),
         (megatron(tp="gpu", dp="gpu"), r"does not fill mesh"),
-        (ddp("tensor"), r"ddp\(axes=\['tensor'\]\): mesh node=4,gpu=8 has no axis 'tensor'(.|\n)*its axes are node, gpu"),
+        (
+            ddp("tensor"),
+            (
+                r"ddp\(axes=\['tensor'\]\): mesh node=4,gpu=8 has no axis 'tensor'(.|\n)*its axes"
+                r" are node, gpu"
+            ),
+        ),
         (megatron(tp="tensor"), r"has no axis 'tensor'"),
     ],
     ids=str,
@@ -132,32 +169,66 @@ def test_a_named_plan_that_does_not_fit_the_mesh_is_refused(given: Constraint, s
 
 
 def test_two_plans_for_one_axis_are_refused_with_both_named() -> None:
-    with pytest.raises(ConstraintError, match=r"fsdp\(axes=\['gpu'\]\) and ddp\(\) both speak of axis 'gpu'(.|\n)*name the axes of each"):
+    with pytest.raises(
+        ConstraintError,
+        match=(
+            r"fsdp\(axes=\['gpu'\]\) and ddp\(\) both speak of axis 'gpu'(.|\n)*name the axes of"
+            r" each"
+        ),
+    ):
         _resolved(ddp(), fsdp("gpu"))
 
 
 @pytest.mark.parametrize("other", [pipeline("gpu"), megatron(pp="gpu", tp=4)], ids=str)
 def test_two_that_cut_the_model_are_quoted_as_they_were_written(other: Constraint) -> None:
     given = megatron(pp=4, microbatches=8)
-    with pytest.raises(ConstraintError, match=re.escape(f"megatron(pp=4, microbatches=8) and {other} both cut the model")):
+    with pytest.raises(
+        ConstraintError,
+        match=re.escape(f"megatron(pp=4, microbatches=8) and {other} both cut the model"),
+    ):
         pipeline_in((given, other), MESH)
-    with pytest.raises(ConstraintError, match=r"^megatron\(tp=8\) and ddp\(axes=\['gpu'\]\) both speak of axis 'gpu'"):
+    with pytest.raises(
+        ConstraintError,
+        match=r"^megatron\(tp=8\) and ddp\(axes=\['gpu'\]\) both speak of axis 'gpu'",
+    ):
         list(parallelisms((ddp("gpu"), megatron(tp=8)), MESH))
-    with pytest.raises(ConstraintError, match=r"^megatron\(tp=8, .*\): context_parallel.* and tensor_parallel.* both speak of axis 'gpu'"):
+    with pytest.raises(
+        ConstraintError,
+        match=(
+            r"^megatron\(tp=8, .*\): context_parallel.* and tensor_parallel.* both speak of axis"
+            r" 'gpu'"
+        ),
+    ):
         list(parallelisms((megatron(tp=8, cp="gpu"),), MESH))
 
 
 WRITTEN = (
-    *("ddp()", "fsdp(axes=['gpu'])", "tensor_parallel('2d', axes=['a', 'b'])", "expert_parallel(axes=['gpu'], tokens='dispatched')"),
+    *(
+        "ddp()",
+        "fsdp(axes=['gpu'])",
+        "tensor_parallel('2d', axes=['a', 'b'])",
+        "expert_parallel(axes=['gpu'], tokens='dispatched')",
+    ),
     *(
         "pipeline()",
         "pipeline('node')",
         "pipeline('node', microbatches=4, schedule='gpipe')",
         "pipeline(schedule='1f1b', independent=True)",
     ),
-    *("pipeline(cuts=['layers.2'])", "pipeline('node', schedule='interleaved_1f1b', chunks=2)", "pipeline('node', schedule='auto')"),
-    *("megatron()", "megatron(tp=['gpu'], dp=4, zero=3)", "megatron(tp=2, cp=2, ep=2, recompute='full', free=['node'])"),
-    *("tensor_parallel('1d', axes=['gpu'], sequence=True)", "megatron(tp=8, sequence=True, zero=1)"),
+    *(
+        "pipeline(cuts=['layers.2'])",
+        "pipeline('node', schedule='interleaved_1f1b', chunks=2)",
+        "pipeline('node', schedule='auto')",
+    ),
+    *(
+        "megatron()",
+        "megatron(tp=['gpu'], dp=4, zero=3)",
+        "megatron(tp=2, cp=2, ep=2, recompute='full', free=['node'])",
+    ),
+    *(
+        "tensor_parallel('1d', axes=['gpu'], sequence=True)",
+        "megatron(tp=8, sequence=True, zero=1)",
+    ),
     *("megatron(pp='node', microbatches=4, chunks=2)", "megatron(zero=1, microbatches=4)"),
 )
 
@@ -169,11 +240,19 @@ def test_a_constraint_reads_as_it_is_written(text: str) -> None:
 
 def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_named() -> None:
     for zero in (-1, 4):
-        with pytest.raises(ConstraintError, match=rf"zero={zero}\) is not there(.|\n)*stages 1, 2 and 3"):
+        with pytest.raises(
+            ConstraintError, match=rf"zero={zero}\) is not there(.|\n)*stages 1, 2 and 3"
+        ):
             megatron(tp=2, zero=zero)
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\('4d'\) is not there(.|\n)*\"1d\", \"2d\", \"2.5d\" or \"3d\""):
+    with pytest.raises(
+        ConstraintError,
+        match=r"tensor_parallel\('4d'\) is not there(.|\n)*\"1d\", \"2d\", \"2.5d\" or \"3d\"",
+    ):
         tensor_parallel("4d", axes=("a", "b"))
-    with pytest.raises(ConstraintError, match=r"megatron\(recompute='all'\) is not there(.|\n)*\"none\", \"full\" or \"selective\""):
+    with pytest.raises(
+        ConstraintError,
+        match=r"megatron\(recompute='all'\) is not there(.|\n)*\"none\", \"full\" or \"selective\"",
+    ):
         megatron(recompute="all")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match=r"0 is no number of devices"):
         megatron(tp=0)
@@ -194,16 +273,26 @@ def test_a_grid_has_its_number_of_axes_each_once() -> None:
 
 def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -> None:
     mesh = Mesh({"a": 2, "b": 2, "c": 4})
-    assert _resolved(tensor_parallel("2d", axes=("b", "a")), mesh=mesh) == [("tensor_parallel_2d", ("b", "a"))]
-    assert _resolved(tensor_parallel("2.5d", axes=("a", "b", "c")), mesh=mesh) == [("tensor_parallel_2.5d", ("a", "b", "c"))]
+    assert _resolved(tensor_parallel("2d", axes=("b", "a")), mesh=mesh) == [
+        ("tensor_parallel_2d", ("b", "a"))
+    ]
+    assert _resolved(tensor_parallel("2.5d", axes=("a", "b", "c")), mesh=mesh) == [
+        ("tensor_parallel_2.5d", ("a", "b", "c"))
+    ]
     for kind, axes, sizes in (
         ("2d", ("a", "c"), "a=2, c=4"),
         ("2.5d", ("c", "a", "b"), "c=4, a=2"),
         ("3d", ("a", "b", "c"), "a=2, b=2, c=4"),
     ):
-        with pytest.raises(ConstraintError, match=rf"sides of its grid are to be equal, in mesh a=2,b=2,c=4 they are {sizes}"):
+        with pytest.raises(
+            ConstraintError,
+            match=rf"sides of its grid are to be equal, in mesh a=2,b=2,c=4 they are {sizes}",
+        ):
             check(tensor_parallel(kind, axes=axes), mesh)
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\('2d', axes=\['a', 'x'\]\): mesh a=2,b=2,c=4 has no axis 'x'"):
+    with pytest.raises(
+        ConstraintError,
+        match=r"tensor_parallel\('2d', axes=\['a', 'x'\]\): mesh a=2,b=2,c=4 has no axis 'x'",
+    ):
         check(tensor_parallel("2d", axes=("a", "x")), mesh)
     with pytest.raises(ConstraintError, match=r"both speak of axis 'a'"):
         _resolved(tensor_parallel("2d", axes=("a", "b")), ddp("a"), mesh=mesh)
@@ -211,23 +300,43 @@ def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -
 
 def test_a_plan_records_what_was_asked() -> None:
     assert megatron(tp=8, recompute="full").to_json()["recompute"] == "full"
-    assert tensor_parallel("2.5d", axes=("b", "a", "d")).to_json() == {"plan": "tensor_parallel_2.5d", "axes": ["b", "a", "d"]}
+    assert tensor_parallel("2.5d", axes=("b", "a", "d")).to_json() == {
+        "plan": "tensor_parallel_2.5d",
+        "axes": ["b", "a", "d"],
+    }
     assert fsdp("node").to_json() == {"plan": "fsdp", "axes": ["node"]}
     assert tensor_parallel(axes="gpu").to_json() == {"plan": "tensor_parallel_1d", "axes": ["gpu"]}
-    assert megatron(tp=8, dp="node", zero=3).to_json() == {"plan": "megatron", "tp": 8, "dp": ["node"], "zero": 3}
+    assert megatron(tp=8, dp="node", zero=3).to_json() == {
+        "plan": "megatron",
+        "tp": 8,
+        "dp": ["node"],
+        "zero": 3,
+    }
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        layout("*.up_proj", weight="R S(0)", bias="R R", storage="S(0) R", input="S(0) R", output="R R"),
+        layout(
+            "*.up_proj", weight="R S(0)", bias="R R", storage="S(0) R", input="S(0) R", output="R R"
+        ),
         layout("m", weight="S(0)#1 S(0)#0"),
         *(ddp(), fsdp("node"), fsdp(("a", "b")), tensor_parallel(axes="gpu")),
         *(tensor_parallel("1d", axes="gpu", sequence=True), megatron(tp=8, sequence=True)),
         *(megatron(), megatron(tp=8, dp=4), megatron(tp="gpu", dp="node", zero=3)),
-        *(megatron(recompute="selective"), megatron(pp="node", microbatches=8), tensor_parallel("2d", axes=("node", "gpu"))),
-        *(pipeline(), pipeline("node", microbatches=4, schedule="gpipe", cuts=["layers.3"], independent=True)),
-        *(pipeline("node", schedule="interleaved_1f1b", chunks=3), megatron(pp="node", microbatches=8, chunks=2)),
+        *(
+            megatron(recompute="selective"),
+            megatron(pp="node", microbatches=8),
+            tensor_parallel("2d", axes=("node", "gpu")),
+        ),
+        *(
+            pipeline(),
+            pipeline("node", microbatches=4, schedule="gpipe", cuts=["layers.3"], independent=True),
+        ),
+        *(
+            pipeline("node", schedule="interleaved_1f1b", chunks=3),
+            megatron(pp="node", microbatches=8, chunks=2),
+        ),
     ],
     ids=str,
 )
@@ -238,9 +347,23 @@ def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        *({}, 3, {"pattern": "m"}, {"pattern": "m", "weight": "Q"}, {"pattern": "m", "colour": "R"}),
-        *({"plan": "zero", "axes": None}, {"plan": "ddp"}, {"plan": "ddp", "axes": 3}, {"plan": "ddp", "axes": None, "more": 1}),
-        *({"plan": "fsdp", "axes": ["gpu"], "sequence": True}, {"plan": "tensor_parallel_2d", "axes": ["a", "b"], "sequence": True}),
+        *(
+            {},
+            3,
+            {"pattern": "m"},
+            {"pattern": "m", "weight": "Q"},
+            {"pattern": "m", "colour": "R"},
+        ),
+        *(
+            {"plan": "zero", "axes": None},
+            {"plan": "ddp"},
+            {"plan": "ddp", "axes": 3},
+            {"plan": "ddp", "axes": None, "more": 1},
+        ),
+        *(
+            {"plan": "fsdp", "axes": ["gpu"], "sequence": True},
+            {"plan": "tensor_parallel_2d", "axes": ["a", "b"], "sequence": True},
+        ),
         *({"plan": "megatron", "tp": 0, "dp": None, "zero": 0}, {"plan": "megatron", "tp": 2}),
     ],
     ids=str,
@@ -250,15 +373,32 @@ def test_what_is_no_record_of_a_constraint_is_refused(record: Any) -> None:
         read_constraint(record)
 
 
-def test_parameters_rest_as_they_are_asked_to_by_name_and_a_layout_that_one_cannot_have_is_refused() -> None:
+def test_parameters_rest_as_they_are_asked_to_by_name_and_a_layout_that_one_cannot_have_is_refused() -> (  # noqa: E501
+    None
+):
     model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), Squares()), (torch.randn(8, 8),)
     asked = rests_as({"0.weight": "S(1)", "0.bias": "R"})
-    plan = autopar.plan(model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=[asked])
-    rests = {key: choice.outputs[0] for key, choice in plan.node_choices().items() if key.endswith("/parameter")}
-    assert {key.removesuffix("/parameter"): str(at) for key, at in rests.items()} == {"0.weight": "S(1)", "0.bias": "R"}
-    with pytest.raises(ConstraintError, match=r"0\.bias is to rest as S\(1\), and is seen as \(8,\)"):
+    plan = autopar.plan(
+        model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=[asked]
+    )
+    rests = {
+        key: choice.outputs[0]
+        for key, choice in plan.node_choices().items()
+        if key.endswith("/parameter")
+    }
+    assert {key.removesuffix("/parameter"): str(at) for key, at in rests.items()} == {
+        "0.weight": "S(1)",
+        "0.bias": "R",
+    }
+    with pytest.raises(
+        ConstraintError, match=r"0\.bias is to rest as S\(1\), and is seen as \(8,\)"
+    ):
         autopar.plan(
-            model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=[rests_as({"0.bias": "S(1)"})]
+            model,
+            Mesh({"gpu": 2}),
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            constraints=[rests_as({"0.bias": "S(1)"})],
         )
 
 

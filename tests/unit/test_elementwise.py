@@ -8,11 +8,17 @@ import pytest
 import torch
 from flex import FLEX_KINDS, flex_functions
 
-from autopar.capture._torch.flex import flex_attention_eager
-from autopar.ops import flex_kernels as kernels
-from autopar.ops.elementwise import SEEN, UnwritableError, module_of, promoted_text, read_function
-from autopar.ops.flex_kernels import Scoring, attend, attend_backward
-from autopar.ops.reading import reading
+from autopar.capture.dynamo.flex_attention import flex_attention_eager
+from autopar.ops import flex as kernels
+from autopar.ops.flex import Scoring, attend, attend_backward
+from autopar.ops.score_functions import (
+    SEEN,
+    UnwritableError,
+    module_of,
+    promoted_text,
+    read_function,
+    reading,
+)
 
 SIZES = (2, 4, 6, 6)
 
@@ -116,7 +122,7 @@ def test_results_do_not_depend_on_how_many_scores_are_there_at_a_time(
 
     expected = both()
     for most in (1, 2 * h * t, h * s * t):
-        monkeypatch.setattr("autopar.ops.flex_kernels._BLOCK", most)
-        monkeypatch.setattr("autopar.ops.flex_kernels._ROWS", 1)
+        monkeypatch.setattr("autopar.ops.flex._BLOCK", most)
+        monkeypatch.setattr("autopar.ops.flex._ROWS", 1)
         for made, due in zip(both(), expected, strict=True):
             torch.testing.assert_close(made, due, rtol=1e-12, atol=1e-12)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.constraints import Constraint, ddp, fsdp, layout, megatron, parallelisms, pipeline, read_constraint, rests_as, tensor_parallel
-from autopar.constraints.elsewhere import axes_from, elsewhere, held_to
+from autopar.constraints import (
+    Constraint,
+    ddp,
+    fsdp,
+    layout,
+    megatron,
+    parallelisms,
+    pipeline,
+    read_constraint,
+    rests_as,
+    tensor_parallel,
+)
+from autopar.constraints.together import axes_from, elsewhere, held_to
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
 
 BEFORE = Mesh({"data": 2, "tensor": 4})
 
@@ -24,12 +35,19 @@ BEFORE = Mesh({"data": 2, "tensor": 4})
         ("P S(0)", {"data": 1, "tensor": 2}, "R S(0)"),
     ],
 )
-def test_a_layout_goes_with_the_names_of_axes_and_dims_stay_split_in_their_order(text: str, there: dict[str, int], expected: str) -> None:
+def test_a_layout_goes_with_the_names_of_axes_and_dims_stay_split_in_their_order(
+    text: str, there: dict[str, int], expected: str
+) -> None:
     assert str(Layout.parse(text).over(axes_from(BEFORE, Mesh(there)))) == expected
 
 
 def test_over_an_axis_of_size_1_in_either_mesh_nothing_is_split() -> None:
-    assert axes_from(Mesh({"a": 1, "b": 2, "c": 2}), Mesh({"a": 2, "b": 1, "c": 4, "d": 2})) == (None, None, 2, None)
+    assert axes_from(Mesh({"a": 1, "b": 2, "c": 2}), Mesh({"a": 2, "b": 1, "c": 4, "d": 2})) == (
+        None,
+        None,
+        2,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +57,11 @@ def test_over_an_axis_of_size_1_in_either_mesh_nothing_is_split() -> None:
         (ddp("data"), {"tensor": 4}, None),
         (layout("up", weight="R S(0)"), {"tensor": 4, "node": 2}, layout("up", weight="S(0) R")),
         (megatron(tp=4, zero=3), {"data": 8, "tensor": 8}, megatron(tp="tensor", zero=3)),
-        (megatron(tp=4, recompute="full"), {"data": 2, "node": 2}, megatron(recompute="full", free="node")),
+        (
+            megatron(tp=4, recompute="full"),
+            {"data": 2, "node": 2},
+            megatron(recompute="full", free="node"),
+        ),
         (megatron(dp=8, cp=1), {"data": 2}, megatron()),
         (pipeline("stage"), {"data": 2}, pipeline("stage")),
     ],
@@ -51,20 +73,29 @@ def test_constraints_ask_elsewhere_what_they_asked_and_nothing_of_new_axes(
 
 
 def test_stages_counted_in_devices_stay_on_their_axis() -> None:
-    assert elsewhere([megatron(pp=2, microbatches=4)], BEFORE, BEFORE, "stage") == (megatron(pp="stage", microbatches=4),)
+    assert elsewhere([megatron(pp=2, microbatches=4)], BEFORE, BEFORE, "stage") == (
+        megatron(pp="stage", microbatches=4),
+    )
 
 
 def test_what_is_held_to_the_axes_before_claims_no_new_one() -> None:
     there = Mesh({"node": 2, "data": 2, "tensor": 4})
-    held = held_to([megatron(tp=4, zero=2), layout("up", storage="S(0) R"), pipeline("stage")], BEFORE, there)
+    held = held_to(
+        [megatron(tp=4, zero=2), layout("up", storage="S(0) R"), pipeline("stage")], BEFORE, there
+    )
     found = [(p.name, p.axes, p.zero) for p in parallelisms(held, there)]
     assert found == [("tensor_parallel_1d", ("tensor",), 0), ("fsdp", ("data",), 2)]
-    assert [p.axes for p in parallelisms([megatron(tp=4, zero=2)], there)] == [("tensor",), ("node", "data")], "by itself it would"
+    assert [p.axes for p in parallelisms([megatron(tp=4, zero=2)], there)] == [
+        ("tensor",),
+        ("node", "data"),
+    ], "by itself it would"
     assert [c for c in held if c == layout("up", storage="R S(0) R")]
 
 
 def test_a_grid_without_a_side_is_refused() -> None:
-    with pytest.raises(ConstraintError, match=r"mesh data=4 has no axis 'tensor', a side of its grid"):
+    with pytest.raises(
+        ConstraintError, match=r"mesh data=4 has no axis 'tensor', a side of its grid"
+    ):
         elsewhere([tensor_parallel("2d", axes=("data", "tensor"))], BEFORE, Mesh({"data": 4}), "")
 
 

@@ -17,9 +17,12 @@ from autopar.ops.experts import ACTS
 from autopar.rules.call import TensorInfo
 
 FUNCTIONS = {
-    "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "relu": torch.relu, "relu2": lambda x: torch.relu(x) ** 2,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x) ** 2,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-}  # fmt: skip
+}
 
 
 def dense(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
@@ -37,14 +40,21 @@ def drawn(t: int, p: int, e: int, parts: int, seed: int = 0) -> tuple[Tensor, ..
     """Tokens, picks (some of no expert), gates, weights."""
     generator = torch.Generator().manual_seed(seed)
     x, gates, up, down = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((t, 3), (t, p), (e, parts, 4, 3), (e, 5, 4))
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((t, 3), (t, p), (e, parts, 4, 3), (e, 5, 4))
     )
     return x, torch.randint(-1, e + 1, (t, p), generator=generator), gates, up, down
 
 
 @pytest.mark.parametrize("act", ACTS)
 @settings(max_examples=15)
-@given(t=st.integers(0, 6), p=st.integers(1, 3), e=st.integers(1, 5), parts=st.sampled_from([1, 2]), seed=st.integers(0, 99))
+@given(
+    t=st.integers(0, 6),
+    p=st.integers(1, 3),
+    e=st.integers(1, 5),
+    parts=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
 def test_experts_and_their_gradients_are_those_of_all_experts_for_all_tokens(
     act: str, t: int, p: int, e: int, parts: int, seed: int
 ) -> None:
@@ -53,7 +63,9 @@ def test_experts_and_their_gradients_are_those_of_all_experts_for_all_tokens(
     expected = dense(x, ids, gates, up, down, act)
     torch.testing.assert_close(ops.experts(x, ids, gates, up, down, act, e), expected)
     grad = torch.randn_like(expected)
-    found = ops.experts_backward(grad, x.detach(), ids, gates.detach(), up.detach(), down.detach(), act, e)
+    found = ops.experts_backward(
+        grad, x.detach(), ids, gates.detach(), up.detach(), down.detach(), act, e
+    )
     for mine, theirs in zip(found, torch.autograd.grad(expected, given, grad), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -61,7 +73,9 @@ def test_experts_and_their_gradients_are_those_of_all_experts_for_all_tokens(
 def test_torch_differentiates_experts_by_their_gradient() -> None:
     x, ids, gates, up, down = drawn(4, 2, 3, 2)
     given = [tensor.requires_grad_() for tensor in (x, gates, up, down)]
-    torch.autograd.gradcheck(lambda x, gates, up, down: ops.experts(x, ids, gates, up, down, "silu", 3), given)
+    torch.autograd.gradcheck(
+        lambda x, gates, up, down: ops.experts(x, ids, gates, up, down, "silu", 3), given
+    )
 
 
 def test_parts_of_the_experts_add_up_and_compute_their_own_rows_alone() -> None:
@@ -74,8 +88,12 @@ def test_parts_of_the_experts_add_up_and_compute_their_own_rows_alone() -> None:
         others = ~((ids >= a) & (ids < b)).any(1)
         assert not part[others].any(), "zeros where nothing of the part was picked"
     poisoned = x.clone()
-    poisoned[~(ids == 4).any(1)] = float("nan")  # rows that are not the part's are not even looked at
-    torch.testing.assert_close(ops.experts(poisoned, ids, gates, up[4:], down[4:], "silu", 5, 4), parts[-1])
+    poisoned[~(ids == 4).any(1)] = float(
+        "nan"
+    )  # rows that are not the part's are not even looked at
+    torch.testing.assert_close(
+        ops.experts(poisoned, ids, gates, up[4:], down[4:], "silu", 5, 4), parts[-1]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,15 +122,26 @@ def test_they_are_traced_without_values() -> None:
 
 def work_of(op: Any, t: int, local: int, size: int, f: int = 64) -> int:
     infos = [((t, 32), 4), ((t, 2), 8), ((t, 2), 4), ((local, 2, f, 32), 4), ((local, 32, f), 4)]
-    tensors = [TensorInfo(shape, torch.float32 if item == 4 else torch.int64) for shape, item in infos]
+    tensors = [
+        TensorInfo(shape, torch.float32 if item == 4 else torch.int64) for shape, item in infos
+    ]
     if op is ops.experts:
-        return sum(w.flops * n for w, n in works(op, (None,) * 5 + ("silu", size), {}, tensors, tensors[:1]))
-    return sum(w.flops * n for w, n in works(op, (None,) * 6 + ("silu", size), {}, [tensors[0], *tensors], tensors[:1]))
+        return sum(
+            w.flops * n
+            for w, n in works(op, (None,) * 5 + ("silu", size), {}, tensors, tensors[:1])
+        )
+    return sum(
+        w.flops * n
+        for w, n in works(op, (None,) * 6 + ("silu", size), {}, [tensors[0], *tensors], tensors[:1])
+    )
 
 
 @pytest.mark.parametrize(("op", "products"), [(ops.experts, 3), (ops.experts_backward, 8)])
-def test_flops_are_those_of_the_rows_that_are_picked_if_all_experts_are_alike(op: Any, products: int) -> None:
-    """Up is twice down: forward has both, backward up again, and two products for the gradients of each."""
+def test_flops_are_those_of_the_rows_that_are_picked_if_all_experts_are_alike(
+    op: Any, products: int
+) -> None:
+    """Up is twice down: forward has both, backward up again, and two products for the gradients
+    of each."""
     whole = work_of(op, 256, 8, 8)
     assert whole == products * 2 * (2 * 256) * 32 * 64
     for split in (2, 4, 8):

@@ -10,19 +10,21 @@ import pytest
 from made_plan import WIRE_S, made_plan, made_staged_plan
 
 from autopar.constraints import ddp, layout
+from autopar.core.units import seconds
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
-from autopar.explanation.shares import WAITING
-from autopar.planning.schedules import step_time
+from autopar.explanation.difference import WAITING
+from autopar.planner.pipeline.schedule import step_time
 from autopar.plans import COMPUTE, Flip, Plan
-from autopar.units import seconds
 
 
 def test_an_explanation_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
     golden("explain.txt", str(explain(made_plan())))
 
 
-def test_a_pattern_shows_every_decision_of_its_modules_only(golden: Callable[[str, str], None]) -> None:
+def test_a_pattern_shows_every_decision_of_its_modules_only(
+    golden: Callable[[str, str], None],
+) -> None:
     golden("explain_up.txt", str(explain(made_plan(), module="net.layers.1.up")))
 
 
@@ -37,8 +39,16 @@ def test_a_diff_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
 
 def test_constraints_that_differ_are_said_as_they_were_written() -> None:
     plan = made_plan()
-    asked = replace(plan, options={**plan.options, "constraints": [layout("up", weight="S(0) R").to_json(), ddp(["a"]).to_json()]})
-    assert "constraints: none → layout('up', weight='S(0) R'), ddp(axes=['a'])" in str(diff(plan, asked)).replace("\n", " ")
+    asked = replace(
+        plan,
+        options={
+            **plan.options,
+            "constraints": [layout("up", weight="S(0) R").to_json(), ddp(["a"]).to_json()],
+        },
+    )
+    assert "constraints: none → layout('up', weight='S(0) R'), ddp(axes=['a'])" in str(
+        diff(plan, asked)
+    ).replace("\n", " ")
 
 
 def test_a_plan_may_be_a_file_and_what_is_none_is_refused(tmp_path: Path) -> None:
@@ -61,7 +71,9 @@ def test_a_module_of_one_plan_only_is_told() -> None:
     plan = made_plan()
     entries = tuple(e for e in plan.entries if not e.module.startswith("net.layers.*.attention"))
     other = type(plan)(**{**{f: getattr(plan, f) for f in plan.__slots__}, "entries": entries})
-    assert [(c.module, c.said) for c in diff(plan, other).changes] == [("net.layers.*.attention", ("only in the first plan",))]
+    assert [(c.module, c.said) for c in diff(plan, other).changes] == [
+        ("net.layers.*.attention", ("only in the first plan",))
+    ]
 
 
 def test_notebooks_show_the_same_tables() -> None:
@@ -93,11 +105,16 @@ def test_a_stage_waits_for_what_the_step_is_longer_than_its_microbatches() -> No
 def test_what_a_stage_receives_is_told_apart_from_its_collectives() -> None:
     found = explain(made_staged_plan())
     assert isinstance(found, StagedExplanation)
-    received = [sum(t.time_s for p in s.explanation.parts for t in p.transfers if t.kind == "receive") for s in found.sections]
+    received = [
+        sum(t.time_s for p in s.explanation.parts for t in p.transfers if t.kind == "receive")
+        for s in found.sections
+    ]
     assert received == pytest.approx([WIRE_S, 2 * WIRE_S, WIRE_S])
     for section in found.sections:
         prediction = section.explanation.plan.prediction
-        assert sum(p.communication_s for p in section.explanation.parts) == pytest.approx(prediction.communication_s)
+        assert sum(p.communication_s for p in section.explanation.parts) == pytest.approx(
+            prediction.communication_s
+        )
 
 
 def test_a_pattern_shows_only_the_stages_that_have_its_modules() -> None:
@@ -110,33 +127,51 @@ def test_a_pattern_shows_only_the_stages_that_have_its_modules() -> None:
 
 def test_what_would_turn_a_choice_is_told_in_its_stage_and_of_the_modules_asked_for() -> None:
     key, other = "net.layers.*.up/dot/forward/0", "S(0) R, R R -> S(0) R"
-    turning = tuple(Flip(key, other, 4e-3, what, factor, stage) for what, factor, stage in (("inter", 0.25, 0), (COMPUTE, 3.0, 3)))
+    turning = tuple(
+        Flip(key, other, 4e-3, what, factor, stage)
+        for what, factor, stage in (("inter", 0.25, 0), (COMPUTE, 3.0, 3))
+    )
     said = str(explain(made_staged_plan(), flips=turning))
     first, last = said.index("── stage 0 ──"), said.index("── stage 3 ──")
     assert first < said.index("1/4 of the bandwidth of link inter") < said.index("── stages 1 to 2")
     assert last < said.index("3 times the speed of compute")
     assert said.count("What would turn close choices") == 2
-    assert "close choices" in str(explain(made_staged_plan(), module="net.layers.*.up", flips=turning))
+    assert "close choices" in str(
+        explain(made_staged_plan(), module="net.layers.*.up", flips=turning)
+    )
     assert "close choices" not in str(explain(made_staged_plan(), module="net.head", flips=turning))
-    assert "3 times the speed" in str(explain(made_plan(), flips=(Flip(key, other, 4e-3, COMPUTE, 3.0),)))
+    assert "3 times the speed" in str(
+        explain(made_plan(), flips=(Flip(key, other, 4e-3, COMPUTE, 3.0),))
+    )
 
 
-def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(golden: Callable[[str, str], None]) -> None:
+def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(
+    golden: Callable[[str, str], None],
+) -> None:
     first, second = made_staged_plan(schedule="gpipe"), made_staged_plan(microbatches=4)
     golden("diff_stages.txt", str(diff(first, second)))
     same = diff(first, first)
     assert same.changes == ()
 
 
-def test_a_diff_of_stages_and_a_whole_model_compares_modules_by_their_shares_of_the_step(golden: Callable[[str, str], None]) -> None:
+def test_a_diff_of_stages_and_a_whole_model_compares_modules_by_their_shares_of_the_step(
+    golden: Callable[[str, str], None],
+) -> None:
     found = diff(made_plan(), made_staged_plan())
     golden("diff_cut.txt", str(found))
     shares = {c.module: c.shares for c in found.changes}
     (whole, staged) = shares["net.layers.*.up [0-2]"] or (None, None)
     assert whole is not None and whole.stages == () and whole.time_s == pytest.approx(15e-3)
-    assert staged is not None and staged.stages == (0,) and staged.time_s == pytest.approx(15e-3 * 8 / 4)  # microbatches, stages
+    assert (
+        staged is not None
+        and staged.stages == (0,)
+        and staged.time_s == pytest.approx(15e-3 * 8 / 4)
+    )  # microbatches, stages
     assert whole.kept_bytes and staged.kept_bytes == 4 * whole.kept_bytes  # microbatches in flight
-    both = [diff(made_plan(), made_staged_plan(schedule=name)).beside[-1] for name in ("1f1b", "interleaved_1f1b")]
+    both = [
+        diff(made_plan(), made_staged_plan(schedule=name)).beside[-1]
+        for name in ("1f1b", "interleaved_1f1b")
+    ]
     assert [name for name, *_ in both] == [WAITING] * 2
 
 
@@ -151,7 +186,10 @@ def test_a_stage_of_one_plan_only_is_told() -> None:
 def test_a_plan_with_stages_is_read_back_as_it_was_written_and_damage_is_refused() -> None:
     plan = made_staged_plan()
     assert Plan.loads(plan.dumps()) == plan
-    assert repr(plan) == "Plan(Net on stage=4,node=2,gpu=4, 4 stages, 8 microbatches: step 397 ms, peak 44.0 MiB)"
+    assert (
+        repr(plan)
+        == "Plan(Net on stage=4,node=2,gpu=4, 4 stages, 8 microbatches: step 397 ms, peak 44.0 MiB)"
+    )
     with pytest.raises(PlanError, match="crosses as 'S"):
         Plan.loads(plan.dumps().replace('"layout": "S(0) R"', '"layout": "S(0)"'))
 
@@ -161,7 +199,10 @@ def test_interleaved_stages_are_told_by_rank() -> None:
     assert plan.pipeline is not None
     found = explain(plan)
     text = str(found)
-    assert "4 microbatches through 4 stages along stage, 2 on each device, schedule interleaved_1f1b" in text
+    assert (
+        "4 microbatches through 4 stages along stage, 2 on each device, schedule interleaved_1f1b"
+        in text
+    )
     assert "3 on rank 1" in text and "peak of rank 1 " in text
     busy = 4 * sum(stage.prediction.step_s for stage in plan.pipeline.stages[0::2])
     assert f"the devices of rank 0, which do most, work {seconds(busy)} of it" in text
@@ -177,4 +218,6 @@ def test_what_a_runner_up_costs_is_told_of_the_step_as_well() -> None:
         delta = seconds(step_time(then, 8) - step_time(times, 8), signed=True)
         line = next(line for line in section.splitlines() if "S(0) R, R R -> S(0) R" in line)
         assert line.split("S(0) R, R R -> S(0) R")[1].split("  ")[-1].strip() == delta, line
-    assert "step, about" in str(explain(made_staged_plan(schedule="interleaved_1f1b", microbatches=4)))
+    assert "step, about" in str(
+        explain(made_staged_plan(schedule="interleaved_1f1b", microbatches=4))
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.garbage import collected_seldom
+from autopar.core.garbage import collected_seldom
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.core.hardware import FLOP_KINDS, LINKS, MEMORY_KINDS, Curve, HardwareProfile
 from autopar.errors import HardwareError
-from autopar.hardware import FLOP_KINDS, LINKS, MEMORY_KINDS, Curve, HardwareProfile
 
-SHIPPED = ("a100-sxm-40gb", "a100-sxm-80gb", "cpu-gloo", "h100-sxm", "h100-sxm-measured", "h200-sxm", "h200-sxm-measured")
+SHIPPED = (
+    "a100-sxm-40gb",
+    "a100-sxm-80gb",
+    "cpu-gloo",
+    "h100-sxm",
+    "h100-sxm-measured",
+    "h200-sxm",
+    "h200-sxm-measured",
+)
 
 
 @pytest.fixture
@@ -52,7 +60,10 @@ def test_the_efficiency_of_large_matmuls_stays_below_the_best_published_shape() 
     best = {"h100-sxm": 794.5e12, "h200-sxm": 794.5e12, "a100-sxm-80gb": 271.2e12}
     for name, flops_per_s in best.items():
         profile = HardwareProfile.load(name)
-        assert profile.peak_flops_per_s["bfloat16"] * profile.efficiency["matmul"]["bfloat16"] < flops_per_s
+        assert (
+            profile.peak_flops_per_s["bfloat16"] * profile.efficiency["matmul"]["bfloat16"]
+            < flops_per_s
+        )
 
 
 def test_the_link_between_nodes_is_slower_than_the_one_within() -> None:
@@ -62,10 +73,16 @@ def test_the_link_between_nodes_is_slower_than_the_one_within() -> None:
         assert links["inter"].latency_s > links["intra"].latency_s
 
 
-def test_a_profile_loads_from_a_path_and_equals_the_named_one(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_a_profile_loads_from_a_path_and_equals_the_named_one(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(data))
-    assert HardwareProfile.load(path) == HardwareProfile.load(str(path)) == HardwareProfile.load("h100-sxm")
+    assert (
+        HardwareProfile.load(path)
+        == HardwareProfile.load(str(path))
+        == HardwareProfile.load("h100-sxm")
+    )
 
 
 def test_the_hash_changes_with_any_figure(data: dict[str, Any]) -> None:
@@ -86,13 +103,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         HardwareProfile.load(tmp_path / "nowhere.json")
 
 
-def test_a_machine_that_was_not_measured_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_was_not_measured_says_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
     with pytest.raises(HardwareError, match="autopar profile"):
         HardwareProfile.load("local")
 
 
-def test_a_measured_machine_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
+def test_a_measured_machine_is_local(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
+) -> None:
     monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
     (tmp_path / "local.json").write_text(json.dumps(data))
     assert HardwareProfile.load("local").device_memory_bytes == 80_000_000_000
@@ -114,7 +135,9 @@ def test_a_file_that_is_no_json_says_so(tmp_path: Path) -> None:
         ("Infinity", "Infinity is no number"),
     ],
 )
-def test_a_file_too_deep_or_with_numbers_too_large_says_so(value: str, complaint: str, tmp_path: Path) -> None:
+def test_a_file_too_deep_or_with_numbers_too_large_says_so(
+    value: str, complaint: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.json").write_text('{"device_memory_bytes": {"value": ' + value + "}}")
     with pytest.raises(HardwareError, match=rf"no JSON.*{complaint}(.|\n)*a\.json"):
         HardwareProfile.load(tmp_path / "a.json")
@@ -151,32 +174,61 @@ DAMAGE = [
     (_set("name", value=""), "name"),
     (_drop("launch_overhead_s"), "launch_overhead_s is missing"),
     (_set("device_memory_bytes", value=80), "device_memory_bytes must be an object"),
-    (_set("device_memory_bytes", "value", value="80 GB"), "device_memory_bytes.value must be a number"),
-    (_set("device_memory_bytes", "value", value=True), "device_memory_bytes.value must be a number"),
+    (
+        _set("device_memory_bytes", "value", value="80 GB"),
+        "device_memory_bytes.value must be a number",
+    ),
+    (
+        _set("device_memory_bytes", "value", value=True),
+        "device_memory_bytes.value must be a number",
+    ),
     (_set("device_memory_bytes", "value", value=0), "device_memory_bytes.value must be above 0"),
     (_set("device_memory_bytes", "unit", value="GB"), "device_memory_bytes.unit must be 'bytes'"),
     (_set("device_memory_bytes", "source", value=""), "device_memory_bytes.source"),
-    (_set("device_memory_bytes", "date", value="last year"), "device_memory_bytes.date must be a date"),
-    (_set("device_memory_bytes", "note", value="x"), "device_memory_bytes.note is not a known field"),
+    (
+        _set("device_memory_bytes", "date", value="last year"),
+        "device_memory_bytes.date must be a date",
+    ),
+    (
+        _set("device_memory_bytes", "note", value="x"),
+        "device_memory_bytes.note is not a known field",
+    ),
     (_drop("peak_flops_per_s"), "peak_flops_per_s is missing"),
     (_drop("efficiency", "matmul", "bfloat16"), "efficiency.matmul.bfloat16 is missing"),
     (_drop("efficiency", "indexing"), "efficiency.indexing is missing"),
-    (_set("efficiency", "elementwise", "value", value=1.2), "efficiency.elementwise.value is a share"),
+    (
+        _set("efficiency", "elementwise", "value", value=1.2),
+        "efficiency.elementwise.value is a share",
+    ),
     (_drop("links", "inter"), "links.inter is missing"),
     (_set("links", "moon", value={}), "links.moon is not a known field"),
-    (_set("links", "inter", "latency_s", "value", value=-1), "links.inter.latency_s.value must be 0 or more"),
-    (_set("links", "intra", "measured", "gossip", value={}), "links.intra.measured.gossip is not a known field"),
+    (
+        _set("links", "inter", "latency_s", "value", value=-1),
+        "links.inter.latency_s.value must be 0 or more",
+    ),
+    (
+        _set("links", "intra", "measured", "gossip", value={}),
+        "links.intra.measured.gossip is not a known field",
+    ),
     (_set(*POINTS, value=[]), "links.intra.measured.all_reduce.points must be a list"),
     (_set(*POINTS, 3, "time_s", value=0), r"all_reduce.points\[3\].time_s must be above 0"),
     (_drop(*POINTS, 3, "bytes"), r"all_reduce.points\[3\].bytes must be a number"),
     (_set("memory", value=1), "memory is not a known field"),
-    (_set("kernels", value={"matmul_all_reduce": {}}), "kernels.matmul_all_reduce is not a known field"),
-    (_set("kernels", value={"all_gather_matmul": {}}), "kernels.all_gather_matmul.value must be a number"),
+    (
+        _set("kernels", value={"matmul_all_reduce": {}}),
+        "kernels.matmul_all_reduce is not a known field",
+    ),
+    (
+        _set("kernels", value={"all_gather_matmul": {}}),
+        "kernels.all_gather_matmul.value must be a number",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_a_damaged_profile_is_refused_naming_the_field(data: dict[str, Any], damage: Callable[[Any], None], message: str) -> None:
+def test_a_damaged_profile_is_refused_naming_the_field(
+    data: dict[str, Any], damage: Callable[[Any], None], message: str
+) -> None:
     damaged = copy.deepcopy(data)
     damage(damaged)
     with pytest.raises(HardwareError, match=message):
@@ -197,16 +249,33 @@ def test_a_curve_goes_through_its_points_and_keeps_latency_and_bandwidth_beyond(
 positive = st.floats(1e-3, 1e12)
 
 
-@given(points=st.lists(st.tuples(positive, positive), min_size=1, max_size=8), sizes=st.lists(positive, min_size=2, max_size=8))
-def test_a_curve_never_falls_however_noisy_its_points(points: list[tuple[float, float]], sizes: list[float]) -> None:
+@given(
+    points=st.lists(st.tuples(positive, positive), min_size=1, max_size=8),
+    sizes=st.lists(positive, min_size=2, max_size=8),
+)
+def test_a_curve_never_falls_however_noisy_its_points(
+    points: list[tuple[float, float]], sizes: list[float]
+) -> None:
     curve = Curve.through(points)
     times = [curve.time_s(size) for size in sorted(sizes)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
 
 
-def test_a_profile_may_say_what_kernels_reach_and_by_itself_says_nothing(data: dict[str, Any]) -> None:
-    assert [name for name in SHIPPED if HardwareProfile.load(name).kernels] == ["h100-sxm-measured", "h200-sxm-measured"]
-    figure = {"value": 0.85, "unit": "1", "source": "a measurement of ours, on a device of this kind", "date": "2026-11-22"}
+def test_a_profile_may_say_what_kernels_reach_and_by_itself_says_nothing(
+    data: dict[str, Any],
+) -> None:
+    assert [name for name in SHIPPED if HardwareProfile.load(name).kernels] == [
+        "h100-sxm-measured",
+        "h200-sxm-measured",
+    ]
+    figure = {
+        "value": 0.85,
+        "unit": "1",
+        "source": "a measurement of ours, on a device of this kind",
+        "date": "2026-11-22",
+    }
     profile = HardwareProfile.from_json({**data, "kernels": {"all_gather_matmul": figure}})
     assert profile.kernels == {"all_gather_matmul": 0.85}
-    assert profile.figures["kernels.all_gather_matmul"].value == 0.85 and profile != HardwareProfile.load("h100-sxm")
+    assert profile.figures[
+        "kernels.all_gather_matmul"
+    ].value == 0.85 and profile != HardwareProfile.load("h100-sxm")

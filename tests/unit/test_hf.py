@@ -11,7 +11,10 @@ import torch
 from autopar import hf
 from autopar.errors import AutoparError
 
-TINY = '{"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}'
+TINY = (
+    '{"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,'
+    ' "vocab_size": 96}'
+)
 
 
 def test_a_configuration_becomes_a_model_on_meta_with_a_batch_that_has_labels() -> None:
@@ -19,17 +22,25 @@ def test_a_configuration_becomes_a_model_on_meta_with_a_batch_that_has_labels() 
     assert type(model).__name__ == "LlamaForCausalLM"
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert {name: tuple(value.shape) for name, value in batch.items()} == {"input_ids": (3, 7), "labels": (3, 7)}
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (3, 7),
+        "labels": (3, 7),
+    }
     assert model.training
 
 
 def test_weights_and_batch_come_from_the_seed_and_leave_the_users_generator_alone() -> None:
     state = torch.get_rng_state()
     (a, x), (b, y), (c, _) = (
-        hf.build('gpt2:{"n_layer": 1, "n_embd": 16, "n_head": 2}', device="cpu", batch=2, seq=4, seed=s) for s in (0, 0, 1)
+        hf.build(
+            'gpt2:{"n_layer": 1, "n_embd": 16, "n_head": 2}', device="cpu", batch=2, seq=4, seed=s
+        )
+        for s in (0, 0, 1)
     )
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(a.transformer.wte.weight, b.transformer.wte.weight) and torch.equal(x["input_ids"], y["input_ids"])
+    assert torch.equal(a.transformer.wte.weight, b.transformer.wte.weight) and torch.equal(
+        x["input_ids"], y["input_ids"]
+    )
     assert not torch.equal(a.transformer.wte.weight, c.transformer.wte.weight)
     assert a(**x).loss.isfinite()
 
@@ -43,46 +54,90 @@ def test_dropout_is_0_unless_the_settings_say_otherwise() -> None:
 def test_a_sound_is_not_masked_at_random(kind: str) -> None:
     config = hf.build(f"{kind}/AutoModelForAudioClassification:{{}}", seq=800)[0].config
     assert config.mask_time_prob == config.mask_feature_prob == 0.0
-    asked = hf.build(f'{kind}/AutoModelForAudioClassification:{{"mask_time_prob": 0.25}}', seq=800)[0].config
+    asked = hf.build(f'{kind}/AutoModelForAudioClassification:{{"mask_time_prob": 0.25}}', seq=800)[
+        0
+    ].config
     assert asked.mask_time_prob == 0.25
 
 
 def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
     config = hf.build("cvt/AutoModelForImageClassification:{}")[0].config
     assert config.drop_path_rate == config.drop_rate == [0.0, 0.0, 0.0]
-    nested = hf.build('clip/AutoModel:{"vision_config": {"attention_dropout": 0.5}}', dropout=0.25, seq=8)[0].config
-    assert (nested.vision_config.attention_dropout, nested.text_config.attention_dropout) == (0.5, 0.25)
+    nested = hf.build(
+        'clip/AutoModel:{"vision_config": {"attention_dropout": 0.5}}', dropout=0.25, seq=8
+    )[0].config
+    assert (nested.vision_config.attention_dropout, nested.text_config.attention_dropout) == (
+        0.5,
+        0.25,
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "inputs"),
     [
-        ("siglip/AutoModel:{}", {"input_ids": (2, 8), "pixel_values": (2, 3, 224, 224), "return_loss": None}),
+        (
+            "siglip/AutoModel:{}",
+            {"input_ids": (2, 8), "pixel_values": (2, 3, 224, 224), "return_loss": None},
+        ),
         ("whisper:{}", {"input_features": (2, 80, 3000), "labels": (2, 8)}),
         ("hubert/AutoModelForAudioClassification:{}", {"input_values": (2, 8), "labels": (2,)}),
-        ("audio-spectrogram-transformer/AutoModelForAudioClassification:{}", {"input_values": (2, 1024, 128), "labels": (2,)}),
-        ("segformer/AutoModelForSemanticSegmentation:{}", {"pixel_values": (2, 3, 64, 64), "labels": (2, 64, 64)}),
-        ("blip/AutoModelForImageTextToText:{}", {"pixel_values": (2, 3, 384, 384), "input_ids": (2, 8), "labels": (2, 8)}),
+        (
+            "audio-spectrogram-transformer/AutoModelForAudioClassification:{}",
+            {"input_values": (2, 1024, 128), "labels": (2,)},
+        ),
+        (
+            "segformer/AutoModelForSemanticSegmentation:{}",
+            {"pixel_values": (2, 3, 64, 64), "labels": (2, 64, 64)},
+        ),
+        (
+            "blip/AutoModelForImageTextToText:{}",
+            {"pixel_values": (2, 3, 384, 384), "input_ids": (2, 8), "labels": (2, 8)},
+        ),
         ("moonshine:{}", {"input_values": (2, 8), "labels": (2, 1)}),
         ("hubert/AutoModelForCTC:{}", {"input_values": (2, 8), "labels": (2, 2)}),
         ("speech_to_text:{}", {"input_features": (2, 8, 80), "labels": (2, 8)}),
-        ("deit/AutoModelForImageClassification:{}", {"pixel_values": (2, 3, 224, 224), "labels": (2,)}),
+        (
+            "deit/AutoModelForImageClassification:{}",
+            {"pixel_values": (2, 3, 224, 224), "labels": (2,)},
+        ),
         ("canine/AutoModelForSequenceClassification:{}", {"input_ids": (2, 8), "labels": (2,)}),
-        ("bert/AutoModelForQuestionAnswering:{}", {"input_ids": (2, 8), "start_positions": (2,), "end_positions": (2,)}),
+        (
+            "bert/AutoModelForQuestionAnswering:{}",
+            {"input_ids": (2, 8), "start_positions": (2,), "end_positions": (2,)},
+        ),
         ("qwen3_5_text/AutoModel:{}", {"input_ids": (2, 8)}),
         ("yolos/AutoModelForObjectDetection:{}", {"pixel_values": (2, 3, 512, 864)}),
-        ('depth_anything/AutoModelForDepthEstimation:{"patch_size": 8}', {"pixel_values": (2, 3, 64, 64)}),
-        ("videomae/AutoModelForVideoClassification:{}", {"pixel_values": (2, 16, 3, 224, 224), "labels": (2,)}),
-        ("vjepa2/AutoModelForVideoClassification:{}", {"pixel_values_videos": (2, 64, 3, 256, 256), "labels": (2,)}),
-        ('perceiver/AutoModelForMaskedLM:{"max_position_embeddings": 8}', {"inputs": (2, 8), "labels": (2, 8)}),
+        (
+            'depth_anything/AutoModelForDepthEstimation:{"patch_size": 8}',
+            {"pixel_values": (2, 3, 64, 64)},
+        ),
+        (
+            "videomae/AutoModelForVideoClassification:{}",
+            {"pixel_values": (2, 16, 3, 224, 224), "labels": (2,)},
+        ),
+        (
+            "vjepa2/AutoModelForVideoClassification:{}",
+            {"pixel_values_videos": (2, 64, 3, 256, 256), "labels": (2,)},
+        ),
+        (
+            'perceiver/AutoModelForMaskedLM:{"max_position_embeddings": 8}',
+            {"inputs": (2, 8), "labels": (2, 8)},
+        ),
         ("parakeet_encoder/AutoModel:{}", {"input_features": (2, 8, 80)}),
         ("speecht5/AutoModelForTextToSpectrogram:{}", {"input_ids": (2, 8), "labels": (2, 8, 80)}),
         (
             'patchtst/AutoModel:{"num_input_channels": 3}',
-            {"past_values": (2, 32, 3), "past_observed_mask": (2, 32, 3), "future_values": (2, 24, 3)},
+            {
+                "past_values": (2, 32, 3),
+                "past_observed_mask": (2, 32, 3),
+                "future_values": (2, 24, 3),
+            },
         ),
         (
-            'time_series_transformer/AutoModel:{"context_length": 6, "prediction_length": 2, "num_time_features": 3}',
+            (
+                'time_series_transformer/AutoModel:{"context_length": 6, "prediction_length": 2,'
+                ' "num_time_features": 3}'
+            ),
             {
                 "past_values": (2, 13),
                 "past_time_features": (2, 13, 3),
@@ -93,15 +148,35 @@ def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
         ),
     ],
 )
-def test_a_batch_fits_what_the_model_reads_and_its_head(spec: str, inputs: dict[str, tuple[int, ...] | None]) -> None:
+def test_a_batch_fits_what_the_model_reads_and_its_head(
+    spec: str, inputs: dict[str, tuple[int, ...] | None]
+) -> None:
     _, batch = hf.build(spec, batch=2, seq=8, image=64)
-    assert {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in batch.items()} == inputs
+    assert {
+        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        for name, value in batch.items()
+    } == inputs
 
 
 def test_a_text_has_as_many_tokens_of_an_image_as_the_model_makes_features_of_it() -> None:
-    text = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
-    vision = {"image_size": [32, 32], "patch_size": [8, 8], **{name: text[name] for name in text if name != "vocab_size"}}
-    settings = {"text_config": text | {"model_type": "qwen2"}, "vision_config": vision, "image_token_id": 95, "downsample_ratio": 0.5}
+    text = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
+    vision = {
+        "image_size": [32, 32],
+        "patch_size": [8, 8],
+        **{name: text[name] for name in text if name != "vocab_size"},
+    }
+    settings = {
+        "text_config": text | {"model_type": "qwen2"},
+        "vision_config": vision,
+        "image_token_id": 95,
+        "downsample_ratio": 0.5,
+    }
     _, batch = hf.build(f"internvl:{json.dumps(settings)}", device="cpu", batch=2, seq=8)
     assert (batch["input_ids"] == 95).sum(1).tolist() == [4, 4]  # 4 x 4 patches, halved each way
 
@@ -110,47 +185,113 @@ def test_a_text_has_as_many_tokens_of_an_image_as_the_model_makes_features_of_it
     ("kind", "settings", "pixels", "image_sizes", "num_tokens"),
     [
         ("idefics3", {"scale_factor": 2}, (2, 1, 3, 32, 32), None, 4),
-        ("llava_next", {"image_grid_pinpoints": [[32, 32]]}, (2, 2, 3, 32, 32), [[32, 32], [32, 32]], 36),
+        (
+            "llava_next",
+            {"image_grid_pinpoints": [[32, 32]]},
+            (2, 2, 3, 32, 32),
+            [[32, 32], [32, 32]],
+            36,
+        ),
         ("mistral3", {"spatial_merge_size": 2}, (2, 3, 32, 32), [[32, 32], [32, 32]], 4),
     ],
 )
 def test_images_come_in_the_form_that_the_model_takes_with_as_many_tokens_as_it_makes_of_them(
-    kind: str, settings: dict[str, Any], pixels: tuple[int, ...], image_sizes: list[list[int]] | None, num_tokens: int
+    kind: str,
+    settings: dict[str, Any],
+    pixels: tuple[int, ...],
+    image_sizes: list[list[int]] | None,
+    num_tokens: int,
 ) -> None:
-    text = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    tower = {"idefics3": {}, "llava_next": {"model_type": "clip_vision_model"}, "mistral3": {"model_type": "pixtral", "head_dim": 8}}[kind]
+    text = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
+    tower = {
+        "idefics3": {},
+        "llava_next": {"model_type": "clip_vision_model"},
+        "mistral3": {"model_type": "pixtral", "head_dim": 8},
+    }[kind]
     mark = "image_token_id" if kind == "idefics3" else "image_token_index"
     parts = {
-        "text_config": {**text, "num_key_value_heads": 4, "model_type": "mistral" if kind == "mistral3" else "llama"},
+        "text_config": {
+            **text,
+            "num_key_value_heads": 4,
+            "model_type": "mistral" if kind == "mistral3" else "llama",
+        },
         "vision_config": {**sizes, **tower, "image_size": 32, "patch_size": 8},
     }
     model, batch = hf.build(
-        f"{kind}/AutoModelForImageTextToText:{json.dumps({**parts, mark: 95, **settings})}", device="cpu", batch=2, seq=48
+        f"{kind}/AutoModelForImageTextToText:{json.dumps({**parts, mark: 95, **settings})}",
+        device="cpu",
+        batch=2,
+        seq=48,
     )
     assert tuple(batch["pixel_values"].shape) == pixels and batch.get("image_sizes") == image_sizes
     assert (batch["input_ids"] == 95).sum(1).tolist() == [num_tokens] * 2
     assert model(**batch).loss.isfinite()
 
 
-def test_a_model_that_looks_at_values_where_it_reads_images_is_asked_itself_not_a_twin_without_values() -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+def test_a_model_that_looks_at_values_where_it_reads_images_is_asked_itself_not_a_twin_without_values() -> (  # noqa: E501
+    None
+):
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
     vision = {**sizes, "image_size": 32, "patch_size": 8}
     text = {
-        "model_type": "opt", "num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "vocab_size": 96,
+        "model_type": "opt",
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
         "word_embed_proj_dim": 32,
-    }  # fmt: skip
+    }
     query = {**sizes, "encoder_hidden_size": 32}
-    parts = {"vision_config": vision, "text_config": text, "qformer_config": query, "num_query_tokens": 3, "image_token_id": 95}
+    parts = {
+        "vision_config": vision,
+        "text_config": text,
+        "qformer_config": query,
+        "num_query_tokens": 3,
+        "image_token_id": 95,
+    }
     spec = f"blip-2/AutoModelForImageTextToText:{json.dumps(parts)}"
-    assert (hf.build(spec, device="cpu", batch=2, seq=8)[1]["input_ids"] == 95).sum(1).tolist() == [3, 3]
-    with pytest.raises(AutoparError, match="how Blip2ForConditionalGeneration takes images is not known"):
+    assert (hf.build(spec, device="cpu", batch=2, seq=8)[1]["input_ids"] == 95).sum(1).tolist() == [
+        3,
+        3,
+    ]
+    with pytest.raises(
+        AutoparError, match="how Blip2ForConditionalGeneration takes images is not known"
+    ):
         hf.build(spec, batch=2, seq=8)
 
 
 def test_settings_in_which_layers_may_differ_are_known() -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96, "head_dim": 16}
-    small = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_key_value_heads": 2}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+        "head_dim": 16,
+    }
+    small = {
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "num_key_value_heads": 2,
+    }
     assert hf.build(f"gemma4_text:{json.dumps(sizes | small)}")[0].config.hidden_size == 32
 
 
@@ -163,7 +304,9 @@ def test_settings_in_which_layers_may_differ_are_known() -> None:
         ('t5:{"num_layers": 1}', "T5ForConditionalGeneration", (2, 8)),
     ],
 )
-def test_the_head_is_the_one_named_else_the_first_that_the_type_has(spec: str, kind: str, labels: tuple[int, ...]) -> None:
+def test_the_head_is_the_one_named_else_the_first_that_the_type_has(
+    spec: str, kind: str, labels: tuple[int, ...]
+) -> None:
     model, batch = hf.build(spec, batch=2, seq=8)
     assert type(model).__name__ == kind
     assert tuple(batch["labels"].shape) == labels
@@ -171,9 +314,16 @@ def test_the_head_is_the_one_named_else_the_first_that_the_type_has(spec: str, k
 
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
-    [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+    ],
 )
-def test_known_sizes_have_the_published_number_of_parameters(name: str, num_parameters: int) -> None:
+def test_known_sizes_have_the_published_number_of_parameters(
+    name: str, num_parameters: int
+) -> None:
     assert sum(p.numel() for p in hf.build(name)[0].parameters()) == num_parameters
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.flags import as_flags
+from autopar.cli.options import as_flags
 from autopar.constraints import ddp, pipeline
-from autopar.constraints.written import parse_constraint
+from autopar.constraints.text import parse_constraint
 from autopar.plans import idle_axes
 
 
@@ -40,9 +40,18 @@ def test_a_plan_that_shares_nothing_along_an_axis_says_so() -> None:
     mesh, batch = autopar.Mesh({"node": 2, "gpu": 2}), (torch.randn(4, 2),)
     free = autopar.plan(Small(), mesh, example_inputs=batch, hardware="cpu-gloo")
     assert idle_axes(free) == ("node", "gpu")
-    told = "not parallelized over node and gpu: on cpu-gloo communication would cost more than it saves. To force it: "
+    told = (
+        "not parallelized over node and gpu: on cpu-gloo communication would cost more than it"
+        " saves. To force it: "
+    )
     assert any(told in line for line in autopar.explain(free).summary())
-    asked = autopar.plan(Small(), mesh, example_inputs=batch, hardware="cpu-gloo", constraints=[autopar.constraints.ddp(axes="gpu")])
+    asked = autopar.plan(
+        Small(),
+        mesh,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=[autopar.constraints.ddp(axes="gpu")],
+    )
     assert idle_axes(asked) == ("node",)
 
 
@@ -51,16 +60,40 @@ def test_a_plan_that_shares_nothing_along_an_axis_says_so() -> None:
     [
         ({"node": 2, "gpu": 2}, (), "To force it: --constraint 'fsdp()'"),
         ({"node": 2, "gpu": 2}, (ddp("node"),), "To force it: --constraint 'fsdp(\"gpu\")'"),
-        ({"node": 2, "gpu": 2, "one": 1}, (pipeline("node", microbatches=2),), "along node: --constraint 'fsdp(\"gpu\")'"),
-        ({"node": 2, "a": 2, "b": 2}, (pipeline("node", microbatches=2),), "along node: --constraint 'fsdp([\"a\", \"b\"])'"),
+        (
+            {"node": 2, "gpu": 2, "one": 1},
+            (pipeline("node", microbatches=2),),
+            "along node: --constraint 'fsdp(\"gpu\")'",
+        ),
+        (
+            {"node": 2, "a": 2, "b": 2},
+            (pipeline("node", microbatches=2),),
+            'along node: --constraint \'fsdp(["a", "b"])\'',
+        ),
     ],
     ids=("free", "one axis", "stages", "stages and two axes"),
 )
-def test_what_is_advised_fits_what_was_asked_and_does_what_it_says(axes: dict[str, int], asked: tuple[Any, ...], advice: str) -> None:
+def test_what_is_advised_fits_what_was_asked_and_does_what_it_says(
+    axes: dict[str, int], asked: tuple[Any, ...], advice: str
+) -> None:
     model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"input": torch.randn(16, 4)}
-    made = autopar.plan(Summed(model), axes, example_inputs=batch, hardware="cpu-gloo", constraints=asked)
-    (line,) = (line for line in map(as_flags, autopar.explain(made).summary()) if "not parallelized" in line)
+    made = autopar.plan(
+        Summed(model), axes, example_inputs=batch, hardware="cpu-gloo", constraints=asked
+    )
+    (line,) = (
+        line
+        for line in map(as_flags, autopar.explain(made).summary())
+        if "not parallelized" in line
+    )
     assert line.endswith(advice)
     advised = parse_constraint(shlex.split(line.split("--constraint ")[1])[0])
-    again = autopar.plan(Summed(model), axes, example_inputs=batch, hardware="cpu-gloo", constraints=(*asked, advised))
-    assert idle_axes(again) == () and not any("not parallelized" in line for line in autopar.explain(again).summary())
+    again = autopar.plan(
+        Summed(model),
+        axes,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=(*asked, advised),
+    )
+    assert idle_axes(again) == () and not any(
+        "not parallelized" in line for line in autopar.explain(again).summary()
+    )

@@ -1,4 +1,5 @@
-"""The forms of ops that write into an operand give what the ops do, bit for bit, and are found only where they may be."""
+"""The forms of ops that write into an operand give what the ops do, bit for bit, and are found
+only where they may be."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_a_form_writes_what_the_op_gives_into_any_operand(
     form, keyword = in_place_form(target) or pytest.fail(f"{target} has none")
     assert functional_form(form) == (target, keyword) and functional_form(target) is None
     for into in (GRADIENT, OTHER) if OTHER in args else (GRADIENT,):
-        given = {GRADIENT: torch.randn(7, 5, dtype=dtype), OTHER: torch.rand(7, 5, dtype=dtype) + 0.5}
+        given = {
+            GRADIENT: torch.randn(7, 5, dtype=dtype),
+            OTHER: torch.rand(7, 5, dtype=dtype) + 0.5,
+        }
         operands = [given.get(a, a) if a in (GRADIENT, OTHER) else a for a in args]
         expected, written = target(*operands, **kwargs), given[into]
         result = form(*operands, **kwargs, **{keyword: written})

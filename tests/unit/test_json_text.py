@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from autopar.core.json_text import MOST_LEVELS, read_json, unread
 from autopar.errors import CONTROL
-from autopar.json_text import MOST_LEVELS, read_json, unread
 
 
 @pytest.mark.parametrize(

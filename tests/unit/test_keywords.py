@@ -1,4 +1,5 @@
-"""Arguments that a user misspells or leaves out are refused with the nearest name, and module patterns with the nearest path."""
+"""Arguments that a user misspells or leaves out are refused with the nearest name, and module
+patterns with the nearest path."""
 
 from __future__ import annotations
 
@@ -20,20 +21,58 @@ anything: Any = autopar
 @pytest.mark.parametrize(
     ("call", "what", "remedy"),
     [
-        (lambda: anything.plan(MODEL, 1, example_input=(X,)), "plan takes no argument 'example_input'", "did you mean example_inputs="),
-        (lambda: anything.plan(MODEL, 1), "autopar.plan misses 'example_inputs'", "pass example_inputs="),
-        (lambda: anything.plan(MODEL, example_inputs=(X,)), "autopar.plan misses 'mesh'", "pass mesh="),
-        (lambda: anything.plan(MODEL, 1, (X,)), "autopar.plan: too many positional arguments", "by position it takes model, mesh"),
-        (lambda: anything.compile(MODEL, 1, optimiser="sgd"), "autopar.compile takes no argument 'optimiser'", "did you mean optimizer="),
-        (lambda: anything.compile(MODEL, 1, zzz=1), "autopar.compile takes no argument 'zzz'", "it takes model, mesh, example_inputs"),
-        (lambda: layout("*.up", wieght="S(0)"), "layout takes no argument 'wieght'", "did you mean weight="),  # type: ignore[call-arg]
-        (lambda: layout(weight="S(0)"), "autopar.constraints.layout misses 'pattern'", "docs/constraints.md list the arguments"),  # type: ignore[call-arg]
+        (
+            lambda: anything.plan(MODEL, 1, example_input=(X,)),
+            "plan takes no argument 'example_input'",
+            "did you mean example_inputs=",
+        ),
+        (
+            lambda: anything.plan(MODEL, 1),
+            "autopar.plan misses 'example_inputs'",
+            "pass example_inputs=",
+        ),
+        (
+            lambda: anything.plan(MODEL, example_inputs=(X,)),
+            "autopar.plan misses 'mesh'",
+            "pass mesh=",
+        ),
+        (
+            lambda: anything.plan(MODEL, 1, (X,)),
+            "autopar.plan: too many positional arguments",
+            "by position it takes model, mesh",
+        ),
+        (
+            lambda: anything.compile(MODEL, 1, optimiser="sgd"),
+            "autopar.compile takes no argument 'optimiser'",
+            "did you mean optimizer=",
+        ),
+        (
+            lambda: anything.compile(MODEL, 1, zzz=1),
+            "autopar.compile takes no argument 'zzz'",
+            "it takes model, mesh, example_inputs",
+        ),
+        (
+            lambda: layout("*.up", wieght="S(0)"),
+            "layout takes no argument 'wieght'",
+            "did you mean weight=",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: layout(weight="S(0)"),
+            "autopar.constraints.layout misses 'pattern'",
+            "docs/constraints.md list the arguments",
+        ),  # type: ignore[call-arg]
     ],
 )
-def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_name(call: Callable[[], Any], what: str, remedy: str) -> None:
+def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_name(
+    call: Callable[[], Any], what: str, remedy: str
+) -> None:
     with pytest.raises(ArgumentError, match=what) as refused:
         call()
-    assert remedy in refused.value.remedy and "help(" in refused.value.remedy and "docs/" in refused.value.remedy
+    assert (
+        remedy in refused.value.remedy
+        and "help(" in refused.value.remedy
+        and "docs/" in refused.value.remedy
+    )
     assert isinstance(refused.value, TypeError)  # what Python itself raises
 
 
@@ -66,12 +105,24 @@ class Deep(nn.Module):
         ("zzz", "weight", r"module paths are such as layers\.0\.up_proj"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_path(pattern: str, kind: str, remedy: str) -> None:
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_path(
+    pattern: str, kind: str, remedy: str
+) -> None:
     with pytest.raises(ConstraintError, match=remedy):
-        autopar.plan(Deep(), autopar.Mesh({"gpu": 2}), example_inputs=(X,), constraints=[layout(pattern, **{kind: "S(0)"})])
+        autopar.plan(
+            Deep(),
+            autopar.Mesh({"gpu": 2}),
+            example_inputs=(X,),
+            constraints=[layout(pattern, **{kind: "S(0)"})],
+        )
 
 
 def test_a_pattern_of_a_module_without_what_is_forced_says_so() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     with pytest.raises(ConstraintError, match="module '0' is there, and has no bias of its own"):
-        autopar.plan(model, autopar.Mesh({"gpu": 2}), example_inputs=(X,), constraints=[layout("0", bias="S(0)")])
+        autopar.plan(
+            model,
+            autopar.Mesh({"gpu": 2}),
+            example_inputs=(X,),
+            constraints=[layout("0", bias="S(0)")],
+        )

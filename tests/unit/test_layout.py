@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.core.layout import Layout, Strategy, local_range, local_shape
+from autopar.core.placements import PARTIAL, REPLICATE, Halo, Mirrored
 from autopar.errors import LayoutError
-from autopar.halo import Halo
-from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy, local_range, local_shape
-from autopar.mirrored import Mirrored
 
-PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(12), Partial("sum"), Partial("max")])
+PLACEMENTS = st.sampled_from(
+    [Replicate(), Shard(0), Shard(1), Shard(12), Partial("sum"), Partial("max")]
+)
 
 
 @st.composite
@@ -34,11 +35,15 @@ def test_a_layout_reads_back_what_it_prints_and_equal_layouts_print_alike(layout
 
 
 @given(st.lists(PLACEMENTS, min_size=1, max_size=4), st.data())
-def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(placements: list[Placement], data: st.DataObject) -> None:
+def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(
+    placements: list[Placement], data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(range(len(placements))))
     layout = Layout(placements, order)
     for dim in (0, 1, 12):
-        assert layout.splitters(dim) == tuple(axis for axis in order if placements[axis] == Shard(dim))
+        assert layout.splitters(dim) == tuple(
+            axis for axis in order if placements[axis] == Shard(dim)
+        )
     dims = [p.dim for p in placements if isinstance(p, Shard)]
     if len(set(dims)) == len(dims):
         assert layout == Layout(placements) and layout.order == tuple(range(len(placements)))
@@ -69,20 +74,42 @@ def test_the_codec_reads_placements_and_the_rank_of_each_splitter(
 
 def test_a_halo_is_another_placement_than_the_plain_shard_and_counts_in_the_local_shape() -> None:
     plain, around = Layout.parse("S(1) R"), Layout.parse("S(1)~2~1 R")
-    assert plain != around and around.special == (Halo(1, 2, 1),) and around.has_halo and not plain.special
-    assert Halo(1, 2, 1) != Shard(1) and Shard(1) != Halo(1, 2, 1) and len({Halo(1, 2, 1), Halo(1, 2, 1, lowest=True), Shard(1)}) == 3
-    assert local_shape((3, 8), plain, (4, 1)) == (3, 2) and local_shape((3, 8), around, (4, 1)) == (3, 5)
-    assert around.splitters(1) == (0,) and local_range(8, around, 1, (4, 1), (2, 0)) == (4, 2), "a part's own elements"
+    assert (
+        plain != around
+        and around.special == (Halo(1, 2, 1),)
+        and around.has_halo
+        and not plain.special
+    )
+    assert (
+        Halo(1, 2, 1) != Shard(1)
+        and Shard(1) != Halo(1, 2, 1)
+        and len({Halo(1, 2, 1), Halo(1, 2, 1, lowest=True), Shard(1)}) == 3
+    )
+    assert local_shape((3, 8), plain, (4, 1)) == (3, 2) and local_shape((3, 8), around, (4, 1)) == (
+        3,
+        5,
+    )
+    assert around.splitters(1) == (0,) and local_range(8, around, 1, (4, 1), (2, 0)) == (4, 2), (
+        "a part's own elements"
+    )
     assert pickle.loads(pickle.dumps(Halo(1, 2, 1, lowest=True))) == Halo(1, 2, 1, lowest=True)
 
 
 def test_mirrored_parts_are_another_placement_than_the_plain_shard_and_as_long() -> None:
     plain, mirrored = Layout.parse("S(1) R"), Layout.parse("S(1)~mirrored R")
     assert plain != mirrored and mirrored.special == (Mirrored(1),) and not mirrored.has_halo
-    assert Mirrored(1) != Shard(1) and Shard(1) != Mirrored(1) and len({Mirrored(1), Shard(1), Halo(1, 0, 0), Mirrored(2)}) == 4
+    assert (
+        Mirrored(1) != Shard(1)
+        and Shard(1) != Mirrored(1)
+        and len({Mirrored(1), Shard(1), Halo(1, 0, 0), Mirrored(2)}) == 4
+    )
     assert local_shape((3, 16), plain, (4, 1)) == local_shape((3, 16), mirrored, (4, 1)) == (3, 4)
     assert mirrored.is_mirrored(1) and not mirrored.is_mirrored(0) and not plain.is_mirrored(1)
-    assert mirrored.splits_like(Layout.parse("S(1)~mirrored P")) and not mirrored.splits_like(plain) and not plain.splits_like(mirrored)
+    assert (
+        mirrored.splits_like(Layout.parse("S(1)~mirrored P"))
+        and not mirrored.splits_like(plain)
+        and not plain.splits_like(mirrored)
+    )
     assert pickle.loads(pickle.dumps(Mirrored(1))) == Mirrored(1)
 
 
@@ -98,7 +125,9 @@ def test_mirrored_parts_are_another_placement_than_the_plain_shard_and_as_long()
         ("S(0)~mirrored S(1)", 16, True),
     ],
 )
-def test_mirrored_parts_fit_where_one_axis_splits_the_dim_into_parts_of_an_even_length(text: str, size: int, fits: bool) -> None:
+def test_mirrored_parts_fit_where_one_axis_splits_the_dim_into_parts_of_an_even_length(
+    text: str, size: int, fits: bool
+) -> None:
     assert Layout.parse(text).fits((size, 2), (4, 2)) == fits
 
 
@@ -112,12 +141,29 @@ def test_mirrored_parts_fit_where_one_axis_splits_the_dim_into_parts_of_an_even_
         ("S(0)~2~0 R", 7, False),
     ],
 )
-def test_a_halo_fits_where_one_axis_splits_the_dim_and_every_part_has_what_its_neighbours_take(text: str, size: int, fits: bool) -> None:
+def test_a_halo_fits_where_one_axis_splits_the_dim_and_every_part_has_what_its_neighbours_take(
+    text: str, size: int, fits: bool
+) -> None:
     assert Layout.parse(text).fits((size, 1), (4, 2)) == fits
 
 
 @pytest.mark.parametrize(
-    "text", ["S", "S(-1)", "S(x)", "r", "Q", "S(0", "R,R", "P()", "S(0)#", "S(0)#a", "S(0)~1", "S(0)~1~1~low", "S(0)~1~1#0"]
+    "text",
+    [
+        "S",
+        "S(-1)",
+        "S(x)",
+        "r",
+        "Q",
+        "S(0",
+        "R,R",
+        "P()",
+        "S(0)#",
+        "S(0)#a",
+        "S(0)~1",
+        "S(0)~1~1~low",
+        "S(0)~1~1#0",
+    ],
 )
 def test_what_is_no_layout_is_refused_by_its_token_with_an_example(text: str) -> None:
     with pytest.raises(LayoutError, match=r"cannot read '.+' in layout(.|\n)*S\(0\) R"):
@@ -166,7 +212,9 @@ def test_a_layout_divides_or_fits_a_shape_on_a_mesh(text: str, divides: bool, fi
 
 
 @given(size=st.integers(1, 40), parts=st.integers(1, 9))
-def test_one_axis_splits_a_dim_as_torch_chunks_it_and_fits_where_every_rank_gets_something(size: int, parts: int) -> None:
+def test_one_axis_splits_a_dim_as_torch_chunks_it_and_fits_where_every_rank_gets_something(
+    size: int, parts: int
+) -> None:
     layout = Layout((Shard(0),))
     lengths = [local_shape((size,), layout, (parts,), (c,))[0] for c in range(parts)]
     chunks = [len(c) for c in torch.arange(size).chunk(parts)]
@@ -175,7 +223,11 @@ def test_one_axis_splits_a_dim_as_torch_chunks_it_and_fits_where_every_rank_gets
     assert layout.divides((size,), (parts,)) is (len(set(lengths)) == 1)
 
 
-@given(st.integers(1, 30), st.permutations([0, 1, 2]), st.sampled_from([(2, 3, 2), (4, 1, 2), (3, 3, 1)]))
+@given(
+    st.integers(1, 30),
+    st.permutations([0, 1, 2]),
+    st.sampled_from([(2, 3, 2), (4, 1, 2), (3, 3, 1)]),
+)
 def test_the_parts_of_all_ranks_cover_a_dim_once_in_the_order_of_its_splitters(
     size: int, order: list[int], mesh_shape: tuple[int, ...]
 ) -> None:
@@ -194,7 +246,10 @@ def test_the_largest_part_is_that_of_the_origin_and_replicas_are_whole() -> None
     mesh_shape, shape = (2, 3, 2, 2), (8, 5, 3)
     assert local_shape(shape, layout, mesh_shape) == (2, 3, 3)
     assert local_shape(shape, layout, mesh_shape, (1, 2, 1, 1)) == (2, 2, 3)
-    every = [local_shape(shape, layout, mesh_shape, c) for c in itertools.product(*map(range, mesh_shape))]
+    every = [
+        local_shape(shape, layout, mesh_shape, c)
+        for c in itertools.product(*map(range, mesh_shape))
+    ]
     assert max(map(math.prod, every)) == math.prod(local_shape(shape, layout, mesh_shape))
 
 
@@ -203,7 +258,9 @@ def test_a_strategy_prints_operands_and_results() -> None:
     assert str(strategy) == "S(0) R, R R -> S(0) P"
 
 
-@pytest.mark.parametrize("text", ["S(0)#7", "S(0)#0 S(0)", "S(0)#1 S(0)#1", "S(0)#1 S(0)#2", "S(1)#1 S(0)#0"])
+@pytest.mark.parametrize(
+    "text", ["S(0)#7", "S(0)#0 S(0)", "S(0)#1 S(0)#1", "S(0)#1 S(0)#2", "S(1)#1 S(0)#0"]
+)
 def test_an_order_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LayoutError, match=r"does not say in which order axes split dim \d"):
         Layout.parse(text)
@@ -219,4 +276,8 @@ def test_an_order_that_is_none_is_refused(text: str) -> None:
     ],
 )
 def test_layouts_split_alike_where_a_rank_has_the_same_place(a: str, b: str, alike: bool) -> None:
-    assert Layout.parse(a).splits_like(Layout.parse(b)) == Layout.parse(b).splits_like(Layout.parse(a)) == alike
+    assert (
+        Layout.parse(a).splits_like(Layout.parse(b))
+        == Layout.parse(b).splits_like(Layout.parse(a))
+        == alike
+    )

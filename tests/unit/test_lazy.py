@@ -1,4 +1,5 @@
-"""Names that are imported when they are asked for: all are there, none costs torch before it is needed."""
+"""Names that are imported when they are asked for: all are there, none costs torch before it is
+needed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import pytest
 
 import autopar
 from autopar import hf
-from autopar.lazy import imported_apart
+from autopar.core.lazy import imported_apart
 
 HEAVY = ("torch", "transformers", "numpy", "sympy", "pulp", "highspy", "networkx", "matplotlib")
 RUN = """
@@ -28,13 +29,19 @@ try:
     main()
 finally:
     print("heavy:", *sorted({name.partition(".")[0] for name in sys.modules} & set(HEAVY)), file=sys.stderr)
-"""
+"""  # noqa: E501
 
 
 def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What a process of its own says, which has imported nothing."""
     code = f"HEAVY = {HEAVY}\n{code}"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,10 @@ def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("--help",),
         ("--version",),
         (),
-        *((command, "--help") for command in ("plan", "explain", "check", "profile", "report", "export", "run")),
+        *(
+            (command, "--help")
+            for command in ("plan", "explain", "check", "profile", "report", "export", "run")
+        ),
         ("plan", "--mesch", "8"),
         ("plan",),
         ("plann",),
@@ -51,11 +61,20 @@ def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("plan", "--mesh", "8", "--model", "gpt2", "--dtype", "int3"),
         ("plan", "--mesh", "8", "--model", "gpt2", "--chunks", "2"),
         ("plan", "--mesh", "8", "--model", "gpt2", "--memory", "much"),
-        *(("plan", "--model", "gpt2", "--mesh", mesh) for mesh in ("node=2gpu", "node=2,node=2", "2x2x2", "")),
-        *(("plan", "--model", "gpt2", "--mesh", "gpu=2", "--hardware", name) for name in ("h1000", "gpu=h100-sxm")),
+        *(
+            ("plan", "--model", "gpt2", "--mesh", mesh)
+            for mesh in ("node=2gpu", "node=2,node=2", "2x2x2", "")
+        ),
+        *(
+            ("plan", "--model", "gpt2", "--mesh", "gpu=2", "--hardware", name)
+            for name in ("h1000", "gpu=h100-sxm")
+        ),
         ("plan", "--model", "gpt2", "--mesh", "gpu=2", "--hardware", "node=h100-sxm,h100-sxm"),
         ("plan", "--model", "gpt2", "--mesh", "8", "--hardware", "gpu=h100-sxm,h100-sxm"),
-        *((command, "no_plan.json") for command in ("explain", "check", "verify", "what-if", "report")),
+        *(
+            (command, "no_plan.json")
+            for command in ("explain", "check", "verify", "what-if", "report")
+        ),
         *((command, __file__, "--hardware", "h1000") for command in ("check", "what-if")),
         ("what-if", __file__, "--mesh", "node="),
         ("diff", __file__, "no_plan.json"),
@@ -65,32 +84,47 @@ def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_and_what_is_mistyped_are_told_without_torch(arguments: tuple[str, ...]) -> None:
     said = fresh(RUN, *arguments)
     assert said.stderr.splitlines()[-1] == "heavy:", said.stderr
-    assert (said.returncode == 0) == ("--help" in arguments or arguments == ("--version",)), said.stderr
+    assert (said.returncode == 0) == ("--help" in arguments or arguments == ("--version",)), (
+        said.stderr
+    )
 
 
 def test_what_says_nothing_of_tensors_is_there_without_torch() -> None:
-    code = "import sys, autopar\nautopar.Mesh, autopar.HardwareProfile, autopar.AutoparError, autopar.__version__, dir(autopar)\n"
+    code = (
+        "import sys, autopar\nautopar.Mesh, autopar.HardwareProfile, autopar.AutoparError,"
+        " autopar.__version__, dir(autopar)\n"
+    )
     said = fresh(code + "print(set(HEAVY) & set(sys.modules))")
     assert said.stdout == "set()\n", said.stderr
 
 
 def test_what_was_there_at_once_is_there_when_asked_for() -> None:
-    code = "import autopar\nprint(autopar.constraints.ddp(), autopar.rules.register.__name__)\nfrom autopar import *\nprint(plan.__name__)"
+    code = (
+        "import autopar\nprint(autopar.constraints.ddp(), autopar.rules.register.__name__)\nfrom"
+        " autopar import *\nprint(plan.__name__)"
+    )
     assert fresh(code).stdout == "ddp() register\nplan\n"
 
 
 @pytest.mark.parametrize("package", [autopar, hf], ids=lambda package: package.__name__)
 def test_every_name_is_there_and_shown(package: ModuleType) -> None:
-    assert set(package.__all__) <= set(dir(package)) and not {"lazily", "TYPE_CHECKING", "lazy"} & set(dir(package))
+    assert set(package.__all__) <= set(dir(package)) and not {
+        "lazily",
+        "TYPE_CHECKING",
+        "lazy",
+    } & set(dir(package))
     for name in package.__all__:
         assert getattr(package, name) is not None
-    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'absent'"):
+    with pytest.raises(
+        AttributeError, match=f"module '{package.__name__}' has no attribute 'absent'"
+    ):
         _ = package.absent
 
 
 @pytest.mark.parametrize("package", [autopar, hf], ids=lambda package: package.__name__)
 def test_type_checkers_see_the_names_that_there_are(package: ModuleType) -> None:
-    """Every import for type checkers gives what the package gives, and `__all__` has nothing else."""
+    """Every import for type checkers gives what the package gives, and `__all__` has nothing
+    else."""
     tree = ast.parse(Path(inspect.getfile(package)).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module]
@@ -100,9 +134,18 @@ def test_type_checkers_see_the_names_that_there_are(package: ModuleType) -> None
     modules = {name for name, module in told.items() if module == package.__name__}
     assert told.keys() - modules == given.keys()
     for name, module in told.items():
-        there = importlib.import_module(f"{module}.{name}") if name in modules else getattr(importlib.import_module(module), name)
+        there = (
+            importlib.import_module(f"{module}.{name}")
+            if name in modules
+            else getattr(importlib.import_module(module), name)
+        )
         assert getattr(package, name) is there
-    at_once = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    at_once = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert set(package.__all__) <= told.keys() | at_once
 
 
@@ -124,7 +167,9 @@ for number in range(2):
 """
 
 
-def test_the_plain_model_and_its_weights_are_freed_after_compile_the_first_of_a_process_too() -> None:
+def test_the_plain_model_and_its_weights_are_freed_after_compile_the_first_of_a_process_too() -> (
+    None
+):
     done = fresh(FREED)
     assert done.stdout.split("\n")[:2] == ["0 True True", "1 True True"], done.stdout + done.stderr
 
@@ -151,8 +196,12 @@ def test_a_module_that_keeps_an_exception_of_its_import_keeps_nothing_of_its_imp
         imported_apart("no_such_module")
 
 
-def test_an_import_leaves_the_scripts_random_numbers_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "draws_when_imported.py").write_text("from random import getrandbits\n\nNUMBER = getrandbits(24)\n", encoding="utf-8")
+def test_an_import_leaves_the_scripts_random_numbers_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "draws_when_imported.py").write_text(
+        "from random import getrandbits\n\nNUMBER = getrandbits(24)\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     before = random.getstate()
     assert imported_apart("draws_when_imported").NUMBER >= 0

@@ -1,4 +1,5 @@
-"""Models that magnify what they round to float32 themselves: what they are compared with, and how closely."""
+"""Models that magnify what they round to float32 themselves: what they are compared with, and
+how closely."""
 
 from __future__ import annotations
 
@@ -7,17 +8,18 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import VerificationError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.verification import verify_program
 
 MESH, H100 = Mesh({"gpu": 2}), HardwareProfile.load("h100-sxm")
 
 
 class Phases(nn.Module):
-    """Sines of float32 numbers up to `largest`: of a large one the last digit counts, 1e4 is known to 5e-4."""
+    """Sines of float32 numbers up to `largest`: of a large one the last digit counts, 1e4 is
+    known to 5e-4."""
 
     def __init__(self, largest: float) -> None:
         super().__init__()
@@ -32,18 +34,24 @@ def test_what_a_model_magnifies_of_its_float32_parts_is_compared_in_its_own_dtyp
     torch.manual_seed(0)
     model, batch = Phases(4e4), (torch.randn(8, 8),)
     trace = capture(model, batch)
-    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    found = verify_program(
+        trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}
+    )
     assert found.ok and found.dtype == "float32" and found.max_error < 1e-6
     assert "cannot be compared in float64: what it computes in" in str(found)
 
 
-def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_strictly_as_all_else() -> None:
+def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_strictly_as_all_else() -> (  # noqa: E501
+    None
+):
     torch.manual_seed(0)
     model, batch = Phases(400.0), (torch.randn(8, 8),)
     trace = capture(model, batch)
     program = make_plan(trace, MESH, H100, PlanOptions()).program
     found = verify_program(trace, program, model, batch, {})
-    assert found.ok and (found.dtype, found.tolerance) == ("float64", 1e-9) and found.max_error < 1e-12
+    assert (
+        found.ok and (found.dtype, found.tolerance) == ("float64", 1e-9) and found.max_error < 1e-12
+    )
     assert found.lower_parts and found.apart is not None and 2e-6 < found.apart < 1e-4
     assert f"what they round makes {found.apart:.2e}" in str(found)
     model.scale = 1 + 1e-5  # of the same size as what is rounded, and not what was captured

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.core.mesh import Mesh, MeshAxis
 from autopar.errors import MeshError
-from autopar.mesh import Mesh, MeshAxis
 
-MESHES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(lambda sizes: Mesh({f"a{i}": n for i, n in enumerate(sizes)}))
+MESHES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(
+    lambda sizes: Mesh({f"a{i}": n for i, n in enumerate(sizes)})
+)
 
 
 @given(MESHES)
@@ -39,7 +41,12 @@ def test_a_mesh_is_made_of_a_count_of_names_or_of_axes() -> None:
     assert Mesh(4).names == ("gpu",) and Mesh(4).shape == (4,)
     named = Mesh({"node": 2, "gpu": 4})
     assert named == Mesh([MeshAxis("node", 2), MeshAxis("gpu", 4)]) == Mesh.parse(" node=2, gpu=4")
-    assert (named.names, named.shape, named.num_devices, str(named)) == (("node", "gpu"), (2, 4), 8, "node=2,gpu=4")
+    assert (named.names, named.shape, named.num_devices, str(named)) == (
+        ("node", "gpu"),
+        (2, 4),
+        8,
+        "node=2,gpu=4",
+    )
     assert Mesh.parse("8") == Mesh(8)
     assert Mesh.parse("2x4") == Mesh.parse(" 2 x 4") == Mesh({"node": 2, "gpu": 4})
 
@@ -53,19 +60,29 @@ def test_a_mesh_is_made_of_a_count_of_names_or_of_axes() -> None:
         (Mesh({"data": 2, "tensor": 4}, devices_per_node=8), ["intra", "intra"]),
         (Mesh({"data": 2, "tensor": 4}, devices_per_node=4), ["inter", "intra"]),
         (Mesh({"data": 2, "tensor": 4}, devices_per_node=2), ["inter", "inter"]),
-        (Mesh({"pipe": 2, "data": 2, "tensor": 2}, devices_per_node=4), ["inter", "intra", "intra"]),
-        (Mesh({"data": 2, "tensor": 3}, devices_per_node=4), ["inter", "inter"]),  # three do not lie evenly within four
+        (
+            Mesh({"pipe": 2, "data": 2, "tensor": 2}, devices_per_node=4),
+            ["inter", "intra", "intra"],
+        ),
+        (
+            Mesh({"data": 2, "tensor": 3}, devices_per_node=4),
+            ["inter", "inter"],
+        ),  # three do not lie evenly within four
         (Mesh({"node": 2, "gpu": 4}, links={"gpu": "inter", "node": "intra"}), ["intra", "inter"]),
     ],
 )
-def test_the_link_of_an_axis_follows_from_its_stride_or_is_named(mesh: Mesh, links: list[str]) -> None:
+def test_the_link_of_an_axis_follows_from_its_stride_or_is_named(
+    mesh: Mesh, links: list[str]
+) -> None:
     assert [mesh.link(axis) for axis in range(len(mesh.axes))] == links
 
 
 def test_named_links_and_devices_per_node_come_back_from_json_and_tell_meshes_apart() -> None:
     mesh = Mesh({"b": 2, "a": 4}, devices_per_node=2, links={"a": "inter"})
     assert Mesh.from_json(json.loads(json.dumps(mesh.to_json(), sort_keys=True))) == mesh
-    assert mesh != Mesh({"b": 2, "a": 4}, devices_per_node=2) and mesh != Mesh({"b": 2, "a": 4}, links={"a": "inter"})
+    assert mesh != Mesh({"b": 2, "a": 4}, devices_per_node=2) and mesh != Mesh(
+        {"b": 2, "a": 4}, links={"a": "inter"}
+    )
     assert Mesh({"a": 2, "b": 2}) != Mesh({"b": 2, "a": 2})
 
 
@@ -86,12 +103,17 @@ def test_named_links_and_devices_per_node_come_back_from_json_and_tell_meshes_ap
         (lambda: Mesh({"a": 2}, links={"a": "nvlink"}), "'a': 'nvlink' is not known"),
     ],
 )
-def test_what_is_no_mesh_is_refused_with_what_is_wrong(make: Callable[[], Mesh], complaint: str) -> None:
+def test_what_is_no_mesh_is_refused_with_what_is_wrong(
+    make: Callable[[], Mesh], complaint: str
+) -> None:
     with pytest.raises(MeshError, match=complaint):
         make()
 
 
-@pytest.mark.parametrize("text", ["", "x", "2,3", "a=", "a=x", "a=2,", "a=2=3", "a=2,3", "1.5", "2x", "x2", "2x2x2", "2xa"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "2,3", "a=", "a=x", "a=2,", "a=2=3", "a=2,3", "1.5", "2x", "x2", "2x2x2", "2xa"],
+)
 def test_text_that_is_no_mesh_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(MeshError, match=r"cannot read mesh(.|\n)*node=4,gpu=8"):
         Mesh.parse(text)

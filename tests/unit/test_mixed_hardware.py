@@ -1,4 +1,5 @@
-"""Unequal devices: what the slowest of several profiles takes, and what users may pass as hardware."""
+"""Unequal devices: what the slowest of several profiles takes, and what users may pass as
+hardware."""
 
 from __future__ import annotations
 
@@ -15,15 +16,37 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.analysis.work import Work
-from autopar.api.hardware import as_hardware
-from autopar.collective import BUCKETED, KINDS, Collective, Kind, bucket_time, collective_time, share_of_bucket, with_faster
-from autopar.cost.compute import compute_time
+from autopar.api.arguments import as_hardware
+from autopar.core.collective import (
+    BUCKETED,
+    KINDS,
+    Collective,
+    Kind,
+    bucket_time,
+    collective_time,
+    share_of_bucket,
+    with_faster,
+)
+from autopar.core.hardware import (
+    FLOP_KINDS,
+    LINKS,
+    MEMORY_KINDS,
+    HardwareProfile,
+    Mixed,
+    profile_of,
+    slowest,
+    slowest_of,
+)
+from autopar.cost.op_times import compute_time
 from autopar.cost.priced import Crossing
 from autopar.errors import HardwareError
-from autopar.hardware import FLOP_KINDS, LINKS, MEMORY_KINDS, HardwareProfile, Mixed, profile_of, slowest, slowest_of
 
 PROFILES = {name: HardwareProfile.load(name) for name in HardwareProfile.names()}
-H100, A100, MEASURED = PROFILES["h100-sxm"], PROFILES["a100-sxm-80gb"], PROFILES["h100-sxm-measured"]
+H100, A100, MEASURED = (
+    PROFILES["h100-sxm"],
+    PROFILES["a100-sxm-80gb"],
+    PROFILES["h100-sxm-measured"],
+)
 PAIRS = list(itertools.combinations(PROFILES, 2))
 SIZES = st.floats(0.0, 13.0).map(lambda power: round(10**power))
 MESH = autopar.Mesh({"stage": 2, "gpu": 4})
@@ -43,41 +66,84 @@ def test_each_op_takes_on_the_slowest_what_it_takes_on_the_slowest_of_the_parts(
         with pytest.raises(HardwareError, match="has no peak_flops_per_s"):
             compute_time(work, dtype, slowest_of(parts))
         return
-    assert compute_time(work, dtype, slowest_of(parts)) == max(compute_time(work, dtype, part) for part in parts)
+    assert compute_time(work, dtype, slowest_of(parts)) == max(
+        compute_time(work, dtype, part) for part in parts
+    )
 
 
-@given(st.sampled_from(PAIRS), st.sampled_from(KINDS), st.sampled_from(LINKS), st.sampled_from((2, 3, 4, 8, 16)), SIZES, st.integers(0, 1))
+@given(
+    st.sampled_from(PAIRS),
+    st.sampled_from(KINDS),
+    st.sampled_from(LINKS),
+    st.sampled_from((2, 3, 4, 8, 16)),
+    SIZES,
+    st.integers(0, 1),
+)
 def test_each_collective_takes_on_the_slowest_what_it_takes_on_the_slowest_of_the_parts(
     names: tuple[str, str], kind: Kind, link: str, size: int, num_bytes: int, dim: int
 ) -> None:
     parts = tuple(PROFILES[name] for name in names)
-    collective = Collective(kind, 0, dim, 1 - dim if kind == "all_to_all" else -1, "", "float32", num_bytes, num_bytes // 4)
+    collective = Collective(
+        kind,
+        0,
+        dim,
+        1 - dim if kind == "all_to_all" else -1,
+        "",
+        "float32",
+        num_bytes,
+        num_bytes // 4,
+    )
     in_bucket = partial(bucket_time, members=(num_bytes,))
-    for time in (collective_time, in_bucket, share_of_bucket) if kind in BUCKETED else (collective_time,):
-        assert time(collective, size, link, slowest_of(parts)) == max(time(collective, size, link, part) for part in parts)
+    for time in (
+        (collective_time, in_bucket, share_of_bucket) if kind in BUCKETED else (collective_time,)
+    ):
+        assert time(collective, size, link, slowest_of(parts)) == max(
+            time(collective, size, link, part) for part in parts
+        )
 
 
 def test_the_worst_figures_alone_would_not_be_the_slowest_of_measured_points() -> None:
     found = slowest_of((H100, MEASURED))
     assert found.parts == (H100, MEASURED)
     work = Work(10**9, 10**6, "matmul")
-    assert compute_time(work, torch.bfloat16, found) != compute_time(work, torch.bfloat16, replace(found, parts=(), hash="apart"))
+    assert compute_time(work, torch.bfloat16, found) != compute_time(
+        work, torch.bfloat16, replace(found, parts=(), hash="apart")
+    )
 
 
 def test_each_figure_of_the_slowest_is_the_worst_and_it_knows_what_all_know() -> None:
     found = slowest_of((MEASURED, A100))
     assert found.device_memory_bytes == min(MEASURED.device_memory_bytes, A100.device_memory_bytes)
-    assert found.memory_bandwidth_bytes_per_s == A100.memory_bandwidth_bytes_per_s < MEASURED.memory_bandwidth_bytes_per_s
+    assert (
+        found.memory_bandwidth_bytes_per_s
+        == A100.memory_bandwidth_bytes_per_s
+        < MEASURED.memory_bandwidth_bytes_per_s
+    )
     assert found.overlap_slowdown == max(MEASURED.overlap_slowdown, A100.overlap_slowdown)
-    assert MEASURED.kernels and not A100.kernels and not found.kernels, "a kernel that one device lacks none may run"
-    assert set(found.peak_flops_per_s) == set(MEASURED.peak_flops_per_s) & set(A100.peak_flops_per_s)
-    assert found.host is not None and A100.host is not None and found.host.bandwidth_bytes_per_s == A100.host.bandwidth_bytes_per_s
-    assert slowest_of((MEASURED, PROFILES["cpu-gloo"])).host is None, "nothing is known of one of the hosts"
+    assert MEASURED.kernels and not A100.kernels and not found.kernels, (
+        "a kernel that one device lacks none may run"
+    )
+    assert set(found.peak_flops_per_s) == set(MEASURED.peak_flops_per_s) & set(
+        A100.peak_flops_per_s
+    )
+    assert (
+        found.host is not None
+        and A100.host is not None
+        and found.host.bandwidth_bytes_per_s == A100.host.bandwidth_bytes_per_s
+    )
+    assert slowest_of((MEASURED, PROFILES["cpu-gloo"])).host is None, (
+        "nothing is known of one of the hosts"
+    )
 
 
 def test_the_slowest_of_equal_devices_is_one_of_them_and_others_have_hashes_of_their_own() -> None:
-    assert slowest_of((H100, H100)) == H100 == slowest(Mixed("a", (H100, H100))) and not slowest_of((H100, H100)).parts
-    hashes = {p.hash for p in (H100, A100, slowest_of((H100, A100)), slowest_of((H100, A100, MEASURED)))}
+    assert (
+        slowest_of((H100, H100)) == H100 == slowest(Mixed("a", (H100, H100)))
+        and not slowest_of((H100, H100)).parts
+    )
+    hashes = {
+        p.hash for p in (H100, A100, slowest_of((H100, A100)), slowest_of((H100, A100, MEASURED)))
+    }
     assert len(hashes) == 4
     assert Mixed("stage", (H100, A100)).hash != Mixed("stage", (A100, H100)).hash
 
@@ -85,15 +151,27 @@ def test_the_slowest_of_equal_devices_is_one_of_them_and_others_have_hashes_of_t
 def test_a_faster_link_of_the_slowest_is_faster_on_each_of_its_parts() -> None:
     found = slowest_of((H100, A100))
     moved = Collective("all_gather", 0, 0, -1, "", "bfloat16", 2**28)
-    before, after = (collective_time(moved, 8, "intra", p) for p in (found, with_faster(found, "intra", 1.0)))
-    assert after == max(collective_time(moved, 8, "intra", with_faster(p, "intra", 1.0)) for p in (H100, A100))
+    before, after = (
+        collective_time(moved, 8, "intra", p) for p in (found, with_faster(found, "intra", 1.0))
+    )
+    assert after == max(
+        collective_time(moved, 8, "intra", with_faster(p, "intra", 1.0)) for p in (H100, A100)
+    )
     assert 0.45 * before < after < 0.6 * before
 
 
 def test_stages_are_on_their_own_devices_and_all_else_is_at_the_pace_of_the_slowest() -> None:
     mixed = Mixed("stage", (H100, A100))
-    assert [profile_of(mixed, "stage", stage) for stage in range(5)] == [H100, A100, H100, A100, H100]
-    assert profile_of(mixed, "gpu", 0) == profile_of(mixed, "", 0) == slowest_of((H100, A100)) != A100
+    assert [profile_of(mixed, "stage", stage) for stage in range(5)] == [
+        H100,
+        A100,
+        H100,
+        A100,
+        H100,
+    ]
+    assert (
+        profile_of(mixed, "gpu", 0) == profile_of(mixed, "", 0) == slowest_of((H100, A100)) != A100
+    )
     assert profile_of(H100, "stage", 1) is H100
 
 
@@ -102,31 +180,88 @@ def test_what_crosses_between_stages_takes_the_worse_of_both_ends() -> None:
     first, second, last = (Crossing.along("stage", mesh, mixed, stage) for stage in range(3))
     fast, slow = H100.links["inter"], A100.links["inter"]
     assert fast.bandwidth_bytes_per_s > slow.bandwidth_bytes_per_s
-    assert first.behind == second.before and first.behind.bandwidth_bytes_per_s == fast.bandwidth_bytes_per_s
-    assert second.behind == last.before and second.behind.bandwidth_bytes_per_s == slow.bandwidth_bytes_per_s
+    assert (
+        first.behind == second.before
+        and first.behind.bandwidth_bytes_per_s == fast.bandwidth_bytes_per_s
+    )
+    assert (
+        second.behind == last.before
+        and second.behind.bandwidth_bytes_per_s == slow.bandwidth_bytes_per_s
+    )
     assert second.behind.latency_s == max(fast.latency_s, slow.latency_s)
-    assert Crossing.along("stage", mesh, H100) == Crossing.along("stage", mesh, Mixed("stage", (H100,) * 3), 1)
+    assert Crossing.along("stage", mesh, H100) == Crossing.along(
+        "stage", mesh, Mixed("stage", (H100,) * 3), 1
+    )
 
 
 def test_hardware_is_read_from_a_mapping_from_text_and_from_profiles() -> None:
     wanted = Mixed("stage", (H100, A100))
-    assert as_hardware({"stage": ["h100-sxm", A100]}, MESH) == as_hardware("stage=h100-sxm, a100-sxm-80gb", MESH) == wanted
+    assert (
+        as_hardware({"stage": ["h100-sxm", A100]}, MESH)
+        == as_hardware("stage=h100-sxm, a100-sxm-80gb", MESH)
+        == wanted
+    )
     assert as_hardware(wanted, MESH) == wanted and wanted.name == "stage=h100-sxm,a100-sxm-80gb"
     assert as_hardware("h100-sxm", 8) == H100 and as_hardware(H100, MESH) is H100
 
 
 WRONG: Mapping[str, tuple[Any, Any, str, str]] = {
-    "too few": ({"stage": ["h100-sxm"]}, MESH, "names 1 profile along 'stage', and mesh stage=2,gpu=4 has 2 devices", "pass 2"),
-    "too many": ("stage=h100-sxm,h100-sxm,h100-sxm", MESH, "names 3 profiles along 'stage'", "one per index"),
-    "no such axis": ({"node": ["h100-sxm", "h100-sxm"]}, MESH, "along 'node', which mesh stage=2,gpu=4 does not have", "stage, gpu"),
-    "a count": ({"stage": ["h100-sxm", "h100-sxm"]}, 8, "the shape of the mesh is the planner's choice", 'Mesh({"stage": 2'),
-    "nodes and devices": ("node=h100-sxm,h100-sxm", (2, 4), "the shape of the mesh is the planner's choice", "pass a mesh"),
-    "two axes": ({"stage": ["h100-sxm"] * 2, "gpu": ["h100-sxm"] * 4}, MESH, "along 'stage' and 'gpu'", "one axis"),
+    "too few": (
+        {"stage": ["h100-sxm"]},
+        MESH,
+        "names 1 profile along 'stage', and mesh stage=2,gpu=4 has 2 devices",
+        "pass 2",
+    ),
+    "too many": (
+        "stage=h100-sxm,h100-sxm,h100-sxm",
+        MESH,
+        "names 3 profiles along 'stage'",
+        "one per index",
+    ),
+    "no such axis": (
+        {"node": ["h100-sxm", "h100-sxm"]},
+        MESH,
+        "along 'node', which mesh stage=2,gpu=4 does not have",
+        "stage, gpu",
+    ),
+    "a count": (
+        {"stage": ["h100-sxm", "h100-sxm"]},
+        8,
+        "the shape of the mesh is the planner's choice",
+        'Mesh({"stage": 2',
+    ),
+    "nodes and devices": (
+        "node=h100-sxm,h100-sxm",
+        (2, 4),
+        "the shape of the mesh is the planner's choice",
+        "pass a mesh",
+    ),
+    "two axes": (
+        {"stage": ["h100-sxm"] * 2, "gpu": ["h100-sxm"] * 4},
+        MESH,
+        "along 'stage' and 'gpu'",
+        "one axis",
+    ),
     "no axis": ({}, MESH, "along no axis", "one axis"),
-    "one text": ({"stage": "h100-sxm"}, MESH, "'h100-sxm' along 'stage', which is no list", "one axis of the mesh"),
-    "a number": ({"stage": [1, 2]}, MESH, "has 1 along 'stage', which is no profile", "one axis of the mesh"),
+    "one text": (
+        {"stage": "h100-sxm"},
+        MESH,
+        "'h100-sxm' along 'stage', which is no list",
+        "one axis of the mesh",
+    ),
+    "a number": (
+        {"stage": [1, 2]},
+        MESH,
+        "has 1 along 'stage', which is no profile",
+        "one axis of the mesh",
+    ),
     "no mapping": (["h100-sxm"], MESH, "is no profile", "name a profile"),
-    "an unknown name": ({"stage": ["h100-sxm", "b300"]}, MESH, "there is no hardware profile 'b300'", "name one of"),
+    "an unknown name": (
+        {"stage": ["h100-sxm", "b300"]},
+        MESH,
+        "there is no hardware profile 'b300'",
+        "name one of",
+    ),
 }
 
 

@@ -11,8 +11,9 @@ from attention import softmax_attention
 from torch import Tensor
 
 from autopar import ops
-from autopar.ops import attention_kernels, blocks
-from autopar.run.live import LiveBytes
+from autopar.ops import blocks
+from autopar.ops import softmax_attention as attention_kernels
+from autopar.program.abstract_executor import LiveBytes
 
 EQUATIONS = [
     "bsk,nk->bsn",  # linear
@@ -37,7 +38,10 @@ SIZES = {"b": 2, "s": 5, "k": 6, "n": 7, "d": 4, "t": 3, "e": 5, "h": 3, "m": 4}
 def _operands(equation: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     left, right = equation.split("->")[0].split(",")
-    return tuple(torch.randn([SIZES[x] for x in term], generator=generator, dtype=torch.float64) for term in (left, right))
+    return tuple(
+        torch.randn([SIZES[x] for x in term], generator=generator, dtype=torch.float64)
+        for term in (left, right)
+    )
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
@@ -48,7 +52,17 @@ def test_dot_is_einsum_and_contiguous(equation: str) -> None:
     assert result.is_contiguous()
 
 
-@pytest.mark.parametrize("equation", ["bsk,nk->bsn", "bsn,nk->bsk", "bsn,bsk->nk", "bsd,dte->bste", "bste,dte->bsd", "bsd,bste->dte"])
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "bsk,nk->bsn",
+        "bsn,nk->bsk",
+        "bsn,bsk->nk",
+        "bsd,dte->bste",
+        "bste,dte->bsd",
+        "bsd,bste->dte",
+    ],
+)
 def test_dot_is_one_product_and_copies_nothing_of_contiguous_operands(equation: str) -> None:
     a, b = _operands(equation)
     assert ran_by(lambda: ops.dot(equation, a, b)) == [torch.ops.aten.mm]
@@ -71,7 +85,9 @@ def ran_by(call: Callable[[], Tensor]) -> list[Any]:
 
 @pytest.mark.parametrize("num_dims", [0, 1, 2])
 @pytest.mark.parametrize("equation", [e for e in EQUATIONS if len(e.partition("->")[2]) > 1])
-def test_a_bias_has_the_last_dims_of_the_result_and_is_added_once_where_what_is_summed_over_begins(equation: str, num_dims: int) -> None:
+def test_a_bias_has_the_last_dims_of_the_result_and_is_added_once_where_what_is_summed_over_begins(
+    equation: str, num_dims: int
+) -> None:
     a, b = _operands(equation)
     expected = torch.einsum(equation, a, b)
     bias = torch.randn(expected.shape[expected.dim() - num_dims :], dtype=torch.float64)
@@ -84,18 +100,28 @@ def test_a_bias_has_the_last_dims_of_the_result_and_is_added_once_where_what_is_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 5, 6)])
-def test_a_product_with_a_bias_is_torch_s_linear_to_the_last_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, weight, bias = (torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype) for size in (shape, (7, 6), (7,)))
+def test_a_product_with_a_bias_is_torch_s_linear_to_the_last_bit(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, weight, bias = (
+        torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for size in (shape, (7, 6), (7,))
+    )
     letters = "bs"[2 - (len(shape) - 1) :]
     made = ops.dot(f"{letters}k,nk->{letters}n", x, weight, bias)
     assert torch.equal(made, torch.nn.functional.linear(x, weight, bias))
-    assert dtype == torch.float32 or not torch.equal(made, ops.dot(f"{letters}k,nk->{letters}n", x, weight) + bias), "rounded once"
+    assert dtype == torch.float32 or not torch.equal(
+        made, ops.dot(f"{letters}k,nk->{letters}n", x, weight) + bias
+    ), "rounded once"
 
 
 @pytest.mark.parametrize("equation", ["bsk,nk->bsn", "bsd,dte->bste", "mk,kn->mn"])
 def test_a_bias_takes_no_op_of_its_own(equation: str) -> None:
     a, b = _operands(equation)
-    bias = torch.randn([SIZES[letter] for letter in equation.partition("->")[2] if letter not in "bsm"], dtype=torch.float64)
+    bias = torch.randn(
+        [SIZES[letter] for letter in equation.partition("->")[2] if letter not in "bsm"],
+        dtype=torch.float64,
+    )
     assert ran_by(lambda: ops.dot(equation, a, b, bias)) == [torch.ops.aten.addmm]
 
 
@@ -117,11 +143,15 @@ def test_embedding_parts_add_up_to_the_whole() -> None:
 @pytest.mark.parametrize("wrong", [-1, 10])
 def test_a_part_refuses_an_id_or_a_label_that_the_whole_does_not_have(wrong: int) -> None:
     ids = torch.tensor([0, wrong])
-    with pytest.raises(RuntimeError, match=r"token ids must be in 0…9; what to do: .*as many rows as there are ids"):
+    with pytest.raises(
+        RuntimeError, match=r"token ids must be in 0…9; what to do: .*as many rows as there are ids"
+    ):
         ops.embedding(torch.randn(5, 4), ids, 5, 10)
     with pytest.raises(RuntimeError, match=r"labels must be in 0…9"):
         ops.pick(torch.randn(2, 5), ids, -100, 5, 10)
-    with pytest.raises(RuntimeError, match=r"labels must be in 0…9; what to do: .*its ignore_index, -7 here"):
+    with pytest.raises(
+        RuntimeError, match=r"labels must be in 0…9; what to do: .*its ignore_index, -7 here"
+    ):
         ops.pick(torch.randn(2, 10), ids, -7)
 
 
@@ -130,30 +160,48 @@ def test_embedding_backward_parts_are_the_rows_of_the_whole(padding_idx: int) ->
     ids, grad = torch.tensor([[0, 3, 9], [4, 5, 3]]), torch.randn(2, 3, 4)
     whole = ops.embedding_backward(grad, ids, 10, None, padding_idx)
     weight = torch.zeros(10, 4, requires_grad=True)
-    torch.nn.functional.embedding(ids, weight, None if padding_idx < 0 else padding_idx).backward(grad)
+    torch.nn.functional.embedding(ids, weight, None if padding_idx < 0 else padding_idx).backward(
+        grad
+    )
     torch.testing.assert_close(whole, weight.grad)
-    parts = [ops.embedding_backward(grad, ids, rows, start, padding_idx) for start, rows in ((0, 4), (4, 4), (8, 2))]
+    parts = [
+        ops.embedding_backward(grad, ids, rows, start, padding_idx)
+        for start, rows in ((0, 4), (4, 4), (8, 2))
+    ]
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
 def _cross_entropy(x: Tensor, index: Tensor, splits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Loss per row and gradient for ones, with the vocabulary in parts that begin at `splits`."""
-    parts = [(start, x[..., start:end]) for start, end in zip(splits, [*splits[1:], x.shape[-1]], strict=True)]
+    parts = [
+        (start, x[..., start:end])
+        for start, end in zip(splits, [*splits[1:], x.shape[-1]], strict=True)
+    ]
     m = torch.stack([part.amax(-1) for _, part in parts]).amax(0)
     s = sum(ops.sum_exp(part, m) for _, part in parts)
-    loss = s.log() + m - sum(ops.pick(part, index, -100, start, x.shape[-1]) for start, part in parts)
+    loss = (
+        s.log() + m - sum(ops.pick(part, index, -100, start, x.shape[-1]) for start, part in parts)
+    )
     scale = torch.linspace(0.5, 2, index.numel(), dtype=s.dtype).view(index.shape)
-    return loss, torch.cat([ops.cross_entropy_backward(part, m, s, index, scale, start) for start, part in parts], -1)
+    return loss, torch.cat(
+        [ops.cross_entropy_backward(part, m, s, index, scale, start) for start, part in parts], -1
+    )
 
 
 @pytest.mark.parametrize("splits", [(0,), (0, 3, 8)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_cross_entropy_in_parts_is_torchs(splits: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+def test_cross_entropy_in_parts_is_torchs(
+    splits: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 3, 11, generator=generator) * 3).to(dtype)
     index = torch.randint(0, 11, (2, 3), generator=generator)
     reference = x.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(reference.flatten(0, 1), index.flatten(), reduction="none").view(2, 3)
+    expected = torch.nn.functional.cross_entropy(
+        reference.flatten(0, 1), index.flatten(), reduction="none"
+    ).view(2, 3)
     expected.backward(torch.linspace(0.5, 2, 6, dtype=torch.float64).view(2, 3))
     loss, grad = _cross_entropy(x, index, splits)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=tolerance, atol=tolerance)
@@ -169,7 +217,11 @@ def test_pick_and_backward_ignore_an_index_outside_of_the_vocabulary() -> None:
     torch.testing.assert_close(grad, x.softmax(-1))
 
 
-@pytest.mark.parametrize("x", [torch.randn(8, 1000), torch.randn(2, 5, 1000)[:, :4]], ids=["whole", "a part of the sequence"])
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(8, 1000), torch.randn(2, 5, 1000)[:, :4]],
+    ids=["whole", "a part of the sequence"],
+)
 def test_cross_entropy_holds_one_temporary_of_the_logits_size(x: Tensor) -> None:
     index = torch.zeros(x.shape[:-1], dtype=torch.long)
     m, big = x.amax(-1), []
@@ -178,7 +230,11 @@ def test_cross_entropy_holds_one_temporary_of_the_logits_size(x: Tensor) -> None
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-            if isinstance(result, Tensor) and result.numel() >= x.numel() and result.untyped_storage().data_ptr() not in known:
+            if (
+                isinstance(result, Tensor)
+                and result.numel() >= x.numel()
+                and result.untyped_storage().data_ptr() not in known
+            ):
                 big.append(func)
             return result
 
@@ -191,8 +247,13 @@ def test_cross_entropy_holds_one_temporary_of_the_logits_size(x: Tensor) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("splits", [(0,), (0, 3, 8)])
-def test_logits_of_some_rows_at_a_time_give_the_same(splits: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, index = torch.randn(2, 3, 11).transpose(0, 1).to(dtype), torch.tensor([[0, 10], [-100, 3], [3, 7]])
+def test_logits_of_some_rows_at_a_time_give_the_same(
+    splits: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, index = (
+        torch.randn(2, 3, 11).transpose(0, 1).to(dtype),
+        torch.tensor([[0, 10], [-100, 3], [3, 7]]),
+    )
     at_once = _cross_entropy(x, index, splits)
     for block in (1, 22, 50):  # of fewer elements than a row, of rows that do and do not divide all
         monkeypatch.setattr(blocks, "_BLOCK", block)
@@ -215,7 +276,9 @@ def test_where_looks_alone_are_asked_for_several_blocks_are_two_and_what_is_made
         m = x.amax(-1)
         s, squares = ops.sum_exp(x, m), ops.square_sum(x, torch.float32)
         grad = ops.cross_entropy_backward(x, m, s, index, torch.ones_like(s))
-        normed = ops.rms_norm(x, squares, None, 11, 1e-6, torch.float32, torch.bfloat16, torch.bfloat16)
+        normed = ops.rms_norm(
+            x, squares, None, 11, 1e-6, torch.float32, torch.bfloat16, torch.bfloat16
+        )
         return [(t.shape, t.stride(), t.dtype) for t in (s, squares, grad, normed)]
 
     usual = looks()
@@ -229,12 +292,17 @@ def test_where_looks_alone_are_asked_for_several_blocks_are_two_and_what_is_made
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lies", ["together", "apart"])
 @pytest.mark.parametrize("block", [1, 22, 2**24])
-def test_a_gradient_written_into_the_logits_is_the_same(dtype: torch.dtype, lies: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_written_into_the_logits_is_the_same(
+    dtype: torch.dtype, lies: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "_BLOCK", block)
     x, index = torch.randn(3, 2, 11).to(dtype), torch.tensor([[0, 10], [-100, 3], [3, 7]])
     x = x if lies == "together" else x.transpose(0, 1).contiguous().transpose(0, 1)
     m, start = x.amax(-1), 3
-    s, scale = ops.sum_exp(x, m), torch.linspace(-1, 2, 6, dtype=torch.float64).view(3, 2).to(blocks.wide_dtype(dtype))
+    s, scale = (
+        ops.sum_exp(x, m),
+        torch.linspace(-1, 2, 6, dtype=torch.float64).view(3, 2).to(blocks.wide_dtype(dtype)),
+    )
     expected = ops.cross_entropy_backward(x, m, s, index, scale, start)
     assert not torch.equal(x, expected)
     found = ops.cross_entropy_backward_(x, m, s, index, scale, start)
@@ -276,7 +344,9 @@ def test_what_a_gradient_of_logits_needs_beside_its_result_is_what_it_holds(
     few = 0.02 * x.nbytes  # indices of rows
     assert scratch <= held(ops.cross_entropy_backward, x.nbytes) <= scratch + few
     in_place = held(ops.cross_entropy_backward_, 0)
-    assert scratch <= in_place <= scratch + few + (x.nbytes if block > x.numel() else 0), "of one block its result is not its own"
+    assert scratch <= in_place <= scratch + few + (x.nbytes if block > x.numel() else 0), (
+        "of one block its result is not its own"
+    )
 
 
 def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,32 +368,46 @@ def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPat
             return summed, memory.peak_bytes - before - x.nbytes
 
     monkeypatch.setattr(blocks, "_BLOCK", block)
-    assert max(peaks()) <= 2 * block * 4 + per_row  # x − m and its exponential, or the gradient of some rows and its cast
+    assert (
+        max(peaks()) <= 2 * block * 4 + per_row
+    )  # x − m and its exponential, or the gradient of some rows and its cast
     monkeypatch.setattr(blocks, "_BLOCK", rows * classes)
     assert min(peaks()) >= rows * classes * 4, "all at once hold more"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 100])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)]
+)
 def test_a_cross_entropy_by_rows_is_torchs(rows: int, dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 5), (11, 5)))
+    x, weight = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 5), (11, 5))
+    )
     index = torch.tensor([[0, 10, -100], [3, 3, 7]])
     a, b = (t.double().clone().requires_grad_() for t in (x, weight))
-    expected = torch.nn.functional.cross_entropy((a @ b.t()).flatten(0, 1), index.flatten(), reduction="none").view(2, 3)
+    expected = torch.nn.functional.cross_entropy(
+        (a @ b.t()).flatten(0, 1), index.flatten(), reduction="none"
+    ).view(2, 3)
     expected.sum().backward()
     losses, d_x, d_weight = ops.linear_cross_entropy(x, weight, index, -100, rows)
     seen = index != -100
-    torch.testing.assert_close(losses.double()[seen], expected.detach()[seen], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        losses.double()[seen], expected.detach()[seen], rtol=tolerance, atol=tolerance
+    )
     torch.testing.assert_close(d_x.double(), a.grad, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(d_weight.double(), b.grad, rtol=tolerance, atol=tolerance)
-    assert (d_x.dtype, d_weight.dtype) == (dtype, dtype) and losses.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+    assert (d_x.dtype, d_weight.dtype) == (dtype, dtype) and losses.dtype == (
+        torch.float32 if dtype == torch.bfloat16 else dtype
+    )
     alone = ops.linear_cross_entropy(x, weight, index, -100, rows, gradients=False)
     assert torch.equal(alone[0], losses) and not alone[1].numel() and not alone[2].numel()
 
 
 def test_a_cross_entropy_by_rows_of_no_rows_is_empty() -> None:
-    losses, d_x, d_weight = ops.linear_cross_entropy(torch.ones(0, 4), torch.ones(3, 4), torch.ones(0, dtype=torch.long), -100, 2)
+    losses, d_x, d_weight = ops.linear_cross_entropy(
+        torch.ones(0, 4), torch.ones(3, 4), torch.ones(0, dtype=torch.long), -100, 2
+    )
     assert losses.shape == (0,) and d_x.shape == (0, 4) and not d_weight.any()
 
 
@@ -341,17 +425,25 @@ def test_a_cross_entropy_by_rows_holds_the_logits_of_its_rows_alone() -> None:
         made = ops.linear_cross_entropy(x, weight, index, -100, 8)
         held = sum(t.nbytes for t in made)
         assert memory.live_bytes - before == held
-        assert held + 8 * 1000 * 4 <= memory.peak_bytes - before <= held + 8 * 1000 * 4 + 1000  # one buffer of logits, and rows
+        assert (
+            held + 8 * 1000 * 4 <= memory.peak_bytes - before <= held + 8 * 1000 * 4 + 1000
+        )  # one buffer of logits, and rows
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "bias"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 6, 8, generator=generator, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(2, heads, 6, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, kv_heads, kv_heads)
+    )
     visible = torch.rand(2, 1, 6, 6, generator=generator) > 0.3
     visible[..., 0] = True
-    bias = {"bool": visible, "bias": torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64)}.get(mask)
+    bias = {
+        "bool": visible,
+        "bias": torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64),
+    }.get(mask)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = softmax_attention(*leaves, bias, mask == "causal", 0.3)
     grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""Causal attention of a part of the queries is rows of the whole, and its gradients add up to the whole's, without a mask."""
+"""Causal attention of a part of the queries is rows of the whole, and its gradients add up to
+the whole's, without a mask."""
 
 from __future__ import annotations
 
@@ -13,17 +14,21 @@ from torch.utils._pytree import tree_leaves
 
 from autopar import ops
 from autopar.analysis.work import work
-from autopar.ops import attention_kernels
+from autopar.ops import softmax_attention as attention_kernels
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    return ours.dtype == dtype and bool((ours.double() - theirs.double()).abs().max() <= TOLERANCE[dtype] * theirs.abs().max())
+    return ours.dtype == dtype and bool(
+        (ours.double() - theirs.double()).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+    )
 
 
 @pytest.fixture(params=["flash", "plain"])
@@ -34,9 +39,15 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(attention_kernels, "attend_backward", _plain_backward)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = attention_kernels._scores(q, attention_kernels._repeat_heads(k, q), mask, is_causal, scale)
-    return torch.matmul(scores.softmax(-1).to(v.dtype), attention_kernels._repeat_heads(v, q)), scores.logsumexp(-1)
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = attention_kernels._scores(
+        q, attention_kernels._repeat_heads(k, q), mask, is_causal, scale
+    )
+    return torch.matmul(
+        scores.softmax(-1).to(v.dtype), attention_kernels._repeat_heads(v, q)
+    ), scores.logsumexp(-1)
 
 
 def _plain_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,11 +60,24 @@ def _plain_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("start", "length", "keys"), [
-    (0, 6, 24), (6, 6, 24), (18, 6, 24), (5, 7, 24), (23, 1, 24),
-    (6, 6, 10), (12, 6, 10), (10, 6, 10), (0, 12, 10),
-], ids=str)  # fmt: skip
-def test_a_part_of_the_queries_is_rows_of_the_whole(start: int, length: int, keys: int, kv_heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("start", "length", "keys"),
+    [
+        (0, 6, 24),
+        (6, 6, 24),
+        (18, 6, 24),
+        (5, 7, 24),
+        (23, 1, 24),
+        (6, 6, 10),
+        (12, 6, 10),
+        (10, 6, 10),
+        (0, 12, 10),
+    ],
+    ids=str,
+)
+def test_a_part_of_the_queries_is_rows_of_the_whole(
+    start: int, length: int, keys: int, kv_heads: int, dtype: torch.dtype
+) -> None:
     q, grad = (drawn(2, 4, 24, 8, dtype=dtype, seed=seed) for seed in (0, 1))
     k, v = (drawn(2, kv_heads, keys, 8, dtype=dtype, seed=seed) for seed in (2, 3))
     rows = slice(start, start + length)
@@ -63,10 +87,14 @@ def test_a_part_of_the_queries_is_rows_of_the_whole(start: int, length: int, key
     out, lse = ops.attention(q[:, :, rows], k, v, None, True, 0.3, q_start=start)
     assert close(out, expected[:, :, rows], dtype)
     assert lse.shape == (2, 4, length) and lse.dtype == torch.promote_types(dtype, torch.float32)
-    found = ops.attention_backward(grad[:, :, rows], q[:, :, rows], k, v, out, lse, None, True, 0.3, q_start=start)
+    found = ops.attention_backward(
+        grad[:, :, rows], q[:, :, rows], k, v, out, lse, None, True, 0.3, q_start=start
+    )
     for ours, theirs in zip(found, (wanted[0][:, :, rows], *wanted[1:]), strict=True):
         assert ours.shape == theirs.shape and close(ours, theirs, dtype)
-    assert not any(gradient[:, :, start + length :].any() for gradient in found[1:]), "what no query sees has zeros"
+    assert not any(gradient[:, :, start + length :].any() for gradient in found[1:]), (
+        "what no query sees has zeros"
+    )
 
 
 def test_scores_that_differ_by_much_are_joined_without_overflow() -> None:
@@ -75,12 +103,18 @@ def test_scores_that_differ_by_much_are_joined_without_overflow() -> None:
         keys = k.clone()
         keys[:, :, large] *= 1e4
         out, lse = ops.attention(q[:, :, 4:], keys, v, None, True, 1.0, q_start=4)
-        assert close(out, softmax_attention(q, keys, v, None, True, 1.0)[:, :, 4:], torch.float64) and lse.isfinite().all()
+        assert (
+            close(out, softmax_attention(q, keys, v, None, True, 1.0)[:, :, 4:], torch.float64)
+            and lse.isfinite().all()
+        )
 
 
 @pytest.mark.parametrize("start", [0, 6, 18])
-def test_kernels_compute_what_is_seen_and_square_causal_attention(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where it is square FlashAttention takes it. What is computed is what is priced, of the last part."""
+def test_kernels_compute_what_is_seen_and_square_causal_attention(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where it is square FlashAttention takes it. What is computed is what is priced, of
+    the last part."""
     asked: list[tuple[int, int, bool]] = []
 
     def seen(kernel: Any, first: int) -> Any:
@@ -92,7 +126,9 @@ def test_kernels_compute_what_is_seen_and_square_causal_attention(start: int, mo
         return run
 
     monkeypatch.setattr(attention_kernels, "attend", seen(attention_kernels.attend, 0))
-    monkeypatch.setattr(attention_kernels, "attend_backward", seen(attention_kernels.attend_backward, 1))
+    monkeypatch.setattr(
+        attention_kernels, "attend_backward", seen(attention_kernels.attend_backward, 1)
+    )
     q, k, v = drawn(1, 2, 6, 8), drawn(1, 2, 24, 8), drawn(1, 2, 24, 8)
     args = (None, True, 0.3, start)
     out, lse = ops.attention(q, k, v, *args)
@@ -101,7 +137,9 @@ def test_kernels_compute_what_is_seen_and_square_causal_attention(start: int, mo
     assert set(asked) == wanted and len(asked) == 2 * len(wanted)
     pairs = sum(rows * keys / (2 if is_causal else 1) for rows, keys, is_causal in wanted)
     priced = work(ops.attention, (q, k, v, *args), {}, [q, k, v], [out, lse]).flops  # type: ignore[list-item]
-    assert (pairs * 2 * 2 * (8 + 8) == priced) == (start == 18), "two heads, two products of 8 features"
+    assert (pairs * 2 * 2 * (8 + 8) == priced) == (start == 18), (
+        "two heads, two products of 8 features"
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -111,13 +149,19 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        self.elements = max(
+            [self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))]
+        )
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_tensor_has_an_element_per_query_and_key(dtype: torch.dtype) -> None:
-    q, k, v = drawn(1, 1, 64, 8, dtype=dtype), drawn(1, 1, 256, 8, dtype=dtype), drawn(1, 1, 256, 8, dtype=dtype)
+    q, k, v = (
+        drawn(1, 1, 64, 8, dtype=dtype),
+        drawn(1, 1, 256, 8, dtype=dtype),
+        drawn(1, 1, 256, 8, dtype=dtype),
+    )
     with Largest() as seen:
         out, lse = ops.attention(q, k, v, None, True, 0.3, q_start=128)
         ops.attention_backward(out, q, k, v, out, lse, None, True, 0.3, q_start=128)

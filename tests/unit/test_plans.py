@@ -1,4 +1,5 @@
-"""A plan's file: it comes back as it was; damaged, foreign and other versions' files are refused, and say what is wrong."""
+"""A plan's file: it comes back as it was; damaged, foreign and other versions' files are
+refused, and say what is wrong."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from changed import with_options
 from made_plan import made_plan
 from mlp import traced
 
-from autopar.api.fitting import _first, check_fits
-from autopar.certificate.check import identity
+from autopar.api.plan_options import _first, check_fits
+from autopar.certificate.marks import identity
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import FORMAT, VERSION, Plan
 from benchmarks.faults.damage import places
 
@@ -29,51 +30,121 @@ Damage = Callable[[dict[str, Any]], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a field is missing": (lambda d: d["entries"][0].pop("kind"), "kind"),
     "a field is not known": (lambda d: d["proof"].update(certainty=1), "certainty"),
-    "a name is a number": (lambda d: d["entries"][0]["nodes"][0].update(node=7), r"entries\[0\]\.nodes\[0\]\.node is 7, not str"),
-    "a layout is no layout": (lambda d: d["entries"][0]["nodes"][0]["strategy"].update(outputs=["S(0) Q"]), "cannot read 'Q'"),
+    "a name is a number": (
+        lambda d: d["entries"][0]["nodes"][0].update(node=7),
+        r"entries\[0\]\.nodes\[0\]\.node is 7, not str",
+    ),
+    "a layout is no layout": (
+        lambda d: d["entries"][0]["nodes"][0]["strategy"].update(outputs=["S(0) Q"]),
+        "cannot read 'Q'",
+    ),
     "an instance lacks its index": (
-        lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]), r"does not take the indices \(\)",
+        lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]),
+        r"does not take the indices \(\)",
     ),
-    "an instance has an index too many": (lambda d: d["kept"][0]["instances"][0].append(7), r"does not take the indices \(.*7\)"),
+    "an instance has an index too many": (
+        lambda d: d["kept"][0]["instances"][0].append(7),
+        r"does not take the indices \(.*7\)",
+    ),
     "a dtype that there is not": (
-        lambda d: d["communications"][0]["collective"].update(dtype="float32x"), "a collective moves 'float32x', which is no dtype",
+        lambda d: d["communications"][0]["collective"].update(dtype="float32x"),
+        "a collective moves 'float32x', which is no dtype",
     ),
-    "a balance beyond its range": (lambda d: d["proof"].update(balance=[1.0, 1.5]), r"its proof's balance is \(1.0, 1.5\)"),
-    "a phase is a list": (lambda d: d["communications"][0].update(phase=["forward"]), r"communications\[0\]\.phase is \['forward'\]"),
-    "a result is a table": (lambda d: d["kept"][0].update(result={}), r"kept\[0\]\.result is \{\}, not int"),
+    "a balance beyond its range": (
+        lambda d: d["proof"].update(balance=[1.0, 1.5]),
+        r"its proof's balance is \(1.0, 1.5\)",
+    ),
+    "a phase is a list": (
+        lambda d: d["communications"][0].update(phase=["forward"]),
+        r"communications\[0\]\.phase is \['forward'\]",
+    ),
+    "a result is a table": (
+        lambda d: d["kept"][0].update(result={}),
+        r"kept\[0\]\.result is \{\}, not int",
+    ),
     "a mesh has no axes": (lambda d: d["mesh"].clear(), "axes"),
-    "a time is a word": (lambda d: d["prediction"].update(step_s="long"), r"prediction\.step_s is 'long', not float"),
-    "a size is true": (lambda d: d["kept"][0].update(bytes=True), r"kept\[0\]\.bytes is True, not int"),
-    "a collective is unknown": (lambda d: d["communications"][1]["collective"].update(kind="gossip"), r"kind is 'gossip', not 'all_g"),
-    "a size by kind is no number": (lambda d: d["prediction"]["memory_bytes"].update(inputs="x"), r"memory_bytes\['inputs'\] is 'x'"),
-    "a bar of the time line is short": (lambda d: d["prediction"]["timeline"][0].pop(), r"timeline\[0\] length is 4, not 5"),
-    "an axis is none of the mesh": (lambda d: d["communications"][0]["collective"].update(axis=2), "axis 2, mesh node=2,gpu=4 has 2 axes"),
-    "a layout is of another mesh": (lambda d: d["kept"][0].update(layouts=["R"]), "'R' has 1 placements, mesh node=2,gpu=4 has 2 axes"),
+    "a time is a word": (
+        lambda d: d["prediction"].update(step_s="long"),
+        r"prediction\.step_s is 'long', not float",
+    ),
+    "a size is true": (
+        lambda d: d["kept"][0].update(bytes=True),
+        r"kept\[0\]\.bytes is True, not int",
+    ),
+    "a collective is unknown": (
+        lambda d: d["communications"][1]["collective"].update(kind="gossip"),
+        r"kind is 'gossip', not 'all_g",
+    ),
+    "a size by kind is no number": (
+        lambda d: d["prediction"]["memory_bytes"].update(inputs="x"),
+        r"memory_bytes\['inputs'\] is 'x'",
+    ),
+    "a bar of the time line is short": (
+        lambda d: d["prediction"]["timeline"][0].pop(),
+        r"timeline\[0\] length is 4, not 5",
+    ),
+    "an axis is none of the mesh": (
+        lambda d: d["communications"][0]["collective"].update(axis=2),
+        "axis 2, mesh node=2,gpu=4 has 2 axes",
+    ),
+    "a layout is of another mesh": (
+        lambda d: d["kept"][0].update(layouts=["R"]),
+        "'R' has 1 placements, mesh node=2,gpu=4 has 2 axes",
+    ),
     "a key is none": (lambda d: d["kept"][0].update(node="up"), "'up' is no key of a node"),
     "a decision is about nothing": (lambda d: d["entries"][2].update(nodes=[]), "decides nothing"),
     "there are no decisions": (lambda d: d.update(entries=[]), "no decisions"),
     "options are no table": (lambda d: d.update(options=[]), "options is "),
-    "room is not in order": (lambda d: d["overlap"].update(backward_room=[[7, 10], [3, 20]]), "its room for early steps is"),
-    "room is less than none": (lambda d: d["overlap"].update(forward_room=[[0, -1]]), "its room for early steps is"),
+    "room is not in order": (
+        lambda d: d["overlap"].update(backward_room=[[7, 10], [3, 20]]),
+        "its room for early steps is",
+    ),
+    "room is less than none": (
+        lambda d: d["overlap"].update(forward_room=[[0, -1]]),
+        "its room for early steps is",
+    ),
     "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
     "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
-    "a decision is of no phase": (lambda d: d["entries"][2].update(phase="later"), "is of phase 'later'"),
-    "it has a field more": (lambda d: d.update(bucket=d["buckets"]), "it has 'bucket', which is no known field"),
-    "a node has a field more": (lambda d: d["entries"][2]["nodes"][0].update(x=1), r"entries\[2\].nodes\[0\] has 'x'"),
+    "a decision is of no phase": (
+        lambda d: d["entries"][2].update(phase="later"),
+        "is of phase 'later'",
+    ),
+    "it has a field more": (
+        lambda d: d.update(bucket=d["buckets"]),
+        "it has 'bucket', which is no known field",
+    ),
+    "a node has a field more": (
+        lambda d: d["entries"][2]["nodes"][0].update(x=1),
+        r"entries\[2\].nodes\[0\] has 'x'",
+    ),
     "a mapping for a list": (lambda d: d.update(starts=[]), "'list' object has no attribute"),
-    "an object for a list": (lambda d: d["proof"].update(versions={}), r"proof.versions is \{\}, which reads as \[\]"),
-    "a text for a list": (lambda d: d["proof"].update(covers="all"), "proof.covers is 'all', which reads as"),
+    "an object for a list": (
+        lambda d: d["proof"].update(versions={}),
+        r"proof.versions is \{\}, which reads as \[\]",
+    ),
+    "a text for a list": (
+        lambda d: d["proof"].update(covers="all"),
+        "proof.covers is 'all', which reads as",
+    ),
     "a number for a text": (lambda d: d.update(capture=7), "capture is 7, which reads as '7'"),
-    "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), r"options.memory_bytes is '80 GiB'"),
+    "the budget is a word": (
+        lambda d: d["options"].update(memory_bytes="80 GiB"),
+        r"options.memory_bytes is '80 GiB'",
+    ),
 }
 
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wrong(damage: Damage, complaint: str) -> None:
+def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wrong(
+    damage: Damage, complaint: str
+) -> None:
     data = json.loads(made_plan().dumps())
     assert Plan.loads(json.dumps(data)) == made_plan()
     damage(data)
-    with pytest.raises(PlanError, match=rf"plan is malformed: .*{complaint}(.|\n)*where: some\.json(.|\n)*plan again"):
+    with pytest.raises(
+        PlanError,
+        match=rf"plan is malformed: .*{complaint}(.|\n)*where: some\.json(.|\n)*plan again",
+    ):
         Plan.loads(json.dumps(data), "some.json")
 
 
@@ -117,21 +188,32 @@ def _with_budget(number: str) -> str:
         ("{}", "no autopar plan"),
         ('{"format": "autopar-hardware", "version": 1}', "no autopar plan"),
         (json.dumps({"format": FORMAT}), f"plan version None, this autopar reads {VERSION}"),
-        (json.dumps({"format": FORMAT, "version": VERSION + 1}), f"plan version {VERSION + 1}, this autopar reads {VERSION}"),
+        (
+            json.dumps({"format": FORMAT, "version": VERSION + 1}),
+            f"plan version {VERSION + 1}, this autopar reads {VERSION}",
+        ),
         (json.dumps({"format": FORMAT, "version": VERSION}), "plan is malformed"),
         (made_plan().dumps()[:-200], "plan is no JSON"),
         ("[" * 200_000, "nested more than 100 levels deep: line 1"),
-        (_with_budget('{"x": ' * 900 + "1" + "}" * 900), "nested more than 100 levels deep: line 1"),
+        (
+            _with_budget('{"x": ' * 900 + "1" + "}" * 900),
+            "nested more than 100 levels deep: line 1",
+        ),
         (_with_budget("9" * 400), "integer 999999999999… of 400 digits has over 64 bits"),
         (_with_budget("9" * 5000), "integer 999999999999… of 5000 digits has over 64 bits"),
         (_with_budget("1e400"), "number 1e400 is too large"),
-        (made_plan().dumps().replace('"capture"', '"format": "x", "capture"', 1), "the key 'format' stands twice"),
+        (
+            made_plan().dumps().replace('"capture"', '"format": "x", "capture"', 1),
+            "the key 'format' stands twice",
+        ),
         (_with_budget('"\\u001b[31mred"'), r"has the control character '\\x1b'"),
         (_with_budget("NaN"), "NaN is no number"),
         (_with_budget("-Infinity"), "-Infinity is no number"),
     ],
 )
-def test_what_is_no_plan_of_this_version_says_so_and_where(text: str, complaint: str, tmp_path: Path) -> None:
+def test_what_is_no_plan_of_this_version_says_so_and_where(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)
     with pytest.raises(PlanError, match=rf"{complaint}(.|\n)*plan\.json"):
@@ -148,7 +230,9 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> 
         Plan.load(tmp_path / "weights.bin")
 
 
-def test_a_plan_comes_back_from_its_file_as_it_was_and_the_file_is_the_same_each_time(tmp_path: Path) -> None:
+def test_a_plan_comes_back_from_its_file_as_it_was_and_the_file_is_the_same_each_time(
+    tmp_path: Path,
+) -> None:
     plan = made_plan()
     plan.save(tmp_path / "a.json")
     Plan.load(tmp_path / "a.json").save(tmp_path / "b.json")
@@ -171,7 +255,11 @@ def test_choices_kept_layouts_and_steps_are_those_of_every_instance() -> None:
     ups = [key for key in choices if ".up/dot/forward/0" in key]
     assert len(ups) == 3 and len({choices[key] for key in ups}) == 1
     assert set(ups) <= set(again) and len(again) < len(choices)
-    copies = [k for k, layouts in plan.kept_layouts().items() if ".up.weight" in k[0] and list(map(str, layouts)) == ["R S(1)"]]
+    copies = [
+        k
+        for k, layouts in plan.kept_layouts().items()
+        if ".up.weight" in k[0] and list(map(str, layouts)) == ["R S(1)"]
+    ]
     assert sorted(key.split(".")[2] for key, _ in copies) == ["0", "1", "2"]
     assert len(plan.steps()) == sum(len(c.instances) for c in plan.communications)
 
@@ -187,22 +275,35 @@ def planned(width: int = 8, batch: int = 8, num_layers: int = 2) -> Plan:
 def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     trace, mesh = traced(8, 16, 8, num_layers=2, dtype=torch.float32), Mesh(2)
     check_fits(planned(), trace, mesh)
-    with pytest.raises(PlanError, match=r"2 parameters in the plan, not in the model: layers\.2\.down\.weight, lay"):
+    with pytest.raises(
+        PlanError, match=r"2 parameters in the plan, not in the model: layers\.2\.down\.weight, lay"
+    ):
         check_fits(planned(num_layers=3), trace, mesh)
-    with pytest.raises(PlanError, match=r"2 parameters in the model, not in the plan: layers\.1\.down\.weight, lay"):
+    with pytest.raises(
+        PlanError, match=r"2 parameters in the model, not in the plan: layers\.1\.down\.weight, lay"
+    ):
         check_fits(planned(num_layers=1), trace, mesh)
     for other, shape in ((planned(width=4), r"\[8, 4\]"), (planned(batch=4), r"\[4, 8\]")):
-        with pytest.raises(PlanError, match=rf"another batch: x is float32 {shape} in the plan and float32 \[8, 8\] here"):
+        with pytest.raises(
+            PlanError,
+            match=rf"another batch: x is float32 {shape} in the plan and float32 \[8, 8\] here",
+        ):
             check_fits(other, trace, mesh)
         assert Plan.loads(other.dumps()) == other and other.fingerprint.inputs
         (found,) = identity(trace, other, HardwareProfile.load("cpu-gloo"))
         assert "another batch: x is float32" in found.what
     same = planned()
     unnamed = replace(same, fingerprint=replace(same.fingerprint, model="another"))
-    with pytest.raises(PlanError, match="names agree, but shapes, dtypes or arguments of ops differ"):
+    with pytest.raises(
+        PlanError, match="names agree, but shapes, dtypes or arguments of ops differ"
+    ):
         check_fits(unnamed, trace, mesh)
-    named = replace(same, fingerprint=replace(same.fingerprint, model="another", model_name="GPT2LMHeadModel"))
-    with pytest.raises(PlanError, match="model: the plan is for a GPT2LMHeadModel, this is a LlamaForCausalLM\n"):
+    named = replace(
+        same, fingerprint=replace(same.fingerprint, model="another", model_name="GPT2LMHeadModel")
+    )
+    with pytest.raises(
+        PlanError, match="model: the plan is for a GPT2LMHeadModel, this is a LlamaForCausalLM\n"
+    ):
         check_fits(named, trace, mesh, "LlamaForCausalLM")
     with pytest.raises(PlanError, match="something else:\n    model: names agree"):
         check_fits(named, trace, mesh, "GPT2LMHeadModel")
@@ -213,20 +314,41 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     with pytest.raises(PlanError) as refused:
         check_fits(planned(batch=4), biased, Mesh(4))
     first, on_mesh, batch, parameters, ops, *_, last = str(refused.value).splitlines()
-    assert first == "the plan was made for something else:" and last.startswith("  what to do: plan again")
-    assert on_mesh == "    mesh: the plan is for gpu=2, this is gpu=4" and batch.startswith("    the plan is for another batch: x is ")
-    assert parameters == "    4 parameters in the model, not in the plan: layers.*.down.bias (2 of them), layers.*.up.bias (2 of them)"
+    assert first == "the plan was made for something else:" and last.startswith(
+        "  what to do: plan again"
+    )
+    assert on_mesh == "    mesh: the plan is for gpu=2, this is gpu=4" and batch.startswith(
+        "    the plan is for another batch: x is "
+    )
+    assert (
+        parameters
+        == "    4 parameters in the model, not in the plan: layers.*.down.bias (2 of them),"
+        " layers.*.up.bias (2 of them)"
+    )
     assert re.match(r"    \d+ ops in the .*: .*layers\.\*\.\S+ \(2 of them\)", ops)
 
 
 def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -> None:
-    names = {f"layers.{i}.{name}" for i in range(4) for name in ("up.weight", "down.weight", "up.bias", "down.bias")} | {"head.weight"}
-    assert _first(names) == "head.weight, layers.*.down.bias (4 of them), layers.*.down.weight (4 of them) and 8 more"
-    assert _first({"0.weight", "2.weight"}) == "*.weight (2 of them)" and _first({"up2/dot/forward/0"}) == "up2/dot/forward/0"
+    names = {
+        f"layers.{i}.{name}"
+        for i in range(4)
+        for name in ("up.weight", "down.weight", "up.bias", "down.bias")
+    } | {"head.weight"}
+    assert (
+        _first(names)
+        == "head.weight, layers.*.down.bias (4 of them), layers.*.down.weight (4 of them) and 8"
+        " more"
+    )
+    assert (
+        _first({"0.weight", "2.weight"}) == "*.weight (2 of them)"
+        and _first({"up2/dot/forward/0"}) == "up2/dot/forward/0"
+    )
 
 
 @pytest.mark.parametrize("mesh", [Mesh(4), Mesh({"data": 2}), Mesh({"gpu": 2, "node": 1})])
 def test_a_plan_for_another_mesh_says_for_which(mesh: Mesh) -> None:
     trace = traced(8, 16, 8, num_layers=2, dtype=torch.float32)
-    with pytest.raises(PlanError, match=f"mesh: the plan is for gpu=2, this is {mesh}(.|\n)*plan again"):
+    with pytest.raises(
+        PlanError, match=f"mesh: the plan is for gpu=2, this is {mesh}(.|\n)*plan again"
+    ):
         check_fits(planned(), trace, mesh)

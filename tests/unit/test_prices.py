@@ -1,4 +1,5 @@
-"""What faster links are worth: the plan's own communication priced again; by hand, against real plans, and where it is not known."""
+"""What faster links are worth: the plan's own communication priced again; by hand, against real
+plans, and where it is not known."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import pytest
 from made_plan import MIB, made_plan, made_staged_plan
 
 import autopar
-from autopar.collective import faster
 from autopar.constraints import fsdp, pipeline, tensor_parallel
+from autopar.core.collective import faster
+from autopar.core.hardware import Curve, HardwareProfile
 from autopar.explanation import explain
 from autopar.explanation.prices import _received, _shorter_s, worth
-from autopar.hardware import Curve, HardwareProfile
 from autopar.plans import Plan
 from benchmarks import zoo
 
@@ -22,11 +23,15 @@ PROFILE = HardwareProfile.load("cpu-gloo")
 
 def plain(profile: HardwareProfile) -> HardwareProfile:
     """Without measured collectives: latency and bandwidth alone."""
-    return replace(profile, links={name: replace(link, curves={}) for name, link in profile.links.items()})
+    return replace(
+        profile, links={name: replace(link, curves={}) for name, link in profile.links.items()}
+    )
 
 
 def for_profile(plan: Plan, profile: HardwareProfile) -> Plan:
-    return replace(plan, fingerprint=replace(plan.fingerprint, profile=profile.name, profile_hash=profile.hash))
+    return replace(
+        plan, fingerprint=replace(plan.fingerprint, profile=profile.name, profile_hash=profile.hash)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,8 @@ def test_a_collective_is_worth_the_bytes_that_it_sends_over_the_bandwidth_square
     profile = plain(PROFILE)
     node, gpu = worth(for_profile(made_plan(), profile), profile).links
     bandwidth = profile.links["inter"].bandwidth_bytes_per_s
-    # over node, of 2 devices: 3 all_gathers of layers and 2 of the head send MIB each, the reduce_scatter half of its MIB
+    # over node, of 2 devices: 3 all_gathers of layers and 2 of the head send MIB each, the
+    # reduce_scatter half of its MIB
     assert node.saved_s_per_gb_per_s == pytest.approx(5.5 * MIB / bandwidth**2 * 1e9, rel=2e-3)
     assert (gpu.saved_s_per_gb_per_s, gpu.communication_s) == (0.0, 0.0)
 
@@ -47,43 +53,72 @@ def test_what_stages_send_counts_as_their_microbatches_do_in_the_step() -> None:
     profile = plain(PROFILE)
     stage, *_ = worth(for_profile(made_staged_plan(microbatches=8), profile), profile).links
     bandwidth = profile.links["inter"].bandwidth_bytes_per_s
-    # 3 values and 3 gradients of MIB once, and 7 times the 2 that a stage in the middle, which is the slowest, receives
-    assert stage.saved_s_per_gb_per_s == pytest.approx((6 + 7 * 2) * MIB / bandwidth**2 * 1e9, rel=2e-3)
+    # 3 values and 3 gradients of MIB once, and 7 times the 2 that a stage in the middle, which is
+    # the slowest, receives
+    assert stage.saved_s_per_gb_per_s == pytest.approx(
+        (6 + 7 * 2) * MIB / bandwidth**2 * 1e9, rel=2e-3
+    )
 
 
 def test_a_faster_link_sends_more_in_the_same_time_and_waits_as_long() -> None:
     link = PROFILE.links["intra"]
     curve = Curve((1e3, 1e6), (1e-3, 5e-3))
     twice = faster(replace(link, curves={"all_gather": {2: curve}}), 1.0)
-    assert twice.bandwidth_bytes_per_s == 2 * link.bandwidth_bytes_per_s and twice.latency_s == link.latency_s
+    assert (
+        twice.bandwidth_bytes_per_s == 2 * link.bandwidth_bytes_per_s
+        and twice.latency_s == link.latency_s
+    )
     changed = twice.curves["all_gather"][2]
-    assert [changed.time_s(2 * size) for size in (10.0, 1e4, 1e8)] == pytest.approx([curve.time_s(size) for size in (10.0, 1e4, 1e8)])
+    assert [changed.time_s(2 * size) for size in (10.0, 1e4, 1e8)] == pytest.approx(
+        [curve.time_s(size) for size in (10.0, 1e4, 1e8)]
+    )
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "cpu-gloo"])
-def test_communication_priced_again_is_that_of_the_plan(llama: tuple[Any, dict[str, Any]], hardware: str) -> None:
+def test_communication_priced_again_is_that_of_the_plan(
+    llama: tuple[Any, dict[str, Any]], hardware: str
+) -> None:
     model, batch = llama
     mesh = autopar.Mesh({"data": 2, "tensor": 2})
     constraints = (fsdp("data"), tensor_parallel(axes="tensor"))
-    plan = autopar.plan(model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints)
+    plan = autopar.plan(
+        model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints
+    )
     profile = HardwareProfile.load(hardware)
     for axis in mesh.names:
         shorter_s = _shorter_s(plan, axis, profile, 1)
-        assert shorter_s == pytest.approx(0.0, abs=1e-12 * plan.prediction.step_s) and _shorter_s(plan, axis, None, 1) > 0
+        assert (
+            shorter_s == pytest.approx(0.0, abs=1e-12 * plan.prediction.step_s)
+            and _shorter_s(plan, axis, None, 1) > 0
+        )
     found = worth(plan)
     assert not found.missing
-    sent = [(len(c.instances) * c.time_s, c.beside) for c in plan.communications if c.collective.kind != "slice"]
+    sent = [
+        (len(c.instances) * c.time_s, c.beside)
+        for c in plan.communications
+        if c.collective.kind != "slice"
+    ]
     total = sum(time_s * (profile.overlap_slowdown if beside else 1.0) for time_s, beside in sent)
     assert sum(w.communication_s for w in found.links) == pytest.approx(total)
-    # below the first size that was measured, cpu-gloo's collectives take no less time on a faster link
-    assert all(w.saved_s_per_gb_per_s > 0 if hardware == "h100-sxm" else w.saved_s_per_gb_per_s >= 0 for w in found.links)
+    # below the first size that was measured, cpu-gloo's collectives take no less time on a faster
+    # link
+    assert all(
+        w.saved_s_per_gb_per_s > 0 if hardware == "h100-sxm" else w.saved_s_per_gb_per_s >= 0
+        for w in found.links
+    )
 
 
-def test_what_crosses_priced_again_is_what_stages_wait_for(llama: tuple[Any, dict[str, Any]]) -> None:
+def test_what_crosses_priced_again_is_what_stages_wait_for(
+    llama: tuple[Any, dict[str, Any]],
+) -> None:
     model, batch = llama
     mesh = autopar.Mesh({"stage": 2, "data": 2})
     plan = autopar.plan(
-        model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=[pipeline("stage", microbatches=4), fsdp("data")]
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=[pipeline("stage", microbatches=4), fsdp("data")],
     )
     assert plan.pipeline is not None
     before, after = _received(plan.pipeline, mesh, PROFILE)
@@ -104,7 +139,11 @@ def test_memory_of_the_slowest_stage_counts_for_every_microbatch() -> None:
     assert plan.pipeline is not None
     first, second, third, last = plan.pipeline.stages
     slow = replace(second, prediction=replace(second.prediction, step_s=0.1))
-    alone = str(explain(replace(plan, pipeline=replace(plan.pipeline, stages=(first, slow, third, last)))))
+    alone = str(
+        explain(replace(plan, pipeline=replace(plan.pipeline, stages=(first, slow, third, last))))
+    )
     assert "about 16.0 ms a step per GiB more on each device of stage 1" in alone
     assert "about 2.00 ms a step per GiB more on each device of stage 0" in alone
-    assert "about 2.00 ms a step per GiB more on each device of stage 1" in str(explain(plan))  # as slow as stage 2
+    assert "about 2.00 ms a step per GiB more on each device of stage 1" in str(
+        explain(plan)
+    )  # as slow as stage 2

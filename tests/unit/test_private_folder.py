@@ -1,4 +1,5 @@
-"""A cache is used only if nobody else could have written to it; otherwise this process has a folder of its own."""
+"""A cache is used only if nobody else could have written to it; otherwise this process has a
+folder of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.private_folder import find_foreign, private_folder, warn_once
+from autopar.core.private_folder import find_foreign, private_folder, warn_once
 
 OTHER = 12345
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
@@ -76,7 +77,9 @@ SHARED = (_open_to_all, _open_to_group, _sticky, _open_above, _linked, _linked_a
 
 
 @pytest.mark.parametrize(
-    "share", [*SHARED, *(pytest.param(each, marks=needs_root) for each in (_give_away, _give_away_above))], ids=lambda each: each.__name__
+    "share",
+    [*SHARED, *(pytest.param(each, marks=needs_root) for each in (_give_away, _give_away_above))],
+    ids=lambda each: each.__name__,
 )
 def test_a_folder_that_others_can_change_is_left_alone(
     share: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -122,7 +125,11 @@ def test_files_are_plain_and_ones_own(tmp_path: Path) -> None:
     file.write_text("x")
     link.symlink_to(file)
     file.chmod(0o644)
-    assert find_foreign(file) == "" and "not a plain file" in find_foreign(link) and "not a plain" in find_foreign(tmp_path)
+    assert (
+        find_foreign(file) == ""
+        and "not a plain file" in find_foreign(link)
+        and "not a plain" in find_foreign(tmp_path)
+    )
     file.chmod(0o664)
     assert "other users can write" in find_foreign(file)
     if os.getuid() == 0:
@@ -136,10 +143,14 @@ def test_files_are_plain_and_ones_own(tmp_path: Path) -> None:
 def test_a_new_folder_is_removed_when_the_process_ends(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     lines = (
-        "import os, pathlib, sys", "from autopar.private_folder import private_folder",
+        "import os, pathlib, sys",
+        "from autopar.core.private_folder import private_folder",
         "made = private_folder(pathlib.Path(sys.argv[1]), 'tests', 'name another')",
-        "if os.fork() == 0: sys.exit()", "os.wait()", "assert made.is_dir()", "print(made)",
-    )  # fmt: skip
+        "if os.fork() == 0: sys.exit()",
+        "os.wait()",
+        "assert made.is_dir()",
+        "print(made)",
+    )
     command = [sys.executable, "-c", "\n".join(lines), str(tmp_path / "cache")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.strip() and not Path(said.strip()).exists()

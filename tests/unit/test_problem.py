@@ -1,4 +1,5 @@
-"""The problem of a real model: what the solver may take for granted, and what its answer says of itself."""
+"""The problem of a real model: what the solver may take for granted, and what its answer says of
+itself."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import zoo_small
 
 from autopar.capture import capture
 from autopar.capture.trace import Trace
-from autopar.choices import Choices
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.problem import Problem
-from autopar.strategies import classes_of
+from autopar.sharding import classes_of
 
 MESH = Mesh({"a": 2, "b": 2})
 BUDGET = 10**9
@@ -29,7 +30,13 @@ def trace() -> Trace:
 
 @pytest.fixture(scope="module")
 def priced(trace: Trace) -> Priced:
-    return price(trace, classes_of(trace, MESH.shape), MESH, HardwareProfile.load("cpu-gloo"), budget_bytes=BUDGET)
+    return price(
+        trace,
+        classes_of(trace, MESH.shape),
+        MESH,
+        HardwareProfile.load("cpu-gloo"),
+        budget_bytes=BUDGET,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +54,19 @@ def test_values_and_the_ops_that_make_them_name_each_other(problem: Problem) -> 
     assert len({value.key for value in problem.values}) == len(problem.values)
 
 
-def test_every_layout_in_which_a_value_is_made_or_read_is_in_its_layout_graph(problem: Problem) -> None:
+def test_every_layout_in_which_a_value_is_made_or_read_is_in_its_layout_graph(
+    problem: Problem,
+) -> None:
     for variant in problem.variants:
         value = problem.values[variant.value]
         made = {s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies}
-        wanted = {s.layouts.inputs[u.operand] for u in variant.uses for s in problem.ops[u.op].strategies}
+        wanted = {
+            s.layouts.inputs[u.operand] for u in variant.uses for s in problem.ops[u.op].strategies
+        }
         assert made | wanted <= set(value.graph.index)
-        assert {arc.src for arc in value.graph.arcs} | {arc.dst for arc in value.graph.arcs} <= set(range(len(value.graph.layouts)))
+        assert {arc.src for arc in value.graph.arcs} | {arc.dst for arc in value.graph.arcs} <= set(
+            range(len(value.graph.layouts))
+        )
         assert all(arc.time_s >= 0 for arc in value.graph.arcs)
 
 
@@ -67,11 +80,14 @@ def test_every_operand_of_every_instance_reads_exactly_one_tensor(problem: Probl
         num_operands = {len(s.layouts.inputs) for s in op.strategies}
         assert len(num_operands) == 1
         for operand in range(num_operands.pop()):
-            # an op may stand for more instances than there are tensors: one tensor has several readers, never the reverse
+            # an op may stand for more instances than there are tensors: one tensor has several
+            # readers, never the reverse
             assert 0 < read[n, operand] <= op.count
 
 
-def test_values_of_backward_are_read_in_backward_and_gradients_by_their_parameters(problem: Problem) -> None:
+def test_values_of_backward_are_read_in_backward_and_gradients_by_their_parameters(
+    problem: Problem,
+) -> None:
     gradients = set()
     for variant in problem.variants:
         value = problem.values[variant.value]
@@ -86,7 +102,9 @@ def test_values_of_backward_are_read_in_backward_and_gradients_by_their_paramete
     assert gradients == {n for n, op in enumerate(problem.ops) if op.kind == "parameter"}
 
 
-def test_a_parameter_rests_with_its_gradient_in_one_layout_and_costs_its_share(problem: Problem, trace: Trace) -> None:
+def test_a_parameter_rests_with_its_gradient_in_one_layout_and_costs_its_share(
+    problem: Problem, trace: Trace
+) -> None:
     sizes = {op.key: op for op in problem.ops if op.kind == "parameter"}
     assert sum(op.count for op in sizes.values()) == len(trace.parameters)
     for op in sizes.values():
@@ -97,34 +115,54 @@ def test_a_parameter_rests_with_its_gradient_in_one_layout_and_costs_its_share(p
             assert whole / 4 <= s.gradient_bytes <= whole
 
 
-def test_only_forward_compute_is_recomputed_and_nothing_that_another_layer_reads(problem: Problem, priced: Priced) -> None:
+def test_only_forward_compute_is_recomputed_and_nothing_that_another_layer_reads(
+    problem: Problem, priced: Priced
+) -> None:
     again = [n for n, op in enumerate(problem.ops) if op.recomputable]
-    assert again and all(problem.ops[n].kind == "compute" and problem.ops[n].phase == "forward" for n in again)
+    assert again and all(
+        problem.ops[n].kind == "compute" and problem.ops[n].phase == "forward" for n in again
+    )
     layer = {}
     for n, source in enumerate(priced.sources):
         for cluster in source.cluster.instances if source.cluster else ():
             layer |= {ref: (n, cluster.indices) for ref in cluster.results}
     for source in priced.sources:
-        for cluster in source.cluster.instances if source.cluster and source.cluster.first.phase == "forward" else ():
+        for cluster in (
+            source.cluster.instances
+            if source.cluster and source.cluster.first.phase == "forward"
+            else ()
+        ):
             for ref in cluster.operands:
                 if ref in layer and layer[ref][1] != cluster.indices:
                     assert layer[ref][0] not in again
 
 
-def test_what_is_there_before_the_step_is_resident_and_what_ops_make_is_not(problem: Problem) -> None:
+def test_what_is_there_before_the_step_is_resident_and_what_ops_make_is_not(
+    problem: Problem,
+) -> None:
     for value in problem.values:
         assert value.resident is (problem.ops[value.op].kind != "compute")
     assert problem.budget_bytes == BUDGET
 
 
 def test_all_instances_of_an_op_are_counted(problem: Problem, priced: Priced, trace: Trace) -> None:
-    nodes = sum(op.count * len(s.cluster.first.members) for op, s in zip(problem.ops, priced.sources, strict=True) if s.cluster)
+    nodes = sum(
+        op.count * len(s.cluster.first.members)
+        for op, s in zip(problem.ops, priced.sources, strict=True)
+        if s.cluster
+    )
     assert nodes == sum(n.op == "call_function" for n in trace.graph.nodes)
     for op, source in zip(problem.ops, priced.sources, strict=True):
         assert op.count == len(source.cluster.instances if source.cluster else source.names)
-    assert [sum(1 for _ in refs) for refs in priced.refs] == [variant.count for variant in problem.variants]
+    assert [sum(1 for _ in refs) for refs in priced.refs] == [
+        variant.count for variant in problem.variants
+    ]
 
 
-@pytest.mark.parametrize(("objective", "bound", "gap"), [(2.0, 1.5, 0.25), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
-def test_the_gap_is_the_relative_distance_of_objective_and_bound(objective: float, bound: float, gap: float) -> None:
+@pytest.mark.parametrize(
+    ("objective", "bound", "gap"), [(2.0, 1.5, 0.25), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)]
+)
+def test_the_gap_is_the_relative_distance_of_objective_and_bound(
+    objective: float, bound: float, gap: float
+) -> None:
     assert Choices((), {}, {}, objective, bound).gap == gap

@@ -11,14 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar import random_ops
+from autopar.ops import random
 
-STATE = random_ops.initial_state(1)
+STATE = random.initial_state(1)
 KINDS: dict[str, Callable[..., Tensor]] = {
-    "keep_mask": lambda shape, draw, *part: random_ops.keep_mask(STATE, shape, 0.3, draw, *part),
-    "uniform": lambda shape, draw, *part: random_ops.uniform(STATE, shape, -1.0, 3.0, torch.float64, draw, *part),
-    "normal": lambda shape, draw, *part: random_ops.normal(STATE, shape, 1.0, 2.0, torch.float32, draw, *part),
-    "randint": lambda shape, draw, *part: random_ops.randint(STATE, shape, -5, 1000, torch.int64, draw, *part),
+    "keep_mask": lambda shape, draw, *part: random.keep_mask(STATE, shape, 0.3, draw, *part),
+    "uniform": lambda shape, draw, *part: random.uniform(
+        STATE, shape, -1.0, 3.0, torch.float64, draw, *part
+    ),
+    "normal": lambda shape, draw, *part: random.normal(
+        STATE, shape, 1.0, 2.0, torch.float32, draw, *part
+    ),
+    "randint": lambda shape, draw, *part: random.randint(
+        STATE, shape, -5, 1000, torch.int64, draw, *part
+    ),
 }
 
 
@@ -38,53 +44,65 @@ def test_a_part_is_a_window_of_the_whole_wherever_inner_dims_begin(
 ) -> None:
     sizes, starts, shape = window
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_ops, "_INNER", inner)
+        patch.setattr(random, "_INNER", inner)
         whole, part = KINDS[kind](sizes, 3), KINDS[kind](shape, 3, starts, sizes)
-    assert torch.equal(part, whole[tuple(slice(a, a + n) for a, n in zip(starts, shape, strict=True))])
+    assert torch.equal(
+        part, whole[tuple(slice(a, a + n) for a, n in zip(starts, shape, strict=True))]
+    )
     assert whole.shape == torch.Size(sizes)
 
 
 def test_a_part_deep_inside_a_tensor_of_more_than_2_32_elements_differs_from_the_others() -> None:
     sizes, seen = (2**12, 2**14, 2**13), set()
     for start in ((0, 0, 0), (2**11, 0, 0), (0, 2**13, 0), (2**12 - 1, 2**14 - 1, 2**12)):
-        seen.add(tuple(random_ops.randint(STATE, (1, 1, 64), 0, 2**31, torch.int64, 0, start, sizes).flatten().tolist()))
+        seen.add(
+            tuple(
+                random.randint(STATE, (1, 1, 64), 0, 2**31, torch.int64, 0, start, sizes)
+                .flatten()
+                .tolist()
+            )
+        )
     assert len(seen) == 4
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_a_mask_drops_its_share(p: float) -> None:
-    dropped = 1.0 - random_ops.keep_mask(STATE, (512, 2048), p, 0).double().mean().item()
+    dropped = 1.0 - random.keep_mask(STATE, (512, 2048), p, 0).double().mean().item()
     assert abs(dropped - p) <= 5 * math.sqrt(p * (1 - p) / 2**20)
 
 
 def test_uniform_normal_and_integers_have_their_moments() -> None:
     n = 2**20
-    u = random_ops.uniform(STATE, (n,), 0.0, 1.0, torch.float64, 0)
+    u = random.uniform(STATE, (n,), 0.0, 1.0, torch.float64, 0)
     assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / n)
     assert abs(u.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / n)
-    z = random_ops.normal(STATE, (n,), 0.0, 1.0, torch.float64, 1)
+    z = random.normal(STATE, (n,), 0.0, 1.0, torch.float64, 1)
     for power, moment, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
         assert abs((z**power).mean() - moment) < 5 * math.sqrt(variance / n)
-    counts = random_ops.randint(STATE, (n,), -3, 4, torch.int64, 2).add(3).bincount(minlength=7)
+    counts = random.randint(STATE, (n,), -3, 4, torch.int64, 2).add(3).bincount(minlength=7)
     assert ((counts - n / 7).abs() < 5 * math.sqrt(n / 7)).all()
 
 
 @pytest.mark.parametrize("shape", [(1024, 1024), (1024, 4, 256), (2**20,)])
 def test_neighbours_draws_steps_and_seeds_are_uncorrelated(shape: tuple[int, ...]) -> None:
     def signs(state: Tensor, draw: int) -> Tensor:
-        return random_ops.keep_mask(state, shape, 0.5, draw).double() * 2 - 1
+        return random.keep_mask(state, shape, 0.5, draw).double() * 2 - 1
 
     here = signs(STATE, 0)
-    others = [signs(STATE, 1), signs(STATE + 1, 0), signs(random_ops.initial_state(2), 0)]
-    others += [here.roll(shift, dim) for dim in range(len(shape)) for shift in (1, 2, shape[dim] // 2)]
+    others = [signs(STATE, 1), signs(STATE + 1, 0), signs(random.initial_state(2), 0)]
+    others += [
+        here.roll(shift, dim) for dim in range(len(shape)) for shift in (1, 2, shape[dim] // 2)
+    ]
     for other in others:
         assert abs((here * other).mean()) < 5 / math.sqrt(here.numel())
 
 
-def test_rows_are_uncorrelated_where_each_row_has_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_ops, "_INNER", 256)
-    signs = random_ops.keep_mask(STATE, (4096, 256), 0.5, 0).double() * 2 - 1
+def test_rows_are_uncorrelated_where_each_row_has_its_own_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random, "_INNER", 256)
+    signs = random.keep_mask(STATE, (4096, 256), 0.5, 0).double() * 2 - 1
     for shift in (1, 2, 64, 2048):
         assert abs((signs * signs.roll(shift, 0)).mean()) < 5 / math.sqrt(signs.numel())
     assert len({tuple(row) for row in signs.tolist()}) == 4096
@@ -92,18 +110,20 @@ def test_rows_are_uncorrelated_where_each_row_has_its_own_keys(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_end_of_the_unit_interval_is_never_drawn(dtype: torch.dtype) -> None:
-    drawn = random_ops.uniform(STATE, (2**20,), 0.0, 1.0, dtype, 0)
+    drawn = random.uniform(STATE, (2**20,), 0.0, 1.0, dtype, 0)
     assert drawn.dtype == dtype and drawn.min() == drawn.min().clamp(0) and drawn.max() < 1
     assert drawn.float().neg().log1p().isfinite().all()
 
 
 def test_no_seed_begins_with_bits_that_are_all_zero() -> None:
-    states = torch.stack([random_ops.initial_state(seed) for seed in range(1000)])
+    states = torch.stack([random.initial_state(seed) for seed in range(1000)])
     assert states.unique().numel() == 1000 and (states != 0).all()
-    first = [float(random_ops.uniform(state, [1], 0.0, 1.0, torch.float32, 0)) for state in states[:100]]
+    first = [
+        float(random.uniform(state, [1], 0.0, 1.0, torch.float32, 0)) for state in states[:100]
+    ]
     assert min(first) > 0.0
 
 
 def test_scaling_keeps_what_the_mask_keeps() -> None:
     x, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
-    assert random_ops.masked_scale(x, mask, 2.0).tolist() == [2.0, 0.0, 6.0]
+    assert random.masked_scale(x, mask, 2.0).tolist() == [2.0, 0.0, 6.0]

@@ -1,7 +1,8 @@
 """What the README and the documentation show is what happens.
 
-Commands run and print what the README says. Python code of every page runs. Links, anchors, make targets, modules
-and names exist. The reference of the command line is the one that the commands give.
+Commands run and print what the README says. Python code of every page runs. Links, anchors, make
+targets, modules and names exist. The reference of the command line is the one that the commands
+give.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of a language; of Python, "python" blocks are run and "py" blocks are excerpts."""
+    """The code blocks of a language; of Python, "python" blocks are run and "py" blocks are
+    excerpts."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
@@ -132,7 +134,9 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_site_lists_every_page_once() -> None:
-    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(
+        r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(listed) == [page.name for page in PAGES]
 
 

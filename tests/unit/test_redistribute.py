@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.collective import Collective
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout, local_shape, part_range
+from autopar.core.layout_graph import (
+    Arc,
+    LayoutGraph,
+    all_layouts,
+    layout_graph,
+    local_bytes,
+    neighbours,
+)
+from autopar.core.mesh import Mesh
+from autopar.core.redistribute import Step, _chain, _steiner, cheapest_chain, cheapest_tree
 from autopar.errors import LayoutError
-from autopar.layout import Layout, local_shape, part_range
-from autopar.layout_graph import Arc, LayoutGraph, all_layouts, layout_graph, local_bytes, neighbours
-from autopar.mesh import Mesh
-from autopar.redistribute import Step, _chain, _steiner, cheapest_chain, cheapest_tree
-from autopar.run.splitting import split
+from autopar.program.splitting import split
 
 FLOAT = torch.float64
 
@@ -31,8 +38,15 @@ def by_bytes(c: Collective) -> float:
 
 
 def parts_of(full: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """What every rank holds; partial sums add up to the full tensor, other partial values reduce to it."""
-    plain = Layout([Layout.parse("R").placements[0] if isinstance(p, Partial) else p for p in layout.placements], layout.order)
+    """What every rank holds; partial sums add up to the full tensor, other partial values reduce
+    to it."""
+    plain = Layout(
+        [
+            Layout.parse("R").placements[0] if isinstance(p, Partial) else p
+            for p in layout.placements
+        ],
+        layout.order,
+    )
     parts = split(full, plain, mesh)
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
@@ -57,31 +71,55 @@ def run(step: Step, parts: list[Tensor], mesh: Mesh) -> list[Tensor]:
         elif c.kind == "slice":
             whole = members[0]
         else:
-            whole = torch.stack(members).sum(0) if c.reduce_op == "sum" else torch.stack(members).amax(0)
+            whole = (
+                torch.stack(members).sum(0)
+                if c.reduce_op == "sum"
+                else torch.stack(members).amax(0)
+            )
         for position, rank in enumerate(group):
             whole_here = parts[rank] if c.kind == "slice" else whole
             dim = c.to_dim if c.kind == "all_to_all" else c.dim
             if c.kind in ("all_gather", "all_reduce"):
                 result[rank] = whole_here
             else:
-                result[rank] = whole_here.narrow(dim, *part_range(whole_here.shape[dim], [len(group)], [position]))
+                result[rank] = whole_here.narrow(
+                    dim, *part_range(whole_here.shape[dim], [len(group)], [position])
+                )
     return result
 
 
-CASES = [((4, 8), (2, 2)), ((8,), (2, 2)), ((4, 6), (2, 3)), ((6, 4), (4,)), ((5, 6), (2, 3)), ((8, 2), (2, 2, 2))]
+CASES = [
+    ((4, 8), (2, 2)),
+    ((8,), (2, 2)),
+    ((4, 6), (2, 3)),
+    ((6, 4), (4,)),
+    ((5, 6), (2, 3)),
+    ((8, 2), (2, 2, 2)),
+]
 
 
 def pairs(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[tuple[Layout, Layout]]:
     """Some of all pairs of layouts, with partial sums among the sources."""
     rng = random.Random(str((shape, mesh_shape)))
     whole = all_layouts(shape, mesh_shape)
-    partial = [Layout([Partial(op), *layout.placements[1:]], layout.order) for layout in whole for op in ("sum", "max")]
-    every = [(a, b) for a in (*whole, *(p for p in partial if p.fits(shape, mesh_shape))) for b in whole if a != b]
+    partial = [
+        Layout([Partial(op), *layout.placements[1:]], layout.order)
+        for layout in whole
+        for op in ("sum", "max")
+    ]
+    every = [
+        (a, b)
+        for a in (*whole, *(p for p in partial if p.fits(shape, mesh_shape)))
+        for b in whole
+        if a != b
+    ]
     return rng.sample(every, min(60, len(every)))
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape"), CASES, ids=str)
-def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
+def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> None:
     mesh = Mesh({f"a{i}": n for i, n in enumerate(mesh_shape)})
     full = torch.randn(shape, dtype=FLOAT, generator=torch.Generator().manual_seed(0))
     for source, target in pairs(shape, mesh_shape):
@@ -92,7 +130,8 @@ def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(shape: tu
             assert step.time_s == by_bytes(step.collective)
             parts, at = run(step, parts, mesh), step.target
             assert [tuple(p.shape) for p in parts] == [
-                local_shape(shape, at, mesh_shape, mesh.coordinate(rank)) for rank in range(mesh.num_devices)
+                local_shape(shape, at, mesh_shape, mesh.coordinate(rank))
+                for rank in range(mesh.num_devices)
             ]
         assert at == target
         for got, wanted in zip(parts, split(full, target, mesh), strict=True):
@@ -100,10 +139,15 @@ def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(shape: tu
 
 
 def test_only_the_innermost_splitter_of_a_dim_is_gathered_or_moved() -> None:
-    after = {str(layout): c for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0) S(0)"), (2, 2))}
+    after = {
+        str(layout): c for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0) S(0)"), (2, 2))
+    }
     assert set(after) == {"S(0) R", "S(0) S(1)"}
     assert after["S(0) R"] == Collective("all_gather", 1, 0, -1, "", "float64", 128)
-    after = {str(layout): c for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0)#1 S(0)#0"), (2, 2))}
+    after = {
+        str(layout): c
+        for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0)#1 S(0)#0"), (2, 2))
+    }
     assert set(after) == {"R S(0)", "S(1) S(0)"}
     assert after["S(1) S(0)"] == Collective("all_to_all", 0, 0, 1, "", "float64", 128)
 
@@ -111,17 +155,32 @@ def test_only_the_innermost_splitter_of_a_dim_is_gathered_or_moved() -> None:
 def test_a_newly_split_dim_is_split_innermost_and_only_where_it_fits() -> None:
     after = [str(layout) for _, layout in neighbours((4, 8), FLOAT, Layout.parse("S(0) R"), (4, 2))]
     assert after == ["R R", "S(1) R", "S(0) S(1)"], "four rows in four parts cannot be split again"
-    assert neighbours((8, 8), FLOAT, Layout.parse("R S(0)"), (1, 1)) == [], "nothing to do along an axis of size 1"
+    assert neighbours((8, 8), FLOAT, Layout.parse("R S(0)"), (1, 1)) == [], (
+        "nothing to do along an axis of size 1"
+    )
 
 
 def test_a_halo_is_had_from_the_plain_shard_alone_and_leads_nowhere() -> None:
     halo = Layout.parse("S(1)~2~1 R")
     graph = layout_graph((4, 16), FLOAT, (4, 2), [Layout.parse("S(0) R")], [halo], unit_price)
-    into = {str(graph.layouts[arc.src]): arc.collective for arc in graph.arcs if graph.layouts[arc.dst] == halo}
+    into = {
+        str(graph.layouts[arc.src]): arc.collective
+        for arc in graph.arcs
+        if graph.layouts[arc.dst] == halo
+    }
     assert into == {"S(1) R": Collective("halo", 0, 1, -1, "", "float64", 4 * 4 * 8, 4 * 3 * 8)}
     assert not [arc for arc in graph.arcs if graph.layouts[arc.src] == halo]
-    twice = layout_graph((4, 16), FLOAT, (2, 2), [Layout.parse("S(1) S(1)")], [Layout.parse("S(1)~1~1 R")], unit_price)
-    assert {str(twice.layouts[a.src]) for a in twice.arcs if a.collective.kind == "halo"} == {"S(1) R"}
+    twice = layout_graph(
+        (4, 16),
+        FLOAT,
+        (2, 2),
+        [Layout.parse("S(1) S(1)")],
+        [Layout.parse("S(1)~1~1 R")],
+        unit_price,
+    )
+    assert {str(twice.layouts[a.src]) for a in twice.arcs if a.collective.kind == "halo"} == {
+        "S(1) R"
+    }
 
 
 def test_mirrored_parts_are_had_from_the_plain_shard_alone_and_lead_back_to_it() -> None:
@@ -129,11 +188,19 @@ def test_mirrored_parts_are_had_from_the_plain_shard_alone_and_lead_back_to_it()
     swap = Collective("swap", 0, 1, -1, "", "float64", 4 * 4 * 8)
     for produced, wanted in ((whole, mirrored), (mirrored, whole)):
         graph = layout_graph((4, 16), FLOAT, (4, 2), [produced], [wanted], unit_price)
-        arcs = {(str(graph.layouts[a.src]), str(graph.layouts[a.dst])): a.collective for a in graph.arcs if mirrored in
-                (graph.layouts[a.src], graph.layouts[a.dst])}  # fmt: skip
+        arcs = {
+            (str(graph.layouts[a.src]), str(graph.layouts[a.dst])): a.collective
+            for a in graph.arcs
+            if mirrored in (graph.layouts[a.src], graph.layouts[a.dst])
+        }
         there = {("S(1) R", str(mirrored)): swap} if wanted == mirrored else {}
         assert arcs == {**there, (str(mirrored), "S(1) R"): swap}
-    kinds = [arc.collective.kind for arc in cheapest_chain((4, 16), FLOAT, (4, 2), mirrored, Layout.parse("S(0) R"), unit_price)]
+    kinds = [
+        arc.collective.kind
+        for arc in cheapest_chain(
+            (4, 16), FLOAT, (4, 2), mirrored, Layout.parse("S(0) R"), unit_price
+        )
+    ]
     assert kinds == ["swap", "all_to_all"]
     plain = layout_graph((4, 16), FLOAT, (4, 2), [Layout.parse("S(1) R")], [whole], unit_price)
     assert all(arc.collective.kind != "swap" for arc in plain.arcs), "where nobody asks for it"
@@ -143,20 +210,35 @@ def test_halos_of_two_dims_are_had_one_after_the_other() -> None:
     source, target = Layout.parse("S(1) S(2)"), Layout.parse("S(1)~1~1 S(2)~0~2")
     first, second = cheapest_chain((2, 8, 8), FLOAT, (2, 2), source, target, unit_price)
     assert {first.collective.kind, second.collective.kind} == {"halo"}
-    assert second.collective.bytes == first.collective.bytes + first.collective.halo_bytes, "the corners come with the second"
+    assert second.collective.bytes == first.collective.bytes + first.collective.halo_bytes, (
+        "the corners come with the second"
+    )
 
 
 def test_partial_sums_are_reduced_in_the_dtype_asked_for_and_nothing_else_is() -> None:
     source, target = Layout.parse("P S(1)"), Layout.parse("R R")
-    graph = layout_graph((4, 8), torch.bfloat16, (2, 2), [source], [target], unit_price, torch.float32)
-    kinds = {(arc.collective.kind, arc.collective.dtype, arc.collective.bytes) for arc in graph.arcs}
-    assert ("all_reduce", "float32", 4 * 4 * 4) in kinds and ("all_gather", "bfloat16", 4 * 4 * 2) in kinds
-    assert {dtype for kind, dtype, _ in kinds if kind in ("all_reduce", "reduce_scatter")} == {"float32"}
-    assert {dtype for kind, dtype, _ in kinds if kind in ("all_gather", "all_to_all", "slice")} == {"bfloat16"}
+    graph = layout_graph(
+        (4, 8), torch.bfloat16, (2, 2), [source], [target], unit_price, torch.float32
+    )
+    kinds = {
+        (arc.collective.kind, arc.collective.dtype, arc.collective.bytes) for arc in graph.arcs
+    }
+    assert ("all_reduce", "float32", 4 * 4 * 4) in kinds and (
+        "all_gather",
+        "bfloat16",
+        4 * 4 * 2,
+    ) in kinds
+    assert {dtype for kind, dtype, _ in kinds if kind in ("all_reduce", "reduce_scatter")} == {
+        "float32"
+    }
+    assert {dtype for kind, dtype, _ in kinds if kind in ("all_gather", "all_to_all", "slice")} == {
+        "bfloat16"
+    }
 
 
 def test_a_large_reduction_over_a_fast_and_a_slow_axis_comes_out_hierarchical() -> None:
-    """Reduce-scatter on the fast axis, all-reduce the parts on the slow one, all-gather on the fast one."""
+    """Reduce-scatter on the fast axis, all-reduce the parts on the slow one, all-gather on the
+    fast one."""
 
     def price(c: Collective) -> float:
         moved = {"all_gather": c.bytes * 4, "all_reduce": 2 * c.bytes}.get(c.kind, c.bytes)
@@ -166,15 +248,23 @@ def test_a_large_reduction_over_a_fast_and_a_slow_axis_comes_out_hierarchical() 
     source, target = Layout.parse("P P"), Layout.parse("R R")
     graph = layout_graph((64, 64), FLOAT, (2, 4), [source], [target, Layout.parse("S(0) R")], price)
     arcs = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
-    assert [(a.collective.kind, a.collective.axis) for a in arcs] == [("reduce_scatter", 1), ("all_reduce", 0), ("all_gather", 1)]
+    assert [(a.collective.kind, a.collective.axis) for a in arcs] == [
+        ("reduce_scatter", 1),
+        ("all_reduce", 0),
+        ("all_gather", 1),
+    ]
 
 
 def test_the_layout_graph_holds_what_is_made_and_wanted_with_their_local_bytes() -> None:
     made, wanted = [Layout.parse("P R"), Layout.parse("S(0) R")], [Layout.parse("R S(1)")]
     graph = layout_graph((4, 8), FLOAT, (2, 2), made, wanted, unit_price)
     assert graph.layouts[:3] == (*made, *wanted)
-    assert all(graph.layouts[n] == layout for layout, n in graph.index.items()) and len(graph.index) == len(graph.layouts)
-    assert graph.bytes == tuple(local_bytes((4, 8), FLOAT, layout, (2, 2)) for layout in graph.layouts)
+    assert all(graph.layouts[n] == layout for layout, n in graph.index.items()) and len(
+        graph.index
+    ) == len(graph.layouts)
+    assert graph.bytes == tuple(
+        local_bytes((4, 8), FLOAT, layout, (2, 2)) for layout in graph.layouts
+    )
     outgoing = graph.outgoing()
     assert sorted(a for arcs in outgoing for a in map(id, arcs)) == sorted(map(id, graph.arcs))
     assert all(arc.src == n for n, arcs in enumerate(outgoing) for arc in arcs)
@@ -185,10 +275,14 @@ def test_all_layouts_are_those_that_fit_each_once_in_every_order_of_splitters() 
     square = all_layouts((4, 4), (2, 2))
     assert len(square) == len(set(square)) == 11
     assert {"S(0) S(0)", "S(0)#1 S(0)#0"} <= set(map(str, square))
-    assert list(map(str, all_layouts((2, 1), (2, 2)))) == ["R R", "R S(0)", "S(0) R"], "two rows are not split in four"
+    assert list(map(str, all_layouts((2, 1), (2, 2)))) == ["R R", "R S(0)", "S(0) R"], (
+        "two rows are not split in four"
+    )
     assert list(map(str, all_layouts((4,), (2, 1)))) == ["R R", "S(0) R"]
     assert list(map(str, all_layouts((), (2,)))) == ["R"]
-    assert list(map(str, all_layouts((3,), (2,)))) == ["R", "S(0)"] and list(map(str, all_layouts((5,), (4,)))) == ["R"]
+    assert list(map(str, all_layouts((3,), (2,)))) == ["R", "S(0)"] and list(
+        map(str, all_layouts((5,), (4,)))
+    ) == ["R"]
 
 
 # Trees against all trees
@@ -213,12 +307,18 @@ def reached(have: set[int], arcs: tuple[Arc, ...]) -> set[int]:
 
 
 def cheapest_by_hand(graph: LayoutGraph, have: set[int], want: set[int]) -> float:
-    sets = (arcs for k in range(len(graph.arcs) + 1) for arcs in itertools.combinations(graph.arcs, k))
-    return min((sum(a.time_s for a in arcs) for arcs in sets if want <= reached(have, arcs)), default=float("inf"))
+    sets = (
+        arcs for k in range(len(graph.arcs) + 1) for arcs in itertools.combinations(graph.arcs, k)
+    )
+    return min(
+        (sum(a.time_s for a in arcs) for arcs in sets if want <= reached(have, arcs)),
+        default=float("inf"),
+    )
 
 
 FROM_SEVERAL = (148, 226, 302, 733, 1092, 2759)
-"""Where branches begin in different layouts that are at hand, none of which leads to all that is wanted as cheaply, or at all."""
+"""Where branches begin in different layouts that are at hand, none of which leads to all that is
+wanted as cheaply, or at all."""
 
 
 @pytest.mark.parametrize("seed", [*range(60), *FROM_SEVERAL])
@@ -226,7 +326,10 @@ def test_a_tree_is_the_cheapest_of_all_sets_of_steps_that_reach_what_is_wanted(s
     rng = random.Random(seed)
     graph = random_graph(rng)
     nodes = range(len(graph.layouts))
-    have, want = set(rng.sample(nodes, rng.randint(1, 2))), set(rng.sample(nodes, rng.randint(1, 3)))
+    have, want = (
+        set(rng.sample(nodes, rng.randint(1, 2))),
+        set(rng.sample(nodes, rng.randint(1, 3))),
+    )
     best = cheapest_by_hand(graph, have, want)
     if best == float("inf"):
         with pytest.raises(LayoutError, match="no chain of collectives leads from"):
@@ -236,18 +339,26 @@ def test_a_tree_is_the_cheapest_of_all_sets_of_steps_that_reach_what_is_wanted(s
     assert sum(a.time_s for a in arcs) == pytest.approx(best)
     ready = set(have)
     for arc in arcs:
-        assert arc.src in ready and arc.dst not in ready, "each step reads what is there and makes what is not"
+        assert arc.src in ready and arc.dst not in ready, (
+            "each step reads what is there and makes what is not"
+        )
         ready.add(arc.dst)
     assert want <= ready
-    assert {arc.dst for arc in arcs} - {arc.src for arc in arcs} <= want, "nothing is made for nobody"
+    assert {arc.dst for arc in arcs} - {arc.src for arc in arcs} <= want, (
+        "nothing is made for nobody"
+    )
 
 
 def test_one_gather_serves_all_readers_and_what_is_at_hand_costs_nothing() -> None:
     source, split_rows, whole = Layout.parse("S(0)"), Layout.parse("S(1)"), Layout.parse("R")
     graph = layout_graph((8, 8), FLOAT, (2,), [source], [whole, split_rows], by_bytes)
-    arcs = cheapest_tree(graph, [graph.index[source]], [graph.index[whole], graph.index[split_rows]])
+    arcs = cheapest_tree(
+        graph, [graph.index[source]], [graph.index[whole], graph.index[split_rows]]
+    )
     assert [a.collective.kind for a in arcs] == ["all_gather", "slice"]
-    assert cheapest_tree(graph, [graph.index[source], graph.index[whole]], [graph.index[whole]]) == ()
+    assert (
+        cheapest_tree(graph, [graph.index[source], graph.index[whole]], [graph.index[whole]]) == ()
+    )
 
 
 def test_many_wanted_layouts_are_all_made_and_cost_no_more_than_each_alone() -> None:
@@ -272,11 +383,22 @@ def test_without_a_version_at_hand_nothing_can_be_made() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_chain_to_one_layout_is_the_tree_that_dreyfus_and_wagner_find_ties_among_it(seed: int) -> None:
+def test_a_chain_to_one_layout_is_the_tree_that_dreyfus_and_wagner_find_ties_among_it(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     possible = all_layouts((8, 8), (2, 2))
-    graph = layout_graph((8, 8), FLOAT, (2, 2), [*possible, Layout.parse("P R")], possible, lambda c: rng.choice((0.0, 1.0, 1.0, 2.0)))
+    graph = layout_graph(
+        (8, 8),
+        FLOAT,
+        (2, 2),
+        [*possible, Layout.parse("P R")],
+        possible,
+        lambda c: rng.choice((0.0, 1.0, 1.0, 2.0)),
+    )
     for target in range(len(possible)):
         have = sorted(rng.sample(range(len(graph.layouts)), 3))
         if target not in have:
-            assert _chain(graph, have, target, lambda arc: arc.time_s) == _steiner(graph, have, [target], lambda arc: arc.time_s)
+            assert _chain(graph, have, target, lambda arc: arc.time_s) == _steiner(
+                graph, have, [target], lambda arc: arc.time_s
+            )

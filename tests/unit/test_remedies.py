@@ -1,8 +1,10 @@
-"""Every remedy that is printed helps: a program that is refused, and the same program changed as the remedy says.
+"""Every remedy that is printed helps: a program that is refused, and the same program changed as
+the remedy says.
 
-Remedies are found in the source. Those without a program here are counted; their number may only go down. The
-programs are in `tests/support/remedy_programs_*.py`, under the place of the remedy: its module, its function, and its
-number within it; of several programs for one place, each has a name after a bar.
+Remedies are found in the source. Those without a program here are counted; their number may only go
+down. The programs are in `tests/support/remedy_programs_*.py`, under the place of the remedy: its
+module, its function, and its number within it; of several programs for one place, each has a name
+after a bar.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[st
 
 
 def _is_passed_on(call: ast.Call, function: str) -> bool:
-    """Whether it is that of another error, of which the call also says what happened, or of the caller of a constructor."""
+    """Whether it is that of another error, of which the call also says what happened, or of the
+    caller of a constructor."""
     given = next(word.value for word in call.keywords if word.arg == "remedy")
     if isinstance(given, ast.Attribute):
         return f"{ast.unparse(given.value)}.what" in ast.unparse(call)

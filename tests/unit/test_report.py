@@ -1,4 +1,5 @@
-"""Figures: what they show is what the plan says; files come in the form that their name asks for."""
+"""Figures: what they show is what the plan says; files come in the form that their name asks
+for."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import pytest
 from made_plan import made_plan, made_staged_plan
 from matplotlib.colors import to_hex
 
-from autopar.breakdown.words import PARALLELISMS
+from autopar.breakdown.parts import PARALLELISMS
 from autopar.errors import AutoparError
 from autopar.report import layouts, memory, report, schedule, stage_memory, timeline
-from autopar.report.canvas import COLOURS, MEMORY_COLOURS
+from autopar.report.figures import COLOURS, MEMORY_COLOURS
 
 
 def _colours(axes: Any) -> list[str]:
@@ -24,10 +25,29 @@ def _colours(axes: Any) -> list[str]:
 def test_a_row_is_coloured_by_the_parallelism_of_its_module_on_each_axis() -> None:
     computing, resting, _ = layouts(made_plan()).axes
     rows = [label.get_text() for label in computing.get_yticklabels()]
-    assert rows == ["net.embed", "net.layers.*.norm   ×3", "net.layers.*.up   ×3", "net.layers.*.attention   ×3", "net.head"]
-    kinds = ("data", "tensor", "replicated", "replicated", "data", "tensor", "data", "heads", "data", "sequence")
+    assert rows == [
+        "net.embed",
+        "net.layers.*.norm   ×3",
+        "net.layers.*.up   ×3",
+        "net.layers.*.attention   ×3",
+        "net.head",
+    ]
+    kinds = (
+        "data",
+        "tensor",
+        "replicated",
+        "replicated",
+        "data",
+        "tensor",
+        "data",
+        "heads",
+        "data",
+        "sequence",
+    )
     assert _colours(computing) == [COLOURS[kind] for kind in kinds]
-    assert _colours(resting) == [COLOURS[kind] for kind in ("whole", "sharded", "ZeRO-2", "sharded", "ZeRO-3", "whole")]
+    assert _colours(resting) == [
+        COLOURS[kind] for kind in ("whole", "sharded", "ZeRO-2", "sharded", "ZeRO-3", "whole")
+    ]
 
 
 def test_the_bars_of_a_module_are_its_compute_and_communication() -> None:
@@ -40,7 +60,9 @@ def test_the_stack_of_the_peak_is_as_long_as_the_peak_and_the_budget_is_drawn() 
     plan = made_plan()
     (axes,) = memory(plan).axes
     stack = [bar for bar in axes.patches if bar.get_y() < 0]
-    assert sum(bar.get_width() for bar in stack) * 2**30 == pytest.approx(plan.prediction.peak_bytes)
+    assert sum(bar.get_width() for bar in stack) * 2**30 == pytest.approx(
+        plan.prediction.peak_bytes
+    )
     assert {to_hex(bar.get_facecolor()) for bar in axes.patches} <= set(MEMORY_COLOURS.values())
     (budget,) = axes.lines
     assert budget.get_xdata()[0] * 2**30 == pytest.approx(plan.options["memory_bytes"])
@@ -50,7 +72,9 @@ def test_the_time_line_has_every_bar_and_one_layer_in_detail() -> None:
     plan = made_plan()
     forward, backward, whole = timeline(plan).axes
     drawn = [path.get_extents() for lane in whole.collections for path in lane.get_paths()]
-    assert sum(box.width for box in drawn) == pytest.approx(sum(bar[4] for bar in plan.prediction.timeline))
+    assert sum(box.width for box in drawn) == pytest.approx(
+        sum(bar[4] for bar in plan.prediction.timeline)
+    )
     assert forward.get_title(loc="left") == "net.layers.1, forward: 7.00 ms"
     assert backward.get_title(loc="left") == "net.layers.1, backward: 2.00 ms"
 
@@ -64,8 +88,12 @@ def test_the_time_line_of_a_plan_without_backward_tells_of_none() -> None:
     assert [text.get_text() for text in whole.texts] == ["forward 24.0 ms"] and not whole.lines
 
 
-@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_a_picture_comes_in_the_form_that_its_name_asks_for(tmp_path: Path, suffix: str, start: bytes) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_a_picture_comes_in_the_form_that_its_name_asks_for(
+    tmp_path: Path, suffix: str, start: bytes
+) -> None:
     assert report(made_plan(), tmp_path / f"plan{suffix}").read_bytes().startswith(start)
 
 
@@ -94,13 +122,23 @@ def test_a_schedule_has_a_row_per_stage_with_all_its_work() -> None:
     plan = made_staged_plan(microbatches=8)
     assert plan.pipeline is not None
     (axes,) = schedule(plan).axes
-    rows = [[bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row] for row in range(4)]
+    rows = [
+        [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+        for row in range(4)
+    ]
     for bars, stage in zip(rows, plan.pipeline.stages, strict=True):
         assert len(bars) == 2 * 8
-        assert sum(bar.get_width() for bar in bars) == pytest.approx(8 * sum(b[4] for b in stage.prediction.timeline))
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(
+            8 * sum(b[4] for b in stage.prediction.timeline)
+        )
         starts = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
         assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(starts))
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["0  the model", "1  net.layers.3", "2  net.layers.6", "3  net.layers.9"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "0  the model",
+        "1  net.layers.3",
+        "2  net.layers.6",
+        "3  net.layers.9",
+    ]
 
 
 def test_interleaved_stages_have_a_row_per_rank() -> None:
@@ -113,7 +151,9 @@ def test_interleaved_stages_have_a_row_per_rank() -> None:
         starts = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
         assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(starts))
         held = [bar for bar in beside.patches if round(bar.get_y() + bar.get_height() / 2) == row]
-        assert sum(bar.get_width() for bar in held) * 2**30 == pytest.approx(plan.pipeline.rank_bytes[row])
+        assert sum(bar.get_width() for bar in held) * 2**30 == pytest.approx(
+            plan.pipeline.rank_bytes[row]
+        )
     names = [text.get_text() for text in axes.get_yticklabels()]
     assert names == ["0  the model, net.layers.6", "1  net.layers.3, net.layers.9"]
 
@@ -124,7 +164,9 @@ def test_the_memory_of_a_stage_is_as_long_as_its_peak() -> None:
     (axes,) = stage_memory(plan).axes
     for row, stage in enumerate(plan.pipeline.stages):
         bars = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
-        assert sum(bar.get_width() for bar in bars) * 2**30 == pytest.approx(stage.prediction.peak_bytes)
+        assert sum(bar.get_width() for bar in bars) * 2**30 == pytest.approx(
+            stage.prediction.peak_bytes
+        )
 
 
 def test_a_page_of_stages_shows_equal_stages_once(tmp_path: Path) -> None:

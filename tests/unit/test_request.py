@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from autopar.constraints import Constraint, layout, megatron, pipeline
+from autopar.core.hardware import HardwareProfile
 from autopar.errors import AutoparError, ConstraintError
-from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions
+from autopar.planner import PlanOptions
 
 H100 = HardwareProfile.load("h100-sxm")
 
@@ -26,15 +26,39 @@ def test_the_budget_is_what_is_asked_for_or_the_devices_memory_less_a_tenth() ->
 
 
 def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
-    options = PlanOptions(memory_bytes=7, optimizer="sgd", constraints=(layout("up", weight="R"),), strict=True, gap=0.5, batch="local")
+    options = PlanOptions(
+        memory_bytes=7,
+        optimizer="sgd",
+        constraints=(layout("up", weight="R"),),
+        strict=True,
+        gap=0.5,
+        batch="local",
+    )
     recorded = options.to_json(H100)
-    assert json.loads(json.dumps(recorded)) == recorded == {
-        "memory_bytes": 7, "optimizer": "sgd", "constraints": [{"pattern": "up", "weight": "R"}], "strict": True, "gap": 0.5,
-        "num_microbatches": "auto", "loss_rows": "auto", "precision": None, "inference": False, "batch": "local", "outputs": "auto",
-    }  # fmt: skip
-    assert options.of_a_trace().to_json(H100) == {**recorded, "outputs": "dtensor"}, "outputs that are to be whole are so in the trace"
+    assert (
+        json.loads(json.dumps(recorded))
+        == recorded
+        == {
+            "memory_bytes": 7,
+            "optimizer": "sgd",
+            "constraints": [{"pattern": "up", "weight": "R"}],
+            "strict": True,
+            "gap": 0.5,
+            "num_microbatches": "auto",
+            "loss_rows": "auto",
+            "precision": None,
+            "inference": False,
+            "batch": "local",
+            "outputs": "auto",
+        }
+    )
+    assert options.of_a_trace().to_json(H100) == {**recorded, "outputs": "dtensor"}, (
+        "outputs that are to be whole are so in the trace"
+    )
     assert PlanOptions(outputs="full").of_a_trace() == PlanOptions(outputs="full")
-    assert PlanOptions(time_limit_s=1.0).to_json(H100) == PlanOptions(time_limit_s=2.0).to_json(H100)
+    assert PlanOptions(time_limit_s=1.0).to_json(H100) == PlanOptions(time_limit_s=2.0).to_json(
+        H100
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,18 +75,27 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
         ({"strict": "no"}, r"strict='no' is neither True nor False(.|\n)*pass True or False"),
         ({"inference": None}, "inference=None is neither True nor False"),
         ({"optimizer": ["sgd"]}, r"optimizer \['sgd'\] is not known"),
-        ({"precision": torch.bfloat16}, r"precision=torch\.bfloat16 is not known(.|\n)*bf16, fp16, or None"),
+        (
+            {"precision": torch.bfloat16},
+            r"precision=torch\.bfloat16 is not known(.|\n)*bf16, fp16, or None",
+        ),
         ({"constraints": layout("up", weight="R")}, "is no sequence"),
         ({"solver": "gurobi"}, r"solver 'gurobi' is not known(.|\n)*highs, cbc"),
         ({"constraints": ("up",)}, r"'up' is no constraint(.|\n)*autopar\.constraints"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(option: dict[str, Any], complaint: str) -> None:
+def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
+    option: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(AutoparError, match=complaint):
         PlanOptions(**option)
 
 
-@pytest.mark.parametrize("asked", [pipeline("a", microbatches=2), megatron(pp=2, microbatches=2), megatron(microbatches=2)], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [pipeline("a", microbatches=2), megatron(pp=2, microbatches=2), megatron(microbatches=2)],
+    ids=str,
+)
 def test_two_numbers_of_microbatches_are_refused_with_both_named(asked: Constraint) -> None:
     said = re.escape(f"{asked} and num_microbatches=4 ask for different numbers")
     with pytest.raises(ConstraintError, match=said + r"(.|\n)*the same number in both"):
@@ -74,7 +107,9 @@ def test_two_numbers_of_microbatches_are_refused_with_both_named(asked: Constrai
 
 def test_a_time_limit_is_of_a_whole_planning_which_begins_once() -> None:
     free = PlanOptions()
-    assert free.begun().solve_s == math.inf and not free.begun().is_late and not free.begun().is_over
+    assert (
+        free.begun().solve_s == math.inf and not free.begun().is_late and not free.begun().is_over
+    )
     given = PlanOptions(time_limit_s=1000.0)
     assert given.solve_s == 1000.0, "nothing has begun"
     begun = given.begun()

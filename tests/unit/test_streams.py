@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.streams import ON_COMPUTE, PHASES, Load, Streams, work
+from autopar.core.streams import ON_COMPUTE, PHASES, Load, Streams, work
 
-Event = tuple[str, int, int]  # "compute" or "block" with its ticks, "start" with step and ticks, "finish" with step
+Event = tuple[
+    str, int, int
+]  # "compute" or "block" with its ticks, "start" with step and ticks, "finish" with step
 
 _TICK_S = 1.0
 
@@ -45,8 +47,11 @@ def run(events: list[Event], slowdown: float) -> Streams:
 
 
 def brute_force(events: list[Event], slowdown: float, per_tick: int = 20) -> tuple[float, float]:
-    """Time and hidden time by small steps of 1 / `per_tick` of a tick; s is a multiple of 1 / `per_tick`, so that nothing is rounded."""
-    rate = round((1 - slowdown) * per_tick)  # parts of compute that get done in a small step beside communication; per_tick alone
+    """Time and hidden time by small steps of 1 / `per_tick` of a tick; s is a multiple of 1 /
+    `per_tick`, so that nothing is rounded."""
+    rate = round(
+        (1 - slowdown) * per_tick
+    )  # parts of compute that get done in a small step beside communication; per_tick alone
     left: dict[int, int] = {}
     now = hidden = 0
     for kind, what, ticks in events:
@@ -91,17 +96,30 @@ def test_random_programs_take_as_long_as_in_small_steps_of_time(slowdown: float)
 @given(seed=st.integers(0, 10_000), slowdown=st.floats(0.0, 1.0))
 def test_time_lies_between_the_bound_and_one_after_the_other(seed: int, slowdown: float) -> None:
     events = programs(random.Random(seed), 6)
-    compute, block, early = (sum(e[2 if kind == "start" else 1] for e in events if e[0] == kind) for kind in ("compute", "block", "start"))
+    compute, block, early = (
+        sum(e[2 if kind == "start" else 1] for e in events if e[0] == kind)
+        for kind in ("compute", "block", "start")
+    )
     streams = run(events, slowdown)
     serial = compute + block + early
     assert max(compute + slowdown * early, early) + block - 1e-9 <= streams.now_s <= serial + 1e-9
     assert streams.now_s == pytest.approx(serial - (1 - slowdown) * streams.hidden_s)
     assert streams.hidden_s + streams.waited_s == pytest.approx(early)
     assert sum(end - start for _, start, end in streams.ran) == pytest.approx(early)
-    assert all(before <= after + 1e-9 for (_, _, before), (_, after, _) in zip(streams.ran, streams.ran[1:], strict=False))
+    assert all(
+        before <= after + 1e-9
+        for (_, _, before), (_, after, _) in zip(streams.ran, streams.ran[1:], strict=False)
+    )
 
 
-PIECES = st.lists(st.tuples(st.sampled_from(PHASES), st.floats(0.0, 9.0), st.sampled_from(("compute", "early", "critical"))), max_size=9)
+PIECES = st.lists(
+    st.tuples(
+        st.sampled_from(PHASES),
+        st.floats(0.0, 9.0),
+        st.sampled_from(("compute", "early", "critical")),
+    ),
+    max_size=9,
+)
 
 
 SHARE = st.floats(0.0, 1.0)
@@ -109,12 +127,19 @@ SHARE = st.floats(0.0, 1.0)
 
 @given(pieces=PIECES, slowdown=SHARE, shares=st.tuples(SHARE, SHARE), outside_s=st.floats(0.0, 9.0))
 def test_a_load_takes_what_the_larger_of_its_streams_does_and_no_balance_proves_more(
-    pieces: list[tuple[str, float, str]], slowdown: float, shares: tuple[float, float], outside_s: float
+    pieces: list[tuple[str, float, str]],
+    slowdown: float,
+    shares: tuple[float, float],
+    outside_s: float,
 ) -> None:
     load = Load(outside_s)
     for phase, time_s, kind in pieces:
         load += work(phase, time_s, compute=kind == "compute", early=kind == "early")
-    total = {(phase, kind): sum(t for p, t, k in pieces if (p, k) == (phase, kind)) for phase in PHASES for kind in ("compute", "early")}
+    total = {
+        (phase, kind): sum(t for p, t, k in pieces if (p, k) == (phase, kind))
+        for phase in PHASES
+        for kind in ("compute", "early")
+    }
     expected = outside_s + sum(t for _, t, kind in pieces if kind == "critical")
     for phase in PHASES:
         compute, early = total[phase, "compute"], total[phase, "early"]
@@ -122,8 +147,12 @@ def test_a_load_takes_what_the_larger_of_its_streams_does_and_no_balance_proves_
     assert load.least_s(slowdown) == pytest.approx(expected, abs=1e-9)
     assert load.priced_s(slowdown, shares) <= load.least_s(slowdown) + 1e-9
     corners = [(float(a), float(b)) for a in (0, 1) for b in (0, 1)]
-    assert max(load.priced_s(slowdown, corner) for corner in corners) == pytest.approx(load.least_s(slowdown), abs=1e-9)
-    assert any(load.unbalanced(slowdown)) or load.priced_s(slowdown, ON_COMPUTE) == pytest.approx(load.least_s(slowdown), abs=1e-9)
+    assert max(load.priced_s(slowdown, corner) for corner in corners) == pytest.approx(
+        load.least_s(slowdown), abs=1e-9
+    )
+    assert any(load.unbalanced(slowdown)) or load.priced_s(slowdown, ON_COMPUTE) == pytest.approx(
+        load.least_s(slowdown), abs=1e-9
+    )
     twice = (load + load).scaled(0.5)
     assert twice.least_s(slowdown) == pytest.approx(load.least_s(slowdown), abs=1e-9)
     if slowdown == 1.0:
@@ -136,7 +165,12 @@ def test_no_order_of_a_phase_is_faster_than_its_load(seed: int, slowdown: float)
     load = Load()
     for kind, what, ticks in events:
         if kind != "finish":
-            load += work("backward", ticks if kind == "start" else what, compute=kind == "compute", early=kind == "start")
+            load += work(
+                "backward",
+                ticks if kind == "start" else what,
+                compute=kind == "compute",
+                early=kind == "start",
+            )
     assert load.least_s(slowdown) - 1e-9 <= run(events, slowdown).now_s <= load.serial_s + 1e-9
 
 
@@ -145,7 +179,9 @@ def test_where_nothing_can_be_hidden_times_add_up() -> None:
     assert streams.now_s == 10.0
 
 
-def test_a_step_beside_compute_costs_it_what_the_profile_says_and_a_blocking_step_goes_first() -> None:
+def test_a_step_beside_compute_costs_it_what_the_profile_says_and_a_blocking_step_goes_first() -> (
+    None
+):
     free = run([("start", 0, 4), ("compute", 10, 0), ("finish", 0, 0)], 0.25)
     assert free.now_s == pytest.approx(10 + 0.25 * 4)
     assert free.waited_s == 0.0

@@ -10,11 +10,13 @@ import time
 import pytest
 from rich.console import Console
 
-from autopar import terminal
 from autopar.api import planning
+from autopar.core import terminal
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, *, after_s: float, takes_s: float, is_terminal: bool = True) -> str:
+def shown(
+    monkeypatch: pytest.MonkeyPatch, *, after_s: float, takes_s: float, is_terminal: bool = True
+) -> str:
     told = io.StringIO()
     monkeypatch.setattr(terminal, "err", Console(file=told, force_terminal=is_terminal, width=80))
     with terminal.progress_of_long("capturing", after_s) as tell:
@@ -47,7 +49,9 @@ def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
         assert not caplog.records
 
 
-def lines_of_a_command(monkeypatch: pytest.MonkeyPatch, *, every_s: float, takes_s: float) -> list[str]:
+def lines_of_a_command(
+    monkeypatch: pytest.MonkeyPatch, *, every_s: float, takes_s: float
+) -> list[str]:
     told = io.StringIO()
     monkeypatch.setattr(terminal, "err", Console(file=told, force_terminal=False, width=80))
     monkeypatch.setattr(terminal, "_EVERY_LINE_S", every_s)
@@ -57,10 +61,14 @@ def lines_of_a_command(monkeypatch: pytest.MonkeyPatch, *, every_s: float, takes
     return told.getvalue().splitlines()
 
 
-def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = lines_of_a_command(monkeypatch, every_s=0.01, takes_s=0.5)
     assert len(said) > 2 and "solving" in said[-1]
-    assert all(re.fullmatch(r"(building the model|solving) … \(\d+ s so far\)", line) for line in said)
+    assert all(
+        re.fullmatch(r"(building the model|solving) … \(\d+ s so far\)", line) for line in said
+    )
     assert lines_of_a_command(monkeypatch, every_s=30.0, takes_s=0.0) == []
 
 
@@ -73,6 +81,10 @@ def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(planning, "plan_call", planned)
     monkeypatch.setattr(terminal, "err", Console(force_terminal=True))
-    monkeypatch.setattr(terminal.err, "status", lambda _: type("S", (), {"update": staticmethod(told.append), "stop": lambda _: None})())
+    monkeypatch.setattr(
+        terminal.err,
+        "status",
+        lambda _: type("S", (), {"update": staticmethod(told.append), "stop": lambda _: None})(),
+    )
     planning.plan_model(None, 1, example_inputs={})  # type: ignore[arg-type]
     assert told == ["solving …"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.units import seconds, share, size
+from autopar.core.units import seconds, share, size
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,20 @@ def test_seconds_have_three_digits_that_count(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(72e9, "67.1 GiB"), (2**20, "1.00 MiB"), (1536, "1.50 KiB"), (4, "4 B"), (0, "0 B")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(72e9, "67.1 GiB"), (2**20, "1.00 MiB"), (1536, "1.50 KiB"), (4, "4 B"), (0, "0 B")],
+)
 def test_bytes_are_told_in_powers_of_1024(value: float, text: str) -> None:
     assert size(value) == text
 
 
 def test_differences_carry_their_sign() -> None:
-    assert (seconds(1e-3, signed=True), size(-(2**20), signed=True), share(0.1, signed=True)) == ("+1.00 ms", "-1.00 MiB", "+10.0 %")
+    assert (seconds(1e-3, signed=True), size(-(2**20), signed=True), share(0.1, signed=True)) == (
+        "+1.00 ms",
+        "-1.00 MiB",
+        "+10.0 %",
+    )
 
 
 def test_small_shares_do_not_vanish() -> None:

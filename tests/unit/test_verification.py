@@ -16,16 +16,17 @@ from torch import fx, nn
 
 import autopar
 from autopar.capture import Trace, capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import VerificationError
-from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
-from autopar.kernels.bucketed import into_bucket
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
-from autopar.run.lockstep import run_lockstep
-from autopar.run.program import Program
-from autopar.verification import Verification, own_eps, relative_error, verify_program
+from autopar.kernels.packing import into_bucket
+from autopar.planner import Planned, PlanOptions, make_plan
+from autopar.program.interpreter import run_lockstep
+from autopar.program.program import Program
+from autopar.verification import Verification, relative_error, verify_program
+from autopar.verification import case as own_eps
 from autopar.verification.check import _exact_on_a_gpu
 
 TESTS = Path(__file__).parents[1]
@@ -81,16 +82,25 @@ def test_an_equal_program_passes_and_the_report_names_its_worst_tensor(gpt2: Bui
     before = {name: p.clone() for name, p in model.state_dict().items()}
     found = verify_program(trace, planned.program, model, (), batch)
     assert found.ok
-    assert found.num_collectives == sum(c.kind != "slice" for _, _, c in planned.program.collectives) > 40
+    assert (
+        found.num_collectives
+        == sum(c.kind != "slice" for _, _, c in planned.program.collectives)
+        > 40
+    )
     assert set(found.gradients) == {name for name, _ in model.named_parameters()}
     assert set(found.outputs) == {"logits"}
     assert found.worst in str(found) and "tolerance" in str(found)
     assert found.max_error == max(found.loss, *found.outputs.values(), *found.gradients.values())
-    assert all(torch.equal(p, before[name]) and p.dtype == before[name].dtype for name, p in model.state_dict().items())
+    assert all(
+        torch.equal(p, before[name]) and p.dtype == before[name].dtype
+        for name, p in model.state_dict().items()
+    )
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_float32_parts_of_the_model_widen_the_tolerance_and_are_named_but_the_traced_graph_is_held_to_float64(gpt2: Built) -> None:
+def test_float32_parts_of_the_model_widen_the_tolerance_and_are_named_but_the_traced_graph_is_held_to_float64(  # noqa: E501
+    gpt2: Built,
+) -> None:
     model, batch, trace, planned = gpt2
     found = verify_program(trace, planned.program, model, (), batch)
     assert found.tolerance == 2e-6
@@ -116,7 +126,9 @@ def test_so_it_is_the_first_time_in_a_process() -> None:
 def test_bfloat16_weights_and_integer_inputs_are_compared_in_float64() -> None:
     model, batch, trace, planned = built("llama", expert.llama(), dtype=torch.bfloat16)
     found = verify_program(trace, planned.program, model, (), batch)
-    assert found.ok and found.dtype == "float64" and found.traced is not None and found.traced < 1e-9
+    assert (
+        found.ok and found.dtype == "float64" and found.traced is not None and found.traced < 1e-9
+    )
     own = verify_program(trace, planned.program, model, (), batch, dtype=None)
     assert own.ok and (own.dtype, own.tolerance, own.lower_parts) == ("bfloat16", 5e-2, ())
     assert own.max_error > 1e-6
@@ -127,10 +139,17 @@ def test_an_all_reduce_that_does_nothing_is_named(gpt2: Built, phase: str) -> No
     nodes = collectives(getattr(gpt2[3].program, phase).graph, steps.all_reduce)
     assert nodes
     for index in range(0, len(nodes), 4):
-        program = changed(gpt2, phase, lambda graph, index=index: identity(collectives(graph, steps.all_reduce)[index]))
+        program = changed(
+            gpt2,
+            phase,
+            lambda graph, index=index: identity(collectives(graph, steps.all_reduce)[index]),
+        )
         told = failure(gpt2, program)
         assert f"the first node that differs is {nodes[index].meta['key']} in {phase}" in told
-        assert f"in module {nodes[index].meta['module']}".strip() in told or not nodes[index].meta["module"]
+        assert (
+            f"in module {nodes[index].meta['module']}".strip() in told
+            or not nodes[index].meta["module"]
+        )
         assert str(nodes[index].meta["holds"][1]) in told
 
 
@@ -157,7 +176,9 @@ def identity(node: fx.Node) -> None:
     node.target, node.args = torch.ops.aten.clone.default, (node.args[0],)
 
 
-def test_the_reader_of_a_removed_all_reduce_is_named_with_the_partial_sums_it_reads(gpt2: Built) -> None:
+def test_the_reader_of_a_removed_all_reduce_is_named_with_the_partial_sums_it_reads(
+    gpt2: Built,
+) -> None:
     keys = []
 
     def remove(graph: fx.Graph) -> None:
@@ -175,7 +196,9 @@ def test_a_scale_that_is_wrong_by_a_millionth_is_named_with_the_users_line(gpt2:
     keys = []
 
     def scale(graph: fx.Graph) -> None:
-        node = next(n for n in graph.nodes if "holds" in n.meta and n.meta["module"].endswith("h.1.ln_2"))
+        node = next(
+            n for n in graph.nodes if "holds" in n.meta and n.meta["module"].endswith("h.1.ln_2")
+        )
         keys.append(node.meta["key"])
         with graph.inserting_after(node):
             wrong = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1 + 1e-6))
@@ -192,7 +215,10 @@ def test_a_capture_that_is_wrong_is_told_from_a_wrong_program(gpt2: Built) -> No
     model, batch, trace, planned = gpt2
     other = copy.deepcopy(model)
     other.transformer.h[0].register_forward_hook(lambda module, inputs, output: doubled(output))
-    with pytest.raises(VerificationError, match="every node computes what was traced, but the plain model computes something else"):
+    with pytest.raises(
+        VerificationError,
+        match="every node computes what was traced, but the plain model computes something else",
+    ):
         verify_program(trace, planned.program, other, (), batch)
 
 
@@ -208,7 +234,9 @@ def test_a_tighter_tolerance_than_the_model_keeps_is_not_met(gpt2: Built) -> Non
 
 def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
-    with pytest.raises(VerificationError, match=r"on meta and have no values, 'transformer\.wte\.weight' first"):
+    with pytest.raises(
+        VerificationError, match=r"on meta and have no values, 'transformer\.wte\.weight' first"
+    ):
         verify_program(trace, planned.program, copy.deepcopy(model).to("meta"), (), batch)
 
 
@@ -220,12 +248,20 @@ def test_nothing_is_verified_in_half_precision(gpt2: Built) -> None:
 
 def test_on_a_gpu_torch_is_exact_while_it_is_verified_and_then_as_it_was() -> None:
     kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
-    asked, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    asked, torch.backends.cuda.matmul.fp32_precision = (
+        torch.backends.cuda.matmul.fp32_precision,
+        "tf32",
+    )
     try:
         before = [kind.fp32_precision for kind in kinds], torch.backends.cudnn.deterministic
         with _exact_on_a_gpu():
-            assert {kind.fp32_precision for kind in kinds} == {"ieee"} and torch.backends.cudnn.deterministic
-        assert ([kind.fp32_precision for kind in kinds], torch.backends.cudnn.deterministic) == before
+            assert {kind.fp32_precision for kind in kinds} == {
+                "ieee"
+            } and torch.backends.cudnn.deterministic
+        assert (
+            [kind.fp32_precision for kind in kinds],
+            torch.backends.cudnn.deterministic,
+        ) == before
     finally:
         torch.backends.cuda.matmul.fp32_precision = asked
 
@@ -234,18 +270,25 @@ def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     broken = copy.deepcopy(model)
     broken.transformer.ln_f.weight.data.fill_(float("nan"))
-    with pytest.raises(VerificationError, match=r"loss is nan: a comparison with it would say nothing"):
+    with pytest.raises(
+        VerificationError, match=r"loss is nan: a comparison with it would say nothing"
+    ):
         verify_program(trace, planned.program, broken, (), batch)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_an_index_that_the_vocabulary_does_not_have_is_an_error_under_a_split_vocabulary_too(gpt2: Built, name: str) -> None:
+def test_an_index_that_the_vocabulary_does_not_have_is_an_error_under_a_split_vocabulary_too(
+    gpt2: Built, name: str
+) -> None:
     model, batch, trace, planned = gpt2
     wrong = {**batch, name: torch.full_like(batch[name], 10**6)}
     with pytest.raises(IndexError):
         model(**wrong)
     inputs = [wrong[i.path] for i in trace.inputs]
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers()),
+    }
     with pytest.raises(VerificationError, match=r"must be in 0…|out of range"):
         run_lockstep(planned.program, tensors, tensors, inputs)
 
@@ -263,7 +306,19 @@ def test_relative_errors_at_their_borders() -> None:
 
 
 def test_a_gradient_that_is_lost_counts_as_zeros_and_the_report_says_not_equal() -> None:
-    lost = Verification(False, 1e-9, "float64", 0.0, {}, {}, {"weight": relative_error(None, torch.ones(2))}, (), None, 1e-9, 0)
+    lost = Verification(
+        False,
+        1e-9,
+        "float64",
+        0.0,
+        {},
+        {},
+        {"weight": relative_error(None, torch.ones(2))},
+        (),
+        None,
+        1e-9,
+        0,
+    )
     assert lost.rows[0] == ("gradient", "weight", 1.0)
     assert str(lost).startswith("NOT equal")
     assert replace(lost, ok=True).__str__().startswith("equal")
@@ -283,12 +338,16 @@ def test_complex_buffers_and_nested_inputs_are_computed_in_the_dtype_asked_for()
 
     model, batch = Rotary(), {"parts": {"x": [torch.randn(4, 6, 8)]}}
     trace = capture(model, (), batch)
-    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, (), batch)
+    found = verify_program(
+        trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, (), batch
+    )
     assert found.max_error < 1e-9 and found.dtype == "float64"
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(dtype: torch.dtype | None) -> None:
+def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(
+    dtype: torch.dtype | None,
+) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,35 +355,49 @@ def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(dtype:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.first(x).to(torch.bfloat16)
-            return nn.functional.linear(hidden, self.second.weight.to(torch.bfloat16)).float().pow(2).mean()
+            return (
+                nn.functional.linear(hidden, self.second.weight.to(torch.bfloat16))
+                .float()
+                .pow(2)
+                .mean()
+            )
 
     torch.manual_seed(0)
     model, batch = Mixed(), (torch.randn(8, 16),)
     trace = capture(model, batch)
-    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}, dtype=dtype)
+    found = verify_program(
+        trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}, dtype=dtype
+    )
     assert found.ok and found.tolerance == 5e-2
     assert (found.traced is None) == (dtype is None)
     assert found.traced is None or found.traced <= 1e-9
 
 
 class FloatOnly(nn.Module):
-    """A model that float64 breaks: its mask is float32, the number for it is the smallest of x's dtype."""
+    """A model that float64 breaks: its mask is float32, the number for it is the smallest of x's
+    dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(8, dtype=torch.float32).masked_fill(torch.arange(8) > 5, torch.finfo(x.dtype).min)
+        mask = torch.zeros(8, dtype=torch.float32).masked_fill(
+            torch.arange(8) > 5, torch.finfo(x.dtype).min
+        )
         return (self.linear(x) + mask).softmax(-1).pow(2).sum()
 
 
 def test_a_model_that_cannot_be_run_in_float64_is_compared_in_its_own_dtype() -> None:
     model, batch = FloatOnly(), (torch.randn(8, 8),)
     trace = capture(model, batch)
-    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    found = verify_program(
+        trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}
+    )
     assert found.ok and (found.dtype, found.tolerance) == ("float32", 1e-4)
-    assert "cannot be compared in float64: the plain model fails: value cannot be converted" in str(found)
+    assert "cannot be compared in float64: the plain model fails: value cannot be converted" in str(
+        found
+    )
 
 
 class Waves(nn.Module):
@@ -335,14 +408,25 @@ class Waves(nn.Module):
         self.linear, self.scale = nn.Linear(8, 8), 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.fft.fftn(self.linear(x), dim=(0, 1)).real * torch.empty(8).fill_(self.scale)).pow(2).mean()
+        return (
+            (torch.fft.fftn(self.linear(x), dim=(0, 1)).real * torch.empty(8).fill_(self.scale))
+            .pow(2)
+            .mean()
+        )
 
 
 def test_complex_numbers_are_computed_as_precisely_as_real_ones() -> None:
     model, batch = Waves(), (torch.randn(8, 8),)
     trace = capture(model, batch)
-    assert any(dtype.is_complex for n in trace.graph.nodes for dtype in (*n.args, *n.kwargs.values()) if isinstance(dtype, torch.dtype))
-    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    assert any(
+        dtype.is_complex
+        for n in trace.graph.nodes
+        for dtype in (*n.args, *n.kwargs.values())
+        if isinstance(dtype, torch.dtype)
+    )
+    found = verify_program(
+        trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}
+    )
     assert found.max_error < 1e-13 and found.dtype == "float64"
 
 
@@ -356,7 +440,8 @@ def test_what_an_empty_tensor_holds_is_nobodys_mistake() -> None:
 
 
 class Shifted(nn.Module):
-    """Softmax does not see the shift, whose gradient is noise; and the model computes it in float32."""
+    """Softmax does not see the shift, whose gradient is noise; and the model computes it in
+    float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,12 +455,15 @@ def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_compute
     torch.manual_seed(0)
     model, batch = Shifted(), (torch.randn(8, 8),)
     trace = capture(model, batch)
-    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    found = verify_program(
+        trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}
+    )
     assert found.ok and found.lower_parts and found.traced is not None and found.traced < 1e-9
 
 
 class Offset(nn.Module):
-    """Numbers of float32 with a large mean, normed: torch's kernel adds up in float64, the program's sums are rounded. Both are right."""
+    """Numbers of float32 with a large mean, normed: torch's kernel adds up in float64, the
+    program's sums are rounded. Both are right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +471,9 @@ class Offset(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(self.linear(x))
-        return (normed @ torch.ones(8, 8, dtype=torch.float32) + normed.relu().square()).mean() * self.scale
+        return (
+            normed @ torch.ones(8, 8, dtype=torch.float32) + normed.relu().square()
+        ).mean() * self.scale
 
 
 def offset() -> tuple[Offset, tuple[torch.Tensor], Trace, Program]:
@@ -393,7 +483,9 @@ def offset() -> tuple[Offset, tuple[torch.Tensor], Trace, Program]:
     return model, batch, trace, make_plan(trace, MESH, H100, PlanOptions()).program
 
 
-def test_a_program_whose_sums_round_otherwise_than_the_models_is_compared_in_float64_with_it() -> None:
+def test_a_program_whose_sums_round_otherwise_than_the_models_is_compared_in_float64_with_it() -> (
+    None
+):
     model, batch, trace, program = offset()
     with pytest.raises(VerificationError):
         verify_program(trace, program, model, batch, {}, dtype=None)
@@ -446,7 +538,12 @@ class Blind(nn.Module):
 
     def __init__(self, way: str, factor: float = 1.0) -> None:
         super().__init__()
-        self.up, self.down, self.way, self.factor = nn.Linear(8, 16), nn.Linear(16, 8), self.WAYS[way], factor
+        self.up, self.down, self.way, self.factor = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            self.WAYS[way],
+            factor,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.way(self.down(self.up(x).tanh())) * self.factor
@@ -456,12 +553,23 @@ def planned_blind(model: nn.Module) -> tuple[tuple[torch.Tensor], Trace, Planned
     torch.manual_seed(0)
     batch = (torch.randn(12, 8),)
     trace = capture(model, batch)
-    return batch, trace, make_plan(trace, MESH, H100, PlanOptions(constraints=(autopar.constraints.tensor_parallel("1d", axes="tensor"),)))
+    return (
+        batch,
+        trace,
+        make_plan(
+            trace,
+            MESH,
+            H100,
+            PlanOptions(constraints=(autopar.constraints.tensor_parallel("1d", axes="tensor"),)),
+        ),
+    )
 
 
 @pytest.mark.parametrize("way", Blind.WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gradients_that_are_all_zero_are_measured_by_what_they_are_added_up_of(way: str, dtype: torch.dtype) -> None:
+def test_gradients_that_are_all_zero_are_measured_by_what_they_are_added_up_of(
+    way: str, dtype: torch.dtype
+) -> None:
     model = Blind(way)
     batch, trace, made = planned_blind(model)
     assert verify_program(trace, made.program, model, batch, {}, dtype=dtype).ok
@@ -469,7 +577,9 @@ def test_gradients_that_are_all_zero_are_measured_by_what_they_are_added_up_of(w
 
 @pytest.mark.parametrize("way", ["softmax", "centred", "layer norm"])
 @pytest.mark.parametrize("share", [1.0, 1e-6])
-def test_where_gradients_should_all_be_zero_one_that_is_not_is_found(way: str, share: float) -> None:
+def test_where_gradients_should_all_be_zero_one_that_is_not_is_found(
+    way: str, share: float
+) -> None:
     model = Blind(way)
     batch, trace, made = planned_blind(model)
     change_first_gradient(made.program, torch.ops.aten.add.Tensor, share)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.constraints import Constraint, context_parallel, fsdp, layout, megatron, offload, pipeline, tensor_parallel
-from autopar.constraints.written import parse_constraint
+from autopar.constraints import (
+    Constraint,
+    context_parallel,
+    fsdp,
+    layout,
+    megatron,
+    offload,
+    pipeline,
+    tensor_parallel,
+)
+from autopar.constraints.text import parse_constraint
 from autopar.errors import AutoparError, ConstraintError
 
 WRITTEN: dict[str, Constraint] = {
@@ -28,12 +37,19 @@ def test_it_is_the_constraint_that_the_call_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fsd()", "no constraint is named 'fsd'"), ("megatron(tq=2)", "'tq'"), ("layout(3, weight=2)", "layout: "),
-        ("ddp(axes=5)", "ddp: "), ("megatron(tp=open('x'))", "no constraint"), ("__import__('os')", "no constraint is named"),
-        ("megatron(**{'tp': 2})", "no constraint"), ("fsdp(", "no constraint"), ("", "no constraint"), ("1 + 1", "no constraint"),
+        ("fsd()", "no constraint is named 'fsd'"),
+        ("megatron(tq=2)", "'tq'"),
+        ("layout(3, weight=2)", "layout: "),
+        ("ddp(axes=5)", "ddp: "),
+        ("megatron(tp=open('x'))", "no constraint"),
+        ("__import__('os')", "no constraint is named"),
+        ("megatron(**{'tp': 2})", "no constraint"),
+        ("fsdp(", "no constraint"),
+        ("", "no constraint"),
+        ("1 + 1", "no constraint"),
         ("fsdp().axes", "no constraint"),
     ],
-)  # fmt: skip
+)
 def test_what_is_none_is_refused_and_not_run(text: str, said: str) -> None:
     with pytest.raises(ConstraintError, match="what to do") as refused:
         parse_constraint(text)

@@ -1,7 +1,9 @@
-"""Repeat the pattern of a run in the joint graph of a shortened model, until it is the full model's.
+"""Repeat the pattern of a run in the joint graph of a shortened model, until it is the full
+model's.
 
-The graph's labels and names are the full model's already: of the run it holds the first two and the last two units. The
-copies go between; then unit `two` and the backward of unit `one` read their new neighbours.
+The graph's labels and names are the full model's already: of the run it holds the first two and the
+last two units. The copies go between; then unit `two` and the backward of unit `one` read their new
+neighbours.
 """
 
 from __future__ import annotations
@@ -28,15 +30,20 @@ def renumbered(path: str, kept: Kept) -> str:
     return full if kept else path
 
 
-def attributes_repeated(attributes: Iterable[ModuleAttribute], run: Run) -> tuple[ModuleAttribute, ...]:
-    """Those of the full model: each layer that a shortened one lacks reads what its like, of the first unit, does."""
+def attributes_repeated(
+    attributes: Iterable[ModuleAttribute], run: Run
+) -> tuple[ModuleAttribute, ...]:
+    """Those of the full model: each layer that a shortened one lacks reads what its like, of the
+    first unit, does."""
     by_layer: dict[int, list[tuple[ModuleAttribute, str]]] = {}
     stay = []
     for each in attributes:
         found = run.find(each.path)
         if found is not None:
             by_layer.setdefault(found[0], []).append((each, found[1]))
-        if found is None or found[0] not in run.removed:  # what stands in place of a layer has its path
+        if (
+            found is None or found[0] not in run.removed
+        ):  # what stands in place of a layer has its path
             stay.append(each)
     added = [
         replace(each, path=f"{run.layers[position]}{inner}")
@@ -46,7 +53,9 @@ def attributes_repeated(attributes: Iterable[ModuleAttribute], run: Run) -> tupl
     return (*stay, *added)
 
 
-def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border, ranks: Mapping[str, int]) -> tuple[Border, Border]:
+def repeat(
+    run: Run, graph: fx.Graph, placeholders: Border, results: Border, ranks: Mapping[str, int]
+) -> tuple[Border, Border]:
     """Insert the interior units of `run` into `graph`, whose output lists `results`.
 
     Args:
@@ -63,15 +72,31 @@ def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border, ran
 
 
 class _Repetition:
-    """The copies of one run: `copies[unit][phase]` are nodes in the pattern's order, `own[unit]` its placeholders."""
+    """The copies of one run: `copies[unit][phase]` are nodes in the pattern's order, `own[unit]`
+    its placeholders."""
 
-    def __init__(self, run: Run, graph: fx.Graph, placeholders: Border, results: Border, ranks: Mapping[str, int]) -> None:
-        self.graph, self.placeholders, self.results, self.ranks = graph, placeholders, results, ranks
+    def __init__(
+        self,
+        run: Run,
+        graph: fx.Graph,
+        placeholders: Border,
+        results: Border,
+        ranks: Mapping[str, int],
+    ) -> None:
+        self.graph, self.placeholders, self.results, self.ranks = (
+            graph,
+            placeholders,
+            results,
+            ranks,
+        )
         self.units = units = Units(run, graph, placeholders)
         self.pattern = pattern_of(units, placeholders, results)
         self.inserted = range(units.one + 1, units.two)
         interior = (units.one, units.two)
-        self.copies = {unit: {"forward": units.forward[unit], "backward": units.backward[unit]} for unit in interior}
+        self.copies = {
+            unit: {"forward": units.forward[unit], "backward": units.backward[unit]}
+            for unit in interior
+        }
         self.own: dict[int, dict[tuple[str, str], fx.Node]] = {}
 
     def run(self) -> tuple[Border, Border]:
@@ -79,23 +104,37 @@ class _Repetition:
         for unit in self.inserted:
             self.copies[unit] = {"forward": [], "backward": []}
         self._insert_placeholders()
-        first_behind = {"forward": self.units.forward[self.units.two][0], "backward": self.units.backward[self.units.one][0]}
+        first_behind = {
+            "forward": self.units.forward[self.units.two][0],
+            "backward": self.units.backward[self.units.one][0],
+        }
         orders = {"forward": self.inserted, "backward": reversed(self.inserted)}
-        for phase, steps in (("forward", self.pattern.forward), ("backward", self.pattern.backward)):
+        for phase, steps in (
+            ("forward", self.pattern.forward),
+            ("backward", self.pattern.backward),
+        ):
             with self.graph.inserting_before(first_behind[phase]):
                 for unit in orders[phase]:
                     for step in steps:
                         self.copies[unit][phase].append(self._node(step, unit))
         self._redirect()
         made = {
-            unit: {entry: self.copies[unit][ref.offset[0]][ref.offset[1]] for entry, ref in self.pattern.results} for unit in self.inserted
+            unit: {
+                entry: self.copies[unit][ref.offset[0]][ref.offset[1]]
+                for entry, ref in self.pattern.results
+            }
+            for unit in self.inserted
         }
         results = self._joined(self.results, made)
         output = next(iter(reversed(self.graph.nodes)))
         output.args = (tuple(results.values()),)
         placeholders = self._joined(self.placeholders, self.own)
         for kind in ("parameter", "buffer"):
-            nodes = [node for entry, node in placeholders.items() if entry[0] == kind and entry[1] in self.ranks]
+            nodes = [
+                node
+                for entry, node in placeholders.items()
+                if entry[0] == kind and entry[1] in self.ranks
+            ]
             for before, node in itertools.pairwise(nodes):
                 before.append(node)
         return placeholders, results
@@ -103,7 +142,9 @@ class _Repetition:
     def _insert_placeholders(self) -> None:
         for kind in dict.fromkeys(kind for kind, _ in self.pattern.own):
             rests = [rest for other, rest in self.pattern.own if other == kind]
-            with self.graph.inserting_before(self.placeholders[kind, self.units.path(self.units.two, rests[0])]):
+            with self.graph.inserting_before(
+                self.placeholders[kind, self.units.path(self.units.two, rests[0])]
+            ):
                 for unit in self.inserted:
                     for rest in rests:
                         like = self.placeholders[kind, self.units.path(self.units.two, rest)]
@@ -137,7 +178,8 @@ class _Repetition:
                 return slice(filled(value.start), filled(value.stop), filled(value.step))
             return value
 
-        # Arguments come after: create_node would search them for symbolic numbers, which takes half of its time.
+        # Arguments come after: create_node would search them for symbolic numbers, which takes half
+        # of its time.
         node = self.graph.create_node("call_function", step.target, name=step.name)
         node.args, node.kwargs = filled(step.args), filled(step.kwargs)
         module = step.home if isinstance(step.home, str) else self.units.path(unit, step.home[1])
@@ -145,19 +187,34 @@ class _Repetition:
         return node
 
     def _redirect(self) -> None:
-        """Unit two reads the last copy instead of unit one, unit one's backward the first copy's instead of unit two's."""
+        """Unit two reads the last copy instead of unit one, unit one's backward the first copy's
+        instead of unit two's."""
         units = self.units
-        before = dict(zip(units.forward[units.one], self.copies[units.two - 1]["forward"], strict=True))
-        behind = dict(zip(units.backward[units.two], self.copies[units.one + 1]["backward"], strict=True))
-        for nodes, moved in ((units.forward[units.two], before), (units.backward[units.two], before), (units.backward[units.one], behind)):
+        before = dict(
+            zip(units.forward[units.one], self.copies[units.two - 1]["forward"], strict=True)
+        )
+        behind = dict(
+            zip(units.backward[units.two], self.copies[units.one + 1]["backward"], strict=True)
+        )
+        for nodes, moved in (
+            (units.forward[units.two], before),
+            (units.backward[units.two], before),
+            (units.backward[units.one], behind),
+        ):
             for node in nodes:
                 for operand in node.all_input_nodes:
                     if operand in moved:
                         node.replace_input_with(operand, moved[operand])
 
-    def _joined(self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]) -> Border:
+    def _joined(
+        self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]
+    ) -> Border:
         """The border with the entries of the copies; each kind's in the order of the full model."""
-        more = {(kind, self.units.path(unit, rest)): copy for unit in self.inserted for (kind, rest), copy in added.get(unit, {}).items()}
+        more = {
+            (kind, self.units.path(unit, rest)): copy
+            for unit in self.inserted
+            for (kind, rest), copy in added.get(unit, {}).items()
+        }
         changed = {kind for kind, _ in more}
         joined: Border = {}
         for entry, node in border.items():
@@ -165,7 +222,14 @@ class _Repetition:
                 continue
             joined[entry] = node
             if entry[0] in changed and entry[1] in self.ranks:
-                same = {each: of for part in (border, more) for each, of in part.items() if each[0] == entry[0] and each[1] in self.ranks}
+                same = {
+                    each: of
+                    for part in (border, more)
+                    for each, of in part.items()
+                    if each[0] == entry[0] and each[1] in self.ranks
+                }
                 del joined[entry]
-                joined |= {each: same[each] for each in sorted(same, key=lambda each: self.ranks[each[1]])}
+                joined |= {
+                    each: same[each] for each in sorted(same, key=lambda each: self.ranks[each[1]])
+                }
         return joined

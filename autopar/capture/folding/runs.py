@@ -1,9 +1,10 @@
 """Find runs of equal layers in a model.
 
-Layers are looked for in the children of each list of modules (ModuleList, Sequential, ModuleDict), then, where a module has no run
-in its lists, among all modules that are equally deep within it: attributes of a module of the user's own, layers of several parents. A
-list within a list that has no forward of its own stands for its members. Layers are in the order in which they are registered, or, where
-forward calls them in another, in that one.
+Layers are looked for in the children of each list of modules (ModuleList, Sequential, ModuleDict),
+then, where a module has no run in its lists, among all modules that are equally deep within it:
+attributes of a module of the user's own, layers of several parents. A list within a list that has
+no forward of its own stands for its members. Layers are in the order in which they are registered,
+or, where forward calls them in another, in that one.
 
 A *unit* is `period` neighbouring layers; a *run* is several equal units in a row. Which layers are
 equal says `likeness`.
@@ -11,17 +12,178 @@ equal says `likeness`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from autopar.capture.folding.likeness import counters, difference, facts_beside, facts_of, tensors_of
+# --------------------------------------------------------------------------------------------------
+# What decides whether two layers compute the same: classes, attributes, shapes, dtypes,
+# `requires_grad` and hooks of their modules.
+#
+# Layers are equal where all of it is equal. An integer attribute that counts the layers
+# (``layer_idx``) does not make them differ: whether it matters is for the check against the full
+# model to find.
 
-KEPT_FIRST, KEPT_LAST = 2, 2  # units that stay: between two equal neighbours there are enough to see what repeats
+DEPTH = 6  # of nested containers in an attribute
+INTERNAL = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Fact = tuple[str, Any]  # (what, its value) of a layer
+
+
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    for _, module in model.named_modules(remove_duplicate=False):
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """For each layer what lists of the same length say at its position."""
+    facts: list[dict[str, Any]] = [{} for _ in layers]
+    for holder in beside(model, layers):
+        for name, value in vars(holder).items():
+            if type(value) in (list, tuple) and len(value) == len(layers):
+                for fact, item in zip(facts, value, strict=True):
+                    fact[f"{type(holder).__name__}.{name}"] = _described(item, {})
+    return facts
+
+
+def counters(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Integer facts that are the layer's position plus a constant."""
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    found = []
+    for name in names:
+        held = [(position, fact[name]) for position, fact in enumerate(facts) if name in fact]
+        if (
+            len(held) > 1
+            and all(type(value) is int for _, value in held)
+            and len({value - position for position, value in held}) == 1
+        ):
+            found.append(name)
+    return found
+
+
+def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequence[str]) -> str:
+    """A sentence on why there is no run: the last two neighbours that differ, and in what."""
+    later = max(
+        position for position in range(1, len(keys)) if keys[position] != keys[position - 1]
+    )
+    before, after = facts[later - 1], facts[later]
+    names = [name for name in {**before, **after} if before.get(name, ...) != after.get(name, ...)]
+    what = repr(names[0].strip()) if names else "the order of their attributes"
+    (holder, _, one), (other_holder, _, other) = (
+        path.rpartition(".") for path in paths[later - 1 : later + 1]
+    )
+    if holder != other_holder:
+        return f"{paths[later - 1]} and {paths[later]} differ in {what}"
+    return f"layers {one} and {other} of {holder or 'the model'} differ in {what}"
+
+
+def facts_of(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
+    inside = {id(module): name for name, module in layer.named_modules()}
+    for name, module in layer.named_modules():
+        yield f"{name} class", type(module)
+        yield f"{name} training", module.training
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for attribute, tensor in tensors.items():
+                yield f"{name}.{attribute}".lstrip("."), (kind, *_tensor_fact(tensor))
+                if (
+                    tensor is not None and owners[id(tensor)] > 1
+                ):  # what something else has too is like no other
+                    yield f"{name}.{attribute} (tied)".lstrip("."), id(tensor)
+        for attribute, value in vars(module).items():
+            if attribute not in INTERNAL:
+                yield f"{name}.{attribute}".lstrip("."), _described(value, inside)
+        for hooks in HOOKS:
+            if vars(module)[hooks]:
+                yield (
+                    f"{name} {hooks}",
+                    tuple(_described(hook, inside) for hook in vars(module)[hooks].values()),
+                )
+
+
+def _tensor_fact(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return (
+        ()
+        if tensor is None
+        else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    )
+
+
+def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
+    """Something hashable that is equal for values that act alike; identity where nothing better
+    is known."""
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+    ):
+        return value if type(value) is int else (type(value), value)
+    if isinstance(value, nn.Module) and id(value) in inside:
+        return "module", inside[id(value)]
+    if depth < DEPTH:
+        describe = functools.partial(_described, inside=inside, depth=depth + 1)
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(describe, value))
+        if isinstance(value, dict):
+            return (type(value), *((describe(key), describe(item)) for key, item in value.items()))
+        if isinstance(value, types.MethodType):
+            return "method", id(value.__func__), describe(value.__self__)
+        if isinstance(value, functools.partial):
+            return "partial", describe(value.func), describe(value.args), describe(value.keywords)
+        if isinstance(value, types.FunctionType):
+            return (
+                "function",
+                value.__code__,
+                describe(value.__defaults__),
+                describe(tuple(contents(value))),
+            )
+    return type(value), id(value)
+
+
+def contents(function: types.FunctionType) -> Iterator[Any]:
+    """What the variables of its closure hold, but for those without a value."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
+def beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
+    """Modules outside of the layers, and all configurations."""
+    inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
+    yield from (module for module in model.modules() if id(module) not in inside)
+    yield from configurations(model)
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Objects that modules hold as ``config``, and those of the same name within them
+    (``text_config``), each once."""
+    found: dict[int, Any] = {}
+    waiting = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name == "config"
+    ]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, type):
+            found[id(config)] = config
+            waiting += [value for name, value in vars(config).items() if "config" in name]
+    return list(found.values())
+
+
+KEPT_FIRST, KEPT_LAST = (
+    2,
+    2,
+)  # units that stay: between two equal neighbours there are enough to see what repeats
 _LEAST_SAVING = 2  # layers: the check costs about as much as capturing one
 _FEWEST = KEPT_FIRST + KEPT_LAST + _LEAST_SAVING
 _MAX_PERIOD = 8
@@ -37,7 +199,8 @@ class Run:
     """Units of equal layers: `period` layers each, one after the other.
 
     Attributes:
-        path: the module that holds them. layers: their paths, in the order in which forward calls them.
+        path: the module that holds them. layers: their paths, in the order in which forward calls
+            them.
     """
 
     path: str
@@ -46,7 +209,9 @@ class Run:
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_index", {path: position for position, path in enumerate(self.layers)})
+        object.__setattr__(
+            self, "_index", {path: position for position, path in enumerate(self.layers)}
+        )
 
     @property
     def num_layers(self) -> int:
@@ -73,7 +238,8 @@ class Run:
         return f"layer {self.layers[position].removeprefix(f'{self.path}.')} of {self.name}"
 
     def find(self, path: str) -> tuple[int, str] | None:
-        """The position of the layer in which a module, parameter or buffer is, and its path there (``.weight``); None outside."""
+        """The position of the layer in which a module, parameter or buffer is, and its path
+        there (``.weight``); None outside."""
         prefix = path
         while prefix:
             if prefix in self._index:
@@ -86,8 +252,12 @@ class Run:
         return position % self.period
 
     def others(self, unit: int) -> tuple[Run, ...]:
-        """What may be equal if this unit is not like the rest: units of all layers in a holder, or the units before and behind it."""
-        held = [len(list(group)) for _, group in itertools.groupby(self.layers, key=lambda path: path.rpartition(".")[0])]
+        """What may be equal if this unit is not like the rest: units of all layers in a holder,
+        or the units before and behind it."""
+        held = [
+            len(list(group))
+            for _, group in itertools.groupby(self.layers, key=lambda path: path.rpartition(".")[0])
+        ]
         if self.period < held[0] <= _MAX_PERIOD and len(set(held)) == 1:
             return _worthwhile((replace(self, period=held[0]),))
         pieces = self.layers[: unit * self.period], self.layers[(unit + 1) * self.period :]
@@ -106,13 +276,16 @@ def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, 
     """Runs that are worth folding, outermost lists first; where there is none, why.
 
     Args:
-        order: of the calls of forward, if the layers are to be in this order instead of that of their registration.
+        order: of the calls of forward, if the layers are to be in this order instead of that of
+            their registration.
     """
     owners = Counter(id(tensor) for tensor in tensors_of(model))
     search = _Search(model, owners, order)
     search.within(model, "")
     runs, reasons = search.runs, search.reasons
-    return tuple(runs), "" if runs else (reasons[0] if reasons else "no list of modules is long enough to fold")
+    return tuple(runs), "" if runs else (
+        reasons[0] if reasons else "no list of modules is long enough to fold"
+    )
 
 
 class _Search:
@@ -127,11 +300,14 @@ class _Search:
         """Whether there are runs in a module."""
         found = isinstance(module, LISTS) and self._among(_members(module, path), beside_them=True)
         if not found:
-            found = any([self.within(child, _joined(path, name)) for name, child in module.named_children()])
+            found = any(
+                [self.within(child, _joined(path, name)) for name, child in module.named_children()]
+            )
         return found or (not has_no_forward(module) and self._among_levels(module, path))
 
     def _among_levels(self, module: nn.Module, path: str) -> bool:
-        """Whether there are runs of modules that are equally deep; long lists were searched before."""
+        """Whether there are runs of modules that are equally deep; long lists were searched
+        before."""
         level = _members(module, path, skip_long=True)
         for _ in range(_MAX_LEVELS):
             if self._among(level, beside_them=False):
@@ -139,7 +315,9 @@ class _Search:
             deeper = [
                 inner
                 for name, each in level
-                for inner in ((not _is_long(each) and _members(each, name, skip_long=True)) or [(name, each)])
+                for inner in (
+                    (not _is_long(each) and _members(each, name, skip_long=True)) or [(name, each)]
+                )
             ]
             if len(deeper) == len(level):
                 return False
@@ -147,7 +325,8 @@ class _Search:
         return False
 
     def _among(self, layers: Sequence[Named], *, beside_them: bool) -> bool:
-        """Whether there are runs of these modules; with `beside_them`, lists of the same length elsewhere are about them."""
+        """Whether there are runs of these modules; with `beside_them`, lists of the same length
+        elsewhere are about them."""
         if self.order is not None:
             layers = [each for each in layers if each[1] in self.order]
         if len(layers) < _FEWEST:
@@ -158,14 +337,18 @@ class _Search:
         if beside_them:
             told = facts_beside(self.model, modules)
             tries.insert(0, [{**fact, **more} for fact, more in zip(facts, told, strict=True)])
-        for candidates in tries:  # lists that are as long as there are layers need not be about the layers
+        for (
+            candidates
+        ) in tries:  # lists that are as long as there are layers need not be about the layers
             reason = self._equal(layers, candidates, least_units=0 if beside_them else _FEWEST)
             if not reason:
                 return True
         self.reasons += [reason] if beside_them else []
         return False
 
-    def _equal(self, layers: Sequence[Named], facts: Sequence[dict[str, Any]], least_units: int) -> str:
+    def _equal(
+        self, layers: Sequence[Named], facts: Sequence[dict[str, Any]], least_units: int
+    ) -> str:
         """Enter the runs of layers with equal facts; where there is none, why."""
         for counter in counters(facts):
             for fact in facts:
@@ -177,20 +360,28 @@ class _Search:
             turn.sort(key=lambda position: self.order[layers[position][1]])  # type: ignore[index]
         paths = tuple(layers[position][0] for position in turn)
         spans = _best([keys[position] for position in turn], 0, len(keys))
-        found = [Run(_holder(paths[span.start : span.stop]), paths[span.start : span.stop], period) for span, period in spans]
+        found = [
+            Run(_holder(paths[span.start : span.stop]), paths[span.start : span.stop], period)
+            for span, period in spans
+        ]
         found = [run for run in found if run.num_units >= least_units]
         self.runs += found
         return "" if found else difference(facts, keys, [path for path, _ in layers])
 
 
 def _members(module: nn.Module, path: str, *, skip_long: bool = False) -> list[Named]:
-    """A module's children; those without a forward stand for theirs, but long ones with `skip_long`."""
+    """A module's children; those without a forward stand for theirs, but long ones with
+    `skip_long`."""
     found: list[Named] = []
     for name, child in module._modules.items():
         if child is None or (skip_long and has_no_forward(child) and _is_long(child)):
             continue
         inner = _joined(path, name)
-        found += _members(child, inner, skip_long=skip_long) if has_no_forward(child) else [(inner, child)]
+        found += (
+            _members(child, inner, skip_long=skip_long)
+            if has_no_forward(child)
+            else [(inner, child)]
+        )
     return found
 
 
@@ -207,7 +398,10 @@ def _holder(layers: Sequence[str]) -> str:
 
 def has_no_forward(module: nn.Module) -> bool:
     """Whether it is a plain list or dict of modules, which is not called itself."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
+    )
 
 
 def _joined(path: str, name: str) -> str:
@@ -215,7 +409,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def _best(keys: Sequence[int], start: int, end: int) -> Iterator[tuple[range, int]]:
-    """The positions and the period of the run in ``keys[start:end]`` that saves most layers, and of those beside it."""
+    """The positions and the period of the run in ``keys[start:end]`` that saves most layers, and
+    of those beside it."""
     best, period_of_best = range(0), 1
     for period in range(1, _MAX_PERIOD + 1):
         position = start
@@ -225,7 +420,10 @@ def _best(keys: Sequence[int], start: int, end: int) -> Iterator[tuple[range, in
                 reach += 1
             span = range(position, position + (reach - position) // period * period)
             saved = len(span) - (KEPT_FIRST + KEPT_LAST) * period
-            if saved >= _LEAST_SAVING and saved > len(best) - (KEPT_FIRST + KEPT_LAST) * period_of_best:
+            if (
+                saved >= _LEAST_SAVING
+                and saved > len(best) - (KEPT_FIRST + KEPT_LAST) * period_of_best
+            ):
                 best, period_of_best = span, period
             position = max(position + 1, reach - period + 1)
     if best:

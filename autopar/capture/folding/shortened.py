@@ -2,26 +2,260 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autopar.capture._torch.constants import known_values
-from autopar.capture._torch.joint import RawJoint, raw_joint
-from autopar.capture._torch.preparing import Prepared
-from autopar.capture.folding.checking import compare, order_of_calls, tag, tell
-from autopar.capture.folding.closures import closures_repeated
+from autopar.capture.diagnostics import ReadsInputs
+from autopar.capture.dynamo.constants import known_values
+from autopar.capture.dynamo.fakes import no_modes
+from autopar.capture.dynamo.joint import RawJoint, raw_joint
+from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.folding.cutting import Kept, Way, cut, preserved
-from autopar.capture.folding.entries import NotFoldable, NotInTurn
-from autopar.capture.folding.known_buffers import know_all_copies
 from autopar.capture.folding.repeating import attributes_repeated, renumbered
-from autopar.capture.folding.runs import Order, Run, find_runs
-from autopar.capture.folding.stream import places
-from autopar.capture.refusals import ReadsInputs
+from autopar.capture.folding.runs import (
+    DEPTH,
+    HOOKS,
+    INTERNAL,
+    KEPT_FIRST,
+    KEPT_LAST,
+    Order,
+    Run,
+    contents,
+    find_runs,
+)
+from autopar.capture.folding.stream import (
+    Follower,
+    Layer,
+    NotFoldable,
+    NotInTurn,
+    Recorder,
+    Story,
+    Stream,
+    places,
+    tag_inputs,
+    tag_weights,
+)
+from autopar.capture.trace import OutsideValue
+from autopar.capture.trees import leaves_of
 from autopar.errors import CaptureError
+
+# --------------------------------------------------------------------------------------------------
+# Is a shortened model the full model without some of its units? One eager forward of each, on
+# fake tensors.
+#
+# What decides about backward and is no op is compared too: whether gradients are recorded, which
+# operands require them, and calls of the user's own autograd functions. Hooks on tensors, which
+# only backward runs, are refused in the layers.
+
+
+def tell(
+    model: nn.Module, prepared: Prepared, runs: Sequence[Run], layers: Mapping[nn.Module, Layer]
+) -> Story:
+    """The story of the shortened model, which has these layers.
+
+    Raises:
+        NotFoldable: its forward fails, or does not call the layers in turn.
+    """
+    recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
+    recorder.story.results = _run(model, prepared, recorder, "the shortened model")
+    return recorder.story
+
+
+def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
+    """Check that the full model tells the same story, its interior units all that of the shortened
+    model's.
+
+    Raises:
+        NotFoldable: it does not; says where it differs.
+    """
+    layers = dict(places(runs, model))
+    follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
+    if _run(model, prepared, follower, "the model") != story.results:
+        raise NotFoldable("what forward returns depends on the number of layers")
+
+
+def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
+    """Name the full model's weights and the inputs, once for both forwards."""
+    tag_weights(model, dict(places(runs, model)))
+    tag_inputs(leaves_of((prepared.args, prepared.kwargs)))
+
+
+def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tuple[Any, ...]:
+    """What forward returns, described; everything else is in the stream."""
+    try:
+        with _watched(stream), prepared.mode, stream:
+            args, kwargs = prepared.arguments_anew()
+            results = model(*args, **kwargs)
+        stream.finish()
+        return tuple(stream.described(leaf, []) for leaf in leaves_of(results))
+    except NotFoldable:
+        raise
+    # anything may be raised by a model that is cut, or that reads values of fake tensors
+    except Exception as error:
+        if stream.refusal is not None:
+            raise stream.refusal from error
+        first = next(iter(str(error).splitlines()), "")
+        raise NotFoldable(
+            f"a forward of {name} without data fails: {type(error).__name__}: {first}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _watched(stream: Stream) -> Iterator[None]:
+    """Tell the stream of layers and of the user's autograd functions; let the model know that it
+    is traced."""
+    layers: Mapping[nn.Module, Layer] = stream.layers
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if module in layers:
+            stream.enter(layers[module])
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        if module in layers:
+            stream.leave(layers[module])
+
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        stream.event(("autograd function", cls), (args, kwargs))
+        return plain.__get__(None, cls)(*args, **kwargs)
+
+    def register_hook(*_: Any) -> Any:
+        raise stream.refused("forward registers a hook on a tensor, which only backward would show")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", register_hook))
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave).remove)
+        yield
+
+
+def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]:
+    """The number of the first call of each module that forward calls, as far as it goes with
+    tensors that have no values."""
+    order: dict[nn.Module, int] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        order.setdefault(module, len(order))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        with contextlib.suppress(
+            Exception
+        ):  # whatever a model raises of such tensors, the capture will tell
+            prepared.run(model)
+    return order
+
+
+# --------------------------------------------------------------------------------------------------
+# Buffers of repeated layers whose values forward reads: all copies of a layer must hold the same.
+
+
+def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
+    """The call with each known buffer of a layer known in all layers of its run.
+
+    Raises:
+        NotFoldable: the layers' buffers hold different values, so that their branches may differ.
+    """
+    first_names = {
+        name: first for first, others in call.aliases.items() for name in (first, *others)
+    }
+    copies: set[str] = set()
+    for name in (key for key in call.known if isinstance(key, str)):
+        for other in (first_names.get(copy, "") for run in runs for copy in _copies(name, run)):
+            if other not in call.buffers or not _is_equal(call, name, other):
+                raise NotFoldable(
+                    f"forward reads the values of the buffer {name!r}, and {other!r} holds others"
+                )
+            copies.add(other)
+    missing = copies - call.known.keys()
+    return call.knowing(missing) if missing else call
+
+
+def _copies(name: str, run: Run) -> Iterator[str]:
+    """The names of the same buffer in all units of a run; none if it is in no layer of the run."""
+    found = run.find(name)
+    if found is not None:
+        yield from (f"{layer}{found[1]}" for layer in run.layers[run.like(found[0]) :: run.period])
+
+
+def _is_equal(call: Prepared, name: str, other: str) -> bool:
+    with no_modes():
+        one, two = call.buffers[name].own, call.buffers[other].own
+        return (
+            one.shape == two.shape
+            and one.dtype == two.dtype
+            and not two.is_meta
+            and torch.equal(one, two)
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Variables of closures that layers hold: those of a layer that was captured, and of its likes,
+# which were not.
+
+
+def closures_repeated(
+    outside: Iterable[OutsideValue], model: nn.Module, run: Run
+) -> tuple[OutsideValue, ...]:
+    """Those of the full model: each layer that a shortened one lacks reads in its own closures what
+    its like, of the first unit, does.
+
+    Args:
+        model: the full one.
+    """
+    layers, found = [model.get_submodule(path) for path in run.layers], tuple(outside)
+    added = []
+    for position in run.removed:
+        pairs = zip(
+            _cells(layers[run.like(position)]), _cells(layers[position]), strict=True
+        )  # equal layers hold equal functions
+        own = {id(theirs): its for theirs, its in pairs if its is not theirs}
+        added += [
+            replace(each, holder=own[id(each.holder)]) for each in found if id(each.holder) in own
+        ]
+    return found + tuple(added)
+
+
+def _cells(layer: nn.Module) -> Iterator[types.CellType]:
+    """In the order of what `runs` compares."""
+    for module in layer.modules():
+        for attribute, value in vars(module).items():
+            if attribute not in INTERNAL:
+                yield from _within(value)
+        for hooks in HOOKS:
+            yield from _within(vars(module)[hooks])
+
+
+def _within(value: Any, depth: int = 0) -> Iterator[types.CellType]:
+    held: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        held = value
+    elif isinstance(value, dict):
+        held = (item for pair in value.items() for item in pair)
+    elif isinstance(value, types.MethodType):
+        held = (value.__self__,)
+    elif isinstance(value, functools.partial):
+        held = (value.func, value.args, value.keywords)
+    elif isinstance(value, types.FunctionType):
+        yield from value.__closure__ or ()
+        held = (value.__defaults__, *contents(value))
+    for each in held if depth < DEPTH else ():
+        yield from _within(each, depth + 1)
+
 
 Replaced = Mapping[Run, Sequence[Run]]
 
@@ -31,8 +265,10 @@ class Shortened:
     """A short capture.
 
     Attributes:
-        raw: the joint graph, whose placeholders and results have the full model's names; its nodes' paths are still short.
-        runs: what was shortened. kept: names of modules in the shortened model → those in the full one (`cut`).
+        raw: the joint graph, whose placeholders and results have the full model's names; its nodes'
+            paths are still short.
+        runs: what was shortened. kept: names of modules in the shortened model → those in the full
+            one (`cut`).
     """
 
     raw: RawJoint
@@ -47,7 +283,8 @@ def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> S
         replaced: runs that are not to be folded → those in their place.
 
     Raises:
-        NotFoldable: there is nothing to shorten, or the full model is not the shortened one with units repeated.
+        NotFoldable: there is nothing to shorten, or the full model is not the shortened one with
+            units repeated.
     """
     runs = _runs(model, None, replaced)
     try:
@@ -84,13 +321,26 @@ def _captured(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Shorte
             raise
         except CaptureError as error:
             raise NotFoldable(f"the shortened model cannot be captured: {error.what}") from error
-    names = [tuple(_renamed(entry, kept) for entry in entries) for entries in (raw.placeholders, raw.results)]
+    names = [
+        tuple(_renamed(entry, kept) for entry in entries)
+        for entries in (raw.placeholders, raw.results)
+    ]
     attributes = tuple(replace(each, path=renumbered(each.path, kept)) for each in raw.attributes)
     outside = raw.outside
     for run in runs:
-        attributes, outside = attributes_repeated(attributes, run), closures_repeated(outside, model, run)
+        attributes, outside = (
+            attributes_repeated(attributes, run),
+            closures_repeated(outside, model, run),
+        )
     unkept = tuple(renumbered(name, kept) for name in raw.unkept)
-    full = replace(raw, placeholders=names[0], results=names[1], attributes=attributes, outside=outside, unkept=unkept)
+    full = replace(
+        raw,
+        placeholders=names[0],
+        results=names[1],
+        attributes=attributes,
+        outside=outside,
+        unkept=unkept,
+    )
     return Shortened(full, runs, kept)
 
 

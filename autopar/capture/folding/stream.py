@@ -1,28 +1,127 @@
 """What a model's forward does, op by op, told so that layers can be compared.
 
-A *place* is a unit of a run, or everything outside the runs; a unit lasts from the call of its first layer to the call of
-the next unit's, the last one to its own end. Each op has an offset within its place. An operand is named by where it was
-made, relative to the reader: (units back, offset) within a run, a fixed offset outside, counted from the first or the
-last unit for readers outside; those of interior units may not be read. So equal units have equal *entries* (op, operands, other
-arguments, whether gradients are recorded), wherever they stand.
+A *place* is a unit of a run, or everything outside the runs; a unit lasts from the call of its
+first layer to the call of the next unit's, the last one to its own end. Each op has an offset
+within its place. An operand is named by where it was made, relative to the reader: (units back,
+offset) within a run, a fixed offset outside, counted from the first or the last unit for readers
+outside; those of interior units may not be read. So equal units have equal *entries* (op, operands,
+other arguments, whether gradients are recorded), wherever they stand.
 
-`Recorder` writes the entries of a shortened model, unit by unit. `Follower` runs the full model against them: each
-op must be the one that is expected there, and its results are made from what was recorded, without computing shapes anew.
+`Recorder` writes the entries of a shortened model, unit by unit. `Follower` runs the full model
+against them: each op must be the one that is expected there, and its results are made from what was
+recorded, without computing shapes anew.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture._torch.fakes import FakeMode, is_fake, no_modes
-from autopar.capture.folding.entries import Entry, NotFoldable, NotInTurn, Story, recorded, remade
+from autopar.capture.dynamo.fakes import FakeMode, fake_like, is_fake, no_modes
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
+
+# --------------------------------------------------------------------------------------------------
+# What a forward does, written down: ops with their operands, and how to make their results again
+# without computing.
+
+
+class NotFoldable(Exception):
+    """Why a model has to be captured in full.
+
+    Args:
+        run: the run to which it is due, if it is known: others may be folded without it. unit: the
+            unit that differs, if it is known.
+    """
+
+    def __init__(self, why: str, run: Run | None = None, unit: int | None = None) -> None:
+        super().__init__(why)
+        self.run, self.unit = run, unit
+
+
+class NotInTurn(NotFoldable):
+    """Forward calls the layers in another order."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One op: `what` must be equal, `results` say how to make its results again."""
+
+    what: tuple[Any, ...]
+    results: Any
+
+
+@dataclass
+class Shape:
+    """A strided tensor without data; `sample` is made when it is first needed."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sample: torch.Tensor | None = None
+
+    def make(self, mode: FakeMode) -> torch.Tensor:
+        """A fake tensor of this look."""
+        if self.sample is None:
+            with no_modes():
+                self.sample = torch.empty_strided(
+                    self.size, self.stride, dtype=self.dtype, device="meta"
+                )
+        return fake_like(self.sample, self.device, mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A result that is the op's own operand (in-place ops): its number among the tensors that
+    the op reads."""
+
+    number: int
+
+
+Place = tuple[int, int]  # run or OUTSIDE, unit
+
+
+@dataclass
+class Story:
+    """The entries of a forward by place, and its results."""
+
+    entries: dict[Place, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    results: tuple[Any, ...] = ()
+
+
+def recorded(results: Any, numbers: Mapping[int, int]) -> Any:
+    """An op's results without their tensors; `numbers` are those of its operands, by id.
+
+    Raises:
+        NotFoldable: one is no strided fake tensor.
+    """
+    if isinstance(results, torch.Tensor):
+        if id(results) in numbers:
+            return Operand(numbers[id(results)])
+        if not is_fake(results) or results.layout is not torch.strided:
+            raise NotFoldable("an op of forward makes no plain tensor")
+        return Shape(tuple(results.shape), results.stride(), results.dtype, results.device)
+    if isinstance(results, (tuple, list)):
+        return type(results)([recorded(item, numbers) for item in results])
+    return results
+
+
+def remade(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
+    """Results again from what was recorded; `tensors` are the op's operands."""
+    if isinstance(results, Shape):
+        return results.make(mode)
+    if isinstance(results, Operand):
+        return tensors[results.number]
+    if isinstance(results, (tuple, list)):
+        return type(results)([remade(item, tensors, mode) for item in results])
+    return results
+
 
 OUTSIDE = -1
 _MOST_ELEMENTS = 64  # of a constant tensor that is compared by value
@@ -32,7 +131,8 @@ _TAG = "_made_at"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where a layer stands: run, unit (as counted in the model that runs, and in the full one) and position in the unit."""
+    """Where a layer stands: run, unit (as counted in the model that runs, and in the full one)
+    and position in the unit."""
 
     run: int
     unit: int
@@ -43,14 +143,27 @@ class Layer:
 
 def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
     """Name every parameter and buffer: within its layer's unit, or by its path."""
-    home = {id(inner): (layer, name) for module, layer in layers.items() for name, inner in module.named_modules()}
+    home = {
+        id(inner): (layer, name)
+        for module, layer in layers.items()
+        for name, inner in module.named_modules()
+    }
     for path, module in model.named_modules():
         layer, prefix = home.get(id(module), (None, path))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and layer is None:
                 setattr(tensor, _TAG, (OUTSIDE, 0, f"{prefix}.{name}", 0))
             elif tensor is not None and layer is not None:
-                setattr(tensor, _TAG, ("weight", (layer.run, layer.full_unit), f"{layer.position}.{prefix}.{name}", 0))
+                setattr(
+                    tensor,
+                    _TAG,
+                    (
+                        "weight",
+                        (layer.run, layer.full_unit),
+                        f"{layer.position}.{prefix}.{name}",
+                        0,
+                    ),
+                )
 
 
 def tag_inputs(inputs: Sequence[Any]) -> None:
@@ -64,10 +177,17 @@ class Stream(TorchDispatchMode):
     """Follows a forward through its places and describes its ops; see the module docstring.
 
     Args:
-        runs: the runs. layers: their layers, in the model that runs. num_units: units of each run in that model.
+        runs: the runs. layers: their layers, in the model that runs. num_units: units of each run
+            in that model.
     """
 
-    def __init__(self, runs: Sequence[Run], layers: Mapping[nn.Module, Layer], num_units: Sequence[int], mode: FakeMode) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        layers: Mapping[nn.Module, Layer],
+        num_units: Sequence[int],
+        mode: FakeMode,
+    ) -> None:
         super().__init__()
         self.runs, self.layers, self.num_units, self.mode = runs, layers, num_units, mode
         self.run, self.unit, self.full_unit = OUTSIDE, 0, 0
@@ -76,15 +196,21 @@ class Stream(TorchDispatchMode):
         self._outside = 0  # offset outside while a run is on
         self.refusal: NotFoldable | None = None  # kept, should the model catch it
 
-    def refused(self, why: str, kind: type[NotFoldable] = NotFoldable, of: tuple[int, int] | None = None) -> NotFoldable:
-        """The first refusal; due to a run and a unit of the full model, or to those of the current place."""
+    def refused(
+        self, why: str, kind: type[NotFoldable] = NotFoldable, of: tuple[int, int] | None = None
+    ) -> NotFoldable:
+        """The first refusal; due to a run and a unit of the full model, or to those of the
+        current place."""
         run, unit = of or (self.run, self.full_unit)
-        self.refusal = self.refusal or (kind(why) if run == OUTSIDE else kind(why, self.runs[run], unit))
+        self.refusal = self.refusal or (
+            kind(why) if run == OUTSIDE else kind(why, self.runs[run], unit)
+        )
         return self.refusal
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Dynamo never runs below a stream: without the guard against it, an op costs a third less."""
+        """Dynamo never runs below a stream: without the guard against it, an op costs a third
+        less."""
         return False
 
     def enter(self, layer: Layer) -> None:
@@ -94,7 +220,11 @@ class Stream(TorchDispatchMode):
             NotFoldable: the layers are not called one after the other, each once.
         """
         number = layer.unit * self.runs[layer.run].period + layer.position
-        if number != self.next_layer[layer.run] or self.run not in (layer.run, OUTSIDE) or (self.run == OUTSIDE) != (number == 0):
+        if (
+            number != self.next_layer[layer.run]
+            or self.run not in (layer.run, OUTSIDE)
+            or (self.run == OUTSIDE) != (number == 0)
+        ):
             self.run = layer.run
             raise self.refused(f"{layer.path} is not called in turn", NotInTurn)
         self.next_layer[layer.run] += 1
@@ -120,7 +250,10 @@ class Stream(TorchDispatchMode):
             if number == 0:
                 raise NotFoldable(f"forward does not call the layers of {run.name}", run)
         if self.run != OUTSIDE:
-            raise NotFoldable(f"forward does not call all layers of {self.runs[self.run].name}", self.runs[self.run])
+            raise NotFoldable(
+                f"forward does not call all layers of {self.runs[self.run].name}",
+                self.runs[self.run],
+            )
 
     def described(self, value: Any, tensors: list[torch.Tensor]) -> Any:
         """An argument, comparable between places; its tensors are appended to `tensors`."""
@@ -144,35 +277,57 @@ class Stream(TorchDispatchMode):
             return offset, number
         if run == "weight":
             run, full_unit = unit
-            return ("own", offset) if (run, full_unit) == (self.run, self.full_unit) else (run, full_unit, offset)
+            return (
+                ("own", offset)
+                if (run, full_unit) == (self.run, self.full_unit)
+                else (run, full_unit, offset)
+            )
         if run == self.run:
             return self.unit - unit, offset, number
         behind = self.num_units[run] - unit
         if unit and behind > KEPT_LAST:
-            read = self.runs[run].layer(unit * self.runs[run].period)  # before all that a shortened model lacks
+            read = self.runs[run].layer(
+                unit * self.runs[run].period
+            )  # before all that a shortened model lacks
             raise self.refused(f"{self._where()} reads what {read} makes", of=(run, unit))
         return run, unit if unit == 0 else -behind, offset, number
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor that forward built from numbers, by its values."""
         if is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
-            raise self.refused(f"forward reads a tensor of shape {tuple(tensor.shape)} that is no parameter, buffer, input or result")
+            raise self.refused(
+                f"forward reads a tensor of shape {tuple(tensor.shape)} that is no parameter,"
+                " buffer, input or result"
+            )
         with no_modes():
             return "constant", tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
 
     def tag(self, results: Any) -> None:
         """Name the tensors that the op at the current offset made; operands keep their names."""
-        for number, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
+        for number, result in enumerate(
+            results if isinstance(results, (tuple, list)) else (results,)
+        ):
             if isinstance(result, torch.Tensor) and _TAG not in result.__dict__:
                 setattr(result, _TAG, (self.run, self.unit, self.offset, number))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         tensors: list[torch.Tensor] = []
-        what = (func, torch.is_grad_enabled(), self.described(args, tensors), self.described(kwargs, tensors) if kwargs else ())
+        what = (
+            func,
+            torch.is_grad_enabled(),
+            self.described(args, tensors),
+            self.described(kwargs, tensors) if kwargs else (),
+        )
         results = self.answer(what, tensors, lambda: func(*args, **(kwargs or {})))
         self.tag(results)
         self.offset += 1
@@ -220,7 +375,9 @@ class Follower(Stream):
         if self.run != OUTSIDE:
             self._complete()
         super().move(run, unit, full_unit, offset)
-        self._expected = self.story.entries[run, 0 if run == OUTSIDE else _counterpart(unit, self.num_units[run])]
+        self._expected = self.story.entries[
+            run, 0 if run == OUTSIDE else _counterpart(unit, self.num_units[run])
+        ]
 
     def finish(self) -> None:
         super().finish()
@@ -233,21 +390,30 @@ class Follower(Stream):
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
-            raise self.refused(f"{self._where()} differs from its like in {_name(Entry(what, None))}")
+            raise self.refused(
+                f"{self._where()} differs from its like in {_name(Entry(what, None))}"
+            )
         return remade(entry.results, tensors, self.mode)
 
 
 def _counterpart(unit: int, num_units: int) -> int:
     """The unit of the shortened model that unit `unit` of the full one must equal."""
-    return min(unit, KEPT_FIRST) if unit < num_units - KEPT_LAST else unit - num_units + KEPT_FIRST + KEPT_LAST
+    return (
+        min(unit, KEPT_FIRST)
+        if unit < num_units - KEPT_LAST
+        else unit - num_units + KEPT_FIRST + KEPT_LAST
+    )
 
 
 def _name(entry: Entry) -> str:
     return str(entry.what[0])
 
 
-def places(runs: Sequence[Run], model: nn.Module, *, short: bool = False) -> Iterator[tuple[nn.Module, Layer]]:
-    """The layers of all runs in the full model; those that a shortened one has, if it is `short`."""
+def places(
+    runs: Sequence[Run], model: nn.Module, *, short: bool = False
+) -> Iterator[tuple[nn.Module, Layer]]:
+    """The layers of all runs in the full model; those that a shortened one has, if it is
+    `short`."""
     for number, run in enumerate(runs):
         unit = 0
         for position, path in enumerate(run.layers):

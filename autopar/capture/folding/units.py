@@ -1,9 +1,10 @@
-"""A run's units in the joint graph of a shortened model, and what is the same in two that are neighbours.
+"""A run's units in the joint graph of a shortened model, and what is the same in two that are
+neighbours.
 
-Forward and backward nodes of a unit lie together: the *slice* of a unit begins at the first node that a module of the
-unit made, and ends where the next slice begins (backward: that of the unit before). The two interior units, `one` and
-`two`, become the pattern of everything between them: node by node they must call the same ops with the same arguments,
-and what they read must be one of
+Forward and backward nodes of a unit lie together: the *slice* of a unit begins at the first node
+that a module of the unit made, and ends where the next slice begins (backward: that of the unit
+before). The two interior units, `one` and `two`, become the pattern of everything between them:
+node by node they must call the same ops with the same arguments, and what they read must be one of
 
 ==================  ========================================================
 `HERE`              a node of the same unit
@@ -26,8 +27,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.folding.entries import NotFoldable
 from autopar.capture.folding.runs import Run
+from autopar.capture.folding.stream import NotFoldable
 
 Border = dict[tuple[str, Any], fx.Node]  # (kind, name) → placeholder or result
 Home = tuple[int, str]  # unit, and the rest of a path: position within the unit and what follows
@@ -41,7 +42,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An operand within or beside the unit: (phase, offset) in the unit, offset in a neighbour's slice, (kind, rest) of a placeholder."""
+    """An operand within or beside the unit: (phase, offset) in the unit, offset in a neighbour's
+    slice, (kind, rest) of a placeholder."""
 
     kind: Kind
     offset: Any
@@ -49,7 +51,8 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A node of the pattern: its arguments hold `Ref` and outside nodes; `home` is its module's, or its full path."""
+    """A node of the pattern: its arguments hold `Ref` and outside nodes; `home` is its module's,
+    or its full path."""
 
     name: str
     target: Any
@@ -61,7 +64,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What is repeated: forward and backward steps, placeholders and results by (kind, rest of the name)."""
+    """What is repeated: forward and backward steps, placeholders and results by (kind, rest of
+    the name)."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -76,7 +80,11 @@ class Units:
         self.run, self.graph = run, graph
         self.one, self.two, self.last = 1, run.num_units - 2, run.num_units - 1
         self._homes: dict[str, Home | None] = {}
-        self.own = {node: (self.home(str(name)), kind) for (kind, name), node in placeholders.items() if kind in ("parameter", "buffer")}
+        self.own = {
+            node: (self.home(str(name)), kind)
+            for (kind, name), node in placeholders.items()
+            if kind in ("parameter", "buffer")
+        }
         self.forward = self._slices("forward", (0, self.one, self.two, self.last))
         self.backward = self._slices("backward", (self.last, self.two, self.one, 0))
         self.place = {
@@ -105,24 +113,37 @@ class Units:
         return f"{self.run.layers[unit * self.run.period + int(within)]}{dot}{inner}"
 
     def _slices(self, phase: str, order: Sequence[int]) -> dict[int, list[fx.Node]]:
-        nodes = [node for node in self.graph.nodes if node.op == "call_function" and node.meta["phase"] == phase]
+        nodes = [
+            node
+            for node in self.graph.nodes
+            if node.op == "call_function" and node.meta["phase"] == phase
+        ]
         found = [self.home(node.meta["module"]) for node in nodes]
         units = [home[0] if home else None for home in found]
         if not set(order) <= set(units):
             missing = next(unit for unit in order if unit not in units)
-            raise NotFoldable(f"the {phase} graph has no nodes of {self.run.layer(missing * self.run.period)}", self.run)
+            raise NotFoldable(
+                f"the {phase} graph has no nodes of {self.run.layer(missing * self.run.period)}",
+                self.run,
+            )
         starts = [units.index(unit) for unit in order]
         final = max(position for position, unit in enumerate(units) if unit is not None)
         ends = [*starts[1:], final + 1]
         self._lengthen(starts, ends, order, len(nodes))
         for start, end, unit in zip(starts, ends, order, strict=True):
             if start >= end or any(other not in (unit, None) for other in units[start:end]):
-                raise NotFoldable(f"the layers of {self.run.name} are mixed in the {phase} graph", self.run)
-        return {unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)}
+                raise NotFoldable(
+                    f"the layers of {self.run.name} are mixed in the {phase} graph", self.run
+                )
+        return {
+            unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)
+        }
 
-
-    def _lengthen(self, starts: list[int], ends: list[int], order: Sequence[int], num_nodes: int) -> None:
-        """Let the last unit have what stands behind its layers (``x = x + layer(x)``), as far as other units have it, too."""
+    def _lengthen(
+        self, starts: list[int], ends: list[int], order: Sequence[int], num_nodes: int
+    ) -> None:
+        """Let the last unit have what stands behind its layers (``x = x + layer(x)``), as far as
+        other units have it, too."""
         last, two = order.index(self.last), order.index(self.two)
         length = ends[two] - starts[two]
         if last > two:
@@ -142,8 +163,18 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
     own = _equal_border(units, placeholders)
     forward = tuple(merge.steps(units.forward))
     backward = tuple(merge.steps(units.backward))
-    made = _equal_border(units, {entry: node for entry, node in results.items() if entry[0] != "output"})
-    found = [(entry, merge.value(results[_full(units, units.one, entry)], results[_full(units, units.two, entry)])) for entry in made]
+    made = _equal_border(
+        units, {entry: node for entry, node in results.items() if entry[0] != "output"}
+    )
+    found = [
+        (
+            entry,
+            merge.value(
+                results[_full(units, units.one, entry)], results[_full(units, units.two, entry)]
+            ),
+        )
+        for entry in made
+    ]
     if any(not isinstance(value, Ref) or value.kind is not Kind.HERE for _, value in found):
         raise NotFoldable(f"a gradient of {units.run.name} is not made in its layer", units.run)
     return Pattern(forward, backward, own, tuple(found))
@@ -155,9 +186,15 @@ def _full(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
 
 def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
     """(kind, rest) of the entries of unit one, where those of unit two are the same."""
-    one, two = ([(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted] for wanted in (units.one, units.two))
+    one, two = (
+        [(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted]
+        for wanted in (units.one, units.two)
+    )
     if one != two:
-        raise NotFoldable(f"neighbouring layers of {units.run.name} differ in parameters, buffers or gradients", units.run)
+        raise NotFoldable(
+            f"neighbouring layers of {units.run.name} differ in parameters, buffers or gradients",
+            units.run,
+        )
     return tuple(one)
 
 
@@ -173,7 +210,9 @@ class _Merge:
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.pairs: dict[fx.Node, fx.Node] = {}  # of what the two read of their neighbours: the same roles
+        self.pairs: dict[
+            fx.Node, fx.Node
+        ] = {}  # of what the two read of their neighbours: the same roles
 
     def steps(self, slices: Mapping[int, Sequence[fx.Node]]) -> Iterator[Step]:
         """The pattern of one phase."""
@@ -182,7 +221,10 @@ class _Merge:
             raise self.differ(first[0])
         for one, two in zip(first, second, strict=True):
             homes = [self.units.home(node.meta["module"]) for node in (one, two)]
-            rests = [home[1] if home else node.meta["module"] for home, node in zip(homes, (one, two), strict=True)]
+            rests = [
+                home[1] if home else node.meta["module"]
+                for home, node in zip(homes, (one, two), strict=True)
+            ]
             if one.target is not two.target or rests[0] != rests[1] or _looks(one) != _looks(two):
                 raise self.differ(one)
             try:
@@ -194,7 +236,9 @@ class _Merge:
     def differ(self, node: fx.Node) -> NotFoldable:
         """The refusal that names a node of unit one."""
         return NotFoldable(
-            f"neighbouring layers of {self.units.run.name} differ in {node.target} of {node.meta['module']}", self.units.run
+            f"neighbouring layers of {self.units.run.name} differ in {node.target} of"
+            f" {node.meta['module']}",
+            self.units.run,
         )
 
     def value(self, one: Any, two: Any) -> Any:
@@ -207,9 +251,18 @@ class _Merge:
             items = map(self.value, one, two) if len(one) == len(two) else self._unequal()
             return list(items) if isinstance(one, list) else tuple(items)
         if isinstance(one, dict):
-            return {name: self.value(one[name], two[name]) for name in one} if one.keys() == two.keys() else self._unequal()
+            return (
+                {name: self.value(one[name], two[name]) for name in one}
+                if one.keys() == two.keys()
+                else self._unequal()
+            )
         if isinstance(one, slice):
-            return slice(*(self.value(getattr(one, end), getattr(two, end)) for end in ("start", "stop", "step")))
+            return slice(
+                *(
+                    self.value(getattr(one, end), getattr(two, end))
+                    for end in ("start", "stop", "step")
+                )
+            )
         return one if one == two else self._unequal()
 
     def _unequal(self) -> Any:
@@ -218,10 +271,18 @@ class _Merge:
     def _operand(self, one: fx.Node, two: fx.Node) -> Any:
         units = self.units
         if one in units.own or two in units.own:
-            (home, kind), (other, _) = units.own.get(one, (None, "")), units.own.get(two, (None, ""))
+            (home, kind), (other, _) = (
+                units.own.get(one, (None, "")),
+                units.own.get(two, (None, "")),
+            )
             if home is None and one is two:
                 return one
-            if home is None or other is None or home != (units.one, other[1]) or other[0] != units.two:
+            if (
+                home is None
+                or other is None
+                or home != (units.one, other[1])
+                or other[0] != units.two
+            ):
                 raise ValueError
             return Ref(Kind.OWN, (kind, home[1]))
         place, other_place = units.place.get(one), units.place.get(two)
@@ -231,14 +292,19 @@ class _Merge:
             raise ValueError
         return self._beside(one, two, place, other_place)
 
-    def _beside(self, one: fx.Node, two: fx.Node, place: tuple[str, int, int], other: tuple[str, int, int]) -> Ref:
+    def _beside(
+        self, one: fx.Node, two: fx.Node, place: tuple[str, int, int], other: tuple[str, int, int]
+    ) -> Ref:
         phase, unit, offset = place
         if (unit, other[1]) == (self.units.one, self.units.two) and offset == other[2]:
             return Ref(Kind.HERE, (phase, offset))
         before, behind = (0, self.units.one), (self.units.two, self.units.last)
-        if (unit, other[1]) != (before if phase == "forward" else behind) or self.pairs.setdefault(one, two) is not two:
+        if (unit, other[1]) != (before if phase == "forward" else behind) or self.pairs.setdefault(
+            one, two
+        ) is not two:
             raise ValueError
-        # The offset must be one in an interior unit's slice: forward, two reads one; backward, one reads two.
+        # The offset must be one in an interior unit's slice: forward, two reads one; backward, one
+        # reads two.
         return Ref(Kind.PREVIOUS, other[2]) if phase == "forward" else Ref(Kind.NEXT, offset)
 
 
@@ -248,7 +314,11 @@ def _looks(node: fx.Node) -> Any:
         (tuple(item.shape), item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
         for item in (value if isinstance(value, (tuple, list)) else (value,))
     ]
-    return type(value).__name__ if isinstance(value, (tuple, list)) else "", tensors, node.meta["source"]
+    return (
+        type(value).__name__ if isinstance(value, (tuple, list)) else "",
+        tensors,
+        node.meta["source"],
+    )
 
 
 class _Readers:
@@ -265,12 +335,17 @@ class _Readers:
     def check(self) -> None:
         """Raise NotFoldable where somebody else reads them.
 
-        The backward of unit one is the end of what is repeated: sums of gradients that run through all units leave from it.
+        The backward of unit one is the end of what is repeated: sums of gradients that run through
+        all units leave from it.
         """
         units = self.units
         for unit, behind in ((units.one, units.two), (units.two, units.last)):
             for node in units.forward[unit]:
-                self._only(node, unit, {(phase, near) for phase in ("forward", "backward") for near in (unit, behind)})
+                self._only(
+                    node,
+                    unit,
+                    {(phase, near) for phase in ("forward", "backward") for near in (unit, behind)},
+                )
         for node in units.backward[units.two]:
             self._only(node, units.two, {("backward", units.two), ("backward", units.one)})
         for node, (home, _) in units.own.items():
@@ -282,6 +357,7 @@ class _Readers:
             own_result = user is self.output and self.results.get(node) == {unit}
             if not own_result and self.units.place.get(user, ("", 0, 0))[:2] not in allowed:
                 raise NotFoldable(
-                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of {self.units.run.name}, from outside",
+                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of"
+                    f" {self.units.run.name}, from outside",
                     self.units.run,
                 )

@@ -7,15 +7,15 @@ from functools import cache
 import torch
 from torch import nn
 
-from autopar.analysis.again import asked_again
+from autopar.analysis.gradients import asked_again
 from autopar.capture import capture
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Facts
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.strategies import classes_of
+from autopar.sharding import classes_of
 
 
 class Head(nn.Module):
@@ -31,7 +31,9 @@ class Head(nn.Module):
 
 @cache
 def traced() -> Trace:
-    return capture(Head(), (), {"x": torch.ones(64, 8), "labels": torch.ones(64, dtype=torch.int64)})
+    return capture(
+        Head(), (), {"x": torch.ones(64, 8), "labels": torch.ones(64, dtype=torch.int64)}
+    )
 
 
 @cache
@@ -40,24 +42,43 @@ def priced() -> Priced:
     return price(traced(), classes_of(traced(), mesh.shape), mesh, profile, budget_bytes=2**40)
 
 
-def test_what_backward_reads_is_run_again_with_all_that_makes_it_and_what_only_the_loss_is_made_of_is_not() -> None:
+def test_what_backward_reads_is_run_again_with_all_that_makes_it_and_what_only_the_loss_is_made_of_is_not() -> (  # noqa: E501
+    None
+):
     keys = {node.meta["key"] for node in traced().graph.nodes if node.name in asked_again(traced())}
-    forward = {node.meta["key"] for node in traced().graph.nodes if node.meta.get("phase") == "forward"}
+    forward = {
+        node.meta["key"] for node in traced().graph.nodes if node.meta.get("phase") == "forward"
+    }
     assert {"up/dot/forward/0", "/tanh/forward/0", "/sum_exp/forward/0"} <= keys < forward
     assert {"/pick/forward/0", "/log/forward/0"} <= forward - keys
 
 
 def test_the_certificate_finds_the_same_by_itself() -> None:
     facts = Facts.of(traced())
-    named = {node.meta["key"] for node in traced().graph.nodes if node.name in asked_again(traced())}
+    named = {
+        node.meta["key"] for node in traced().graph.nodes if node.name in asked_again(traced())
+    }
     assert {key for key in facts.asked if key in facts.nodes} == named
 
 
-def test_an_op_that_runs_again_does_not_read_what_only_those_of_its_nodes_read_that_do_not() -> None:
+def test_an_op_that_runs_again_does_not_read_what_only_those_of_its_nodes_read_that_do_not() -> (
+    None
+):
     p = priced()
-    unread = {(p.problem.values[x.value].key, p.problem.ops[u.op].key) for x in p.problem.variants for u in x.uses if not u.again}
-    picks = {n for n, s in enumerate(p.sources) if s.cluster and any(m.key == "/pick/forward/0" for m in s.cluster.first.members)}
+    unread = {
+        (p.problem.values[x.value].key, p.problem.ops[u.op].key)
+        for x in p.problem.variants
+        for u in x.uses
+        if not u.again
+    }
+    picks = {
+        n
+        for n, s in enumerate(p.sources)
+        if s.cluster and any(m.key == "/pick/forward/0" for m in s.cluster.first.members)
+    }
     (pick,) = picks
-    assert p.problem.ops[pick].key == "/tanh/forward/0", "it is part of the op that makes the logits, which backward reads"
+    assert p.problem.ops[pick].key == "/tanh/forward/0", (
+        "it is part of the op that makes the logits, which backward reads"
+    )
     made = {value for value, op in unread if op == "/tanh/forward/0"}
     assert len(made) == 1 and "up/dot" not in made.pop()

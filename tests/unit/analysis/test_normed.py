@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.analysis.normed import Normed, normed_after
+from autopar.analysis.fusable import Normed, normed_after
 
 ROWS, INNER, WIDTH = 4, 3, 8
 
@@ -30,23 +30,38 @@ class Model:
 
     def call(self, target: Callable[..., Any], *args: Any, phase: str = "forward") -> fx.Node:
         node = self.graph.call_function(target, args)
-        node.meta.update(val=target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args)), phase=phase)
+        node.meta.update(
+            val=target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args)), phase=phase
+        )
         return node
 
     def product(self, phase: str = "forward") -> fx.Node:
-        return self.call(ops.dot, "mk,kn->mn", self.tensor(ROWS, INNER), self.tensor(INNER, WIDTH), phase=phase)
+        return self.call(
+            ops.dot, "mk,kn->mn", self.tensor(ROWS, INNER), self.tensor(INNER, WIDTH), phase=phase
+        )
 
     def add(self, a: fx.Node, b: fx.Node) -> fx.Node:
         return self.call(torch.ops.aten.add.Tensor, a, b)
 
-    def norm(self, x: fx.Node, weight: fx.Node | None, *, wide: torch.dtype = torch.float32, rounded: torch.dtype | None = None) -> fx.Node:
+    def norm(
+        self,
+        x: fx.Node,
+        weight: fx.Node | None,
+        *,
+        wide: torch.dtype = torch.float32,
+        rounded: torch.dtype | None = None,
+    ) -> fx.Node:
         squares = self.call(ops.square_sum, x, wide)
-        return self.call(ops.rms_norm, x, squares, weight, WIDTH, 1e-6, wide, rounded or self.dtype, self.dtype)
+        return self.call(
+            ops.rms_norm, x, squares, weight, WIDTH, 1e-6, wide, rounded or self.dtype, self.dtype
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_sum_its_squares_and_the_norm_are_found_on_either_side_of_the_sum(dtype: torch.dtype, first: bool) -> None:
+def test_the_sum_its_squares_and_the_norm_are_found_on_either_side_of_the_sum(
+    dtype: torch.dtype, first: bool
+) -> None:
     m = Model(dtype)
     product, residual = m.product(), m.tensor(ROWS, WIDTH)
     total = m.add(*((product, residual) if first else (residual, product)))
@@ -85,7 +100,9 @@ def in_backward(m: Model) -> fx.Node:
 
 
 def with_a_bias(m: Model) -> fx.Node:
-    product = m.call(ops.dot, "mk,kn->mn", m.tensor(ROWS, INNER), m.tensor(INNER, WIDTH), m.tensor(WIDTH))
+    product = m.call(
+        ops.dot, "mk,kn->mn", m.tensor(ROWS, INNER), m.tensor(INNER, WIDTH), m.tensor(WIDTH)
+    )
     m.norm(m.add(product, m.tensor(ROWS, WIDTH)), m.tensor(WIDTH))
     return product
 
@@ -136,9 +153,17 @@ def computed_in_less(m: Model) -> fx.Node:
 
 
 NONE = (
-    read_twice, in_backward, doubled, with_a_bias, over_rows, without_weight, weight_of_another_dtype, weight_that_is_made_later,
-    not_normed, computed_in_less,
-)  # fmt: skip
+    read_twice,
+    in_backward,
+    doubled,
+    with_a_bias,
+    over_rows,
+    without_weight,
+    weight_of_another_dtype,
+    weight_that_is_made_later,
+    not_normed,
+    computed_in_less,
+)
 
 
 @pytest.mark.parametrize("make", NONE)

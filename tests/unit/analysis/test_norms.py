@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import ops
-from autopar.analysis.norms import PIECES
+from autopar.analysis.fusable import PIECES
 from autopar.analysis.work import is_view, works
 from autopar.rules import TensorInfo
 
@@ -25,7 +25,13 @@ class Passes(TorchDispatchMode):
         super().__init__()
         self.found: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         large = [x for x in (*args, result) if isinstance(x, Tensor) and x.numel() == ROWS * WIDTH]
         if large and not is_view(func):
@@ -35,7 +41,10 @@ class Passes(TorchDispatchMode):
 
 def calls(dtype: torch.dtype, weighted: bool) -> dict[Callable[..., Any], tuple[Any, ...]]:
     x, grad = (torch.randn(ROWS, WIDTH).to(dtype) for _ in range(2))
-    weight, wide = torch.rand(WIDTH).to(dtype) if weighted else None, torch.promote_types(dtype, torch.float32)
+    weight, wide = (
+        torch.rand(WIDTH).to(dtype) if weighted else None,
+        torch.promote_types(dtype, torch.float32),
+    )
     squares, product = torch.rand(ROWS, dtype=wide), torch.rand(ROWS, dtype=wide)
     return {
         ops.square_sum: (x, wide),
@@ -49,7 +58,9 @@ def calls(dtype: torch.dtype, weighted: bool) -> dict[Callable[..., Any], tuple[
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.__name__)
-def test_every_pass_is_counted(piece: Callable[..., Any], dtype: torch.dtype, weighted: bool) -> None:
+def test_every_pass_is_counted(
+    piece: Callable[..., Any], dtype: torch.dtype, weighted: bool
+) -> None:
     args = calls(dtype, weighted)[piece]
     with Passes() as seen:
         result = piece(*args)

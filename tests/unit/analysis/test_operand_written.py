@@ -1,4 +1,5 @@
-"""Which operand a gradient is written into: one that backward made, that is like it, and that nothing else has."""
+"""Which operand a gradient is written into: one that backward made, that is like it, and that
+nothing else has."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.analysis.in_place import has_own_memory, operand_written
+from autopar.analysis.gradients import has_own_memory, operand_written
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.emit import emit
-from autopar.emit import in_place as emit_in_place
-from autopar.run.memory import node_peaks, trace_peak
-from autopar.run.program import Program
+from autopar.emit import phase as emit_in_place
+from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.program import Program
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 32
@@ -41,17 +42,30 @@ def traced(between: Callable[[Tensor], Tensor]) -> Trace:
 
 def written(trace: Trace, target: Any) -> list[fx.Node | None]:
     """Per call of a target in backward, what it writes into."""
-    calls = [n for n in trace.graph.nodes if n.target is target and n.meta.get("phase") == "backward"]
+    calls = [
+        n for n in trace.graph.nodes if n.target is target and n.meta.get("phase") == "backward"
+    ]
     places = [operand_written(call) for call in calls]
-    return [None if place is None else call.args[place] for call, place in zip(calls, places, strict=True)]
+    return [
+        None if place is None else call.args[place]
+        for call, place in zip(calls, places, strict=True)
+    ]
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], Any, bool]] = {
     "an activation": (F.gelu, aten.gelu_backward.default, True),
     "a factor that forward made": (lambda x: x * torch.sin(x).detach(), aten.mul.Tensor, True),
-    "wider than its factor": (lambda x: x * x.sum(-1, keepdim=True).detach(), aten.mul.Tensor, True),
+    "wider than its factor": (
+        lambda x: x * x.sum(-1, keepdim=True).detach(),
+        aten.mul.Tensor,
+        True,
+    ),
     "in another dtype": (lambda x: F.silu(x.double()).float(), aten.silu_backward.default, True),
-    "through a view": (lambda x: F.silu(x.view(ROWS * WIDTH)).view(ROWS, WIDTH), aten.silu_backward.default, False),
+    "through a view": (
+        lambda x: F.silu(x.view(ROWS * WIDTH)).view(ROWS, WIDTH),
+        aten.silu_backward.default,
+        False,
+    ),
 }
 
 
@@ -60,15 +74,27 @@ def test_a_gradient_is_written_into_the_one_it_is_made_of(name: str) -> None:
     between, target, expected = CASES[name]
     found = written(traced(between), target)
     assert found and any(node is not None for node in found) == expected
-    assert all(node.meta["phase"] == "backward" and has_own_memory(node) for node in found if node is not None)
+    assert all(
+        node.meta["phase"] == "backward" and has_own_memory(node)
+        for node in found
+        if node is not None
+    )
 
 
 def test_where_a_gradient_is_read_twice_only_the_last_sum_is_written_into() -> None:
     trace = traced(lambda x: torch.sin(x) + torch.cos(x))
     sums = written(trace, aten.add.Tensor)
     assert len(sums) == 1 and sums[0] is not None
-    products = [n for n in trace.graph.nodes if n.target is aten.mul.Tensor and n.meta["phase"] == "backward" and n.users]
-    shared = [n for n in products if any(len(a.users) > 1 and a.meta["phase"] == "backward" for a in n.all_input_nodes)]
+    products = [
+        n
+        for n in trace.graph.nodes
+        if n.target is aten.mul.Tensor and n.meta["phase"] == "backward" and n.users
+    ]
+    shared = [
+        n
+        for n in products
+        if any(len(a.users) > 1 and a.meta["phase"] == "backward" for a in n.all_input_nodes)
+    ]
     assert len(shared) == 2, "both read the gradient of the sum"
     assert all(len(node.users) == 1 for node in written(trace, aten.mul.Tensor) if node is not None)
 
@@ -80,13 +106,22 @@ def test_of_two_it_is_the_one_that_was_made_first() -> None:
     assert order.index(into) == min(order.index(node) for node in add.all_input_nodes)
 
 
-@pytest.mark.parametrize(("lies", "expected"), [((5, 1), 0), ((1, 4), None)], ids=["as the result", "otherwise"])
+@pytest.mark.parametrize(
+    ("lies", "expected"), [((5, 1), 0), ((1, 4), None)], ids=["as the result", "otherwise"]
+)
 def test_it_lies_as_the_result_would(lies: tuple[int, int], expected: int | None) -> None:
     graph = fx.Graph()
-    made = [graph.call_function(aten.mm.default, (graph.placeholder(f"a{n}"), graph.placeholder(f"b{n}"))) for n in range(2)]
+    made = [
+        graph.call_function(
+            aten.mm.default, (graph.placeholder(f"a{n}"), graph.placeholder(f"b{n}"))
+        )
+        for n in range(2)
+    ]
     for node, strides in zip(made, (lies, (5, 1)), strict=True):
         node.meta.update(phase="backward", val=torch.empty_strided((4, 5), strides, device="meta"))
-    graph.call_function(aten.neg.default, (made[1],)).meta.update(phase="backward")  # which it is not left for
+    graph.call_function(aten.neg.default, (made[1],)).meta.update(
+        phase="backward"
+    )  # which it is not left for
     total = graph.call_function(aten.add.Tensor, tuple(made))
     total.meta.update(phase="backward", val=torch.empty((4, 5), device="meta"))
     assert operand_written(total) == expected
@@ -94,7 +129,10 @@ def test_it_lies_as_the_result_would(lies: tuple[int, int], expected: int | None
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model(x).backward()
-    return {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    return {
+        name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,7 +146,9 @@ def test_gradients_are_the_models(name: str) -> None:
 
 
 def test_it_is_there_once_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, made = plan_model(Layers(F.gelu), 1, example_inputs=(torch.randn(ROWS, 8),), hardware="cpu-gloo")
+    trace, made = plan_model(
+        Layers(F.gelu), 1, example_inputs=(torch.randn(ROWS, 8),), hardware="cpu-gloo"
+    )
     program = made.stage_program()
     assert [n for n in program.backward.graph.nodes if n.target is aten.gelu_backward.grad_input]
     monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)

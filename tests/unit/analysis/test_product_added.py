@@ -1,4 +1,5 @@
-"""Which product a sum of backward can take in where it is made: one that nothing else reads, of two the last."""
+"""Which product a sum of backward can take in where it is made: one that nothing else reads, of
+two the last."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import ops
-from autopar.analysis.sums import product_added
+from autopar.analysis.fusable import product_added
 from autopar.capture import capture
 
 Body = Callable[[Tensor, nn.ModuleList], Tensor]
@@ -27,7 +28,11 @@ class Sums(nn.Module):
 def sums(body: Body) -> list[fx.Node]:
     """The additions of forward, in a graph that is all called backward."""
     graph = capture(Sums(body), (torch.randn(4, 8),)).graph
-    found = [n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "forward"]
+    found = [
+        n
+        for n in graph.nodes
+        if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "forward"
+    ]
     assert [product_added(n) for n in found] == [None] * len(found), "forward's may run again"
     for node in graph.nodes:
         node.meta["phase"] = "backward" if node.op == "call_function" else ""
@@ -66,8 +71,14 @@ def test_it_is_the_last_product_that_only_the_sum_reads(case: str) -> None:
 
 
 def test_in_backward_it_is_the_gradient_of_what_two_products_read() -> None:
-    graph = capture(Sums(lambda x, f: (lambda y: f[1](y) * f[2](y))(f[0](x))), (torch.randn(4, 8),)).graph
-    (total,) = (n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "backward")
+    graph = capture(
+        Sums(lambda x, f: (lambda y: f[1](y) * f[2](y))(f[0](x))), (torch.randn(4, 8),)
+    ).graph
+    (total,) = (
+        n
+        for n in graph.nodes
+        if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "backward"
+    )
     place = product_added(total)
     assert place is not None and total.args[1 - place].target is ops.dot
     assert total.args[1 - place] < total.args[place]

@@ -7,8 +7,7 @@ import torch
 from flex import flex_functions
 
 from autopar import ops
-from autopar.analysis.seen import is_known, share_seen
-from autopar.analysis.work import work
+from autopar.analysis.work import is_known, share_seen, work
 from autopar.rules import TensorInfo
 
 

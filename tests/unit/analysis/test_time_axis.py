@@ -1,4 +1,5 @@
-"""Where operands are raised, what is given, and what only a promise covers, in labelled joint graphs."""
+"""Where operands are raised, what is given, and what only a promise covers, in labelled joint
+graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from autopar.analysis.microbatches import Microbatching, microbatching, ready
 from autopar.api.tracing import microbatch_of
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
-from autopar.emit.staged import microbatches_of
+from autopar.emit.build import microbatches_of
 from autopar.errors import CoupledError
 from autopar.rules import operands_of
 

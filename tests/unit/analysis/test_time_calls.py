@@ -1,4 +1,5 @@
-"""Law: what a call makes of microbatches' operands is what its label says, for all labels of operands."""
+"""Law: what a call makes of microbatches' operands is what its label says, for all labels of
+operands."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar import ops
-from autopar.analysis.time_calls import Way, find_way
-from autopar.analysis.time_labels import MEAN, TERM, WHOLE, Label
+from autopar.analysis.microbatch_calls import MEAN, TERM, WHOLE, Label, Way, find_way
 from autopar.rules.call import call_on
 
 aten = torch.ops.aten

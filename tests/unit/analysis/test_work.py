@@ -33,7 +33,10 @@ COUNTED: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.bmm.default, (torch.ones(2, 3, 5), torch.ones(2, 5, 7))),
     (aten.addmm.default, (torch.ones(7), torch.ones(3, 5), torch.ones(5, 7))),
     (aten.baddbmm.default, (torch.ones(2, 3, 7), torch.ones(2, 3, 5), torch.ones(2, 5, 7))),
-    (aten.convolution.default, (torch.ones(2, 4, 8, 8), torch.ones(6, 2, 3, 3), None, *CONVOLUTION)),
+    (
+        aten.convolution.default,
+        (torch.ones(2, 4, 8, 8), torch.ones(6, 2, 3, 3), None, *CONVOLUTION),
+    ),
     (aten.convolution.default, (torch.ones(2, 4, 8, 8), torch.ones(4, 6, 3, 3), None, *TRANSPOSED)),
 ]
 
@@ -50,39 +53,66 @@ def test_flops_are_those_of_torch_s_own_counter(target: Any, args: tuple[Any, ..
 
 
 @pytest.mark.parametrize("mask", [(True, True, False), (True, False, False), (False, True, False)])
-def test_a_convolution_s_backward_counts_the_gradients_that_are_made(mask: tuple[bool, bool, bool]) -> None:
+def test_a_convolution_s_backward_counts_the_gradients_that_are_made(
+    mask: tuple[bool, bool, bool],
+) -> None:
     x, weight = torch.ones(2, 4, 8, 8), torch.ones(6, 4, 3, 3)
     args = (torch.ones(2, 6, 8, 8), x, weight, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
-    outputs = [Info(tuple(g.shape)) if g is not None else Info((0,)) for g in aten.convolution_backward.default(*args)]
+    outputs = [
+        Info(tuple(g.shape)) if g is not None else Info((0,))
+        for g in aten.convolution_backward.default(*args)
+    ]
     once = 2 * 2 * 6 * 8 * 8 * 4 * 3 * 3
-    assert work(aten.convolution_backward.default, args, {}, [args[0], x, weight], outputs).flops == once * sum(mask)
+    assert work(
+        aten.convolution_backward.default, args, {}, [args[0], x, weight], outputs
+    ).flops == once * sum(mask)
 
 
 def test_a_dot_counts_every_letter_once() -> None:
-    found = work(ops.dot, ("bsd,ehd->bseh",), {}, infos((2, 3, 5), (7, 11, 5)), infos((2, 3, 7, 11)))
+    found = work(
+        ops.dot, ("bsd,ehd->bseh",), {}, infos((2, 3, 5), (7, 11, 5)), infos((2, 3, 7, 11))
+    )
     assert found.flops == 2 * 2 * 3 * 5 * 7 * 11
 
 
 def test_the_bias_of_a_dot_is_read_in_the_same_pass_and_begins_its_sums() -> None:
-    factors, made = infos((2, 3, 5), (7, 5), dtype=torch.bfloat16), infos((2, 3, 7), dtype=torch.bfloat16)
+    factors, made = (
+        infos((2, 3, 5), (7, 5), dtype=torch.bfloat16),
+        infos((2, 3, 7), dtype=torch.bfloat16),
+    )
     apart = work(ops.dot, ("bsd,nd->bsn",), {}, factors, made)
     found = work(ops.dot, ("bsd,nd->bsn",), {}, [*factors, Info((7,), torch.bfloat16)], made)
     assert found == Work(apart.flops, apart.bytes + 2 * 7, "matmul")
 
 
 def test_attention_counts_both_products_and_causal_half_of_the_square() -> None:
-    q, k, v, out, lse = infos((2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6), (2, 8, 16))
+    q, k, v, out, lse = infos(
+        (2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6), (2, 8, 16)
+    )
     full = work(ops.attention, (0, 1, 2, None, False, 0.5), {}, [q, k, v], [out, lse])
-    assert full == Work(2 * 2 * 8 * 16 * 32 * (4 + 6), sum(4 * torch.Size(i.shape).numel() for i in (q, k, v, out, lse)), "attention")
-    causal = work(ops.attention, (0, 1, 2, None), {"is_causal": True, "scale": 0.5}, [q, k, v], [out, lse])
-    assert causal.flops == full.flops * 3 // 4  # the last 16 of 32 queries see all keys but half of their own square
+    assert full == Work(
+        2 * 2 * 8 * 16 * 32 * (4 + 6),
+        sum(4 * torch.Size(i.shape).numel() for i in (q, k, v, out, lse)),
+        "attention",
+    )
+    causal = work(
+        ops.attention, (0, 1, 2, None), {"is_causal": True, "scale": 0.5}, [q, k, v], [out, lse]
+    )
+    assert (
+        causal.flops == full.flops * 3 // 4
+    )  # the last 16 of 32 queries see all keys but half of their own square
     square = infos((2, 8, 32, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 32, 6), (2, 8, 32))
-    halves = [work(ops.attention, (0, 1, 2, None, seen, 0.5), {}, square[:3], square[3:]).flops for seen in (False, True)]
+    halves = [
+        work(ops.attention, (0, 1, 2, None, seen, 0.5), {}, square[:3], square[3:]).flops
+        for seen in (False, True)
+    ]
     assert halves[1] == halves[0] // 2
 
 
 def test_attention_s_backward_counts_five_products_for_two() -> None:
-    q, k, v, out, lse = infos((2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16))
+    q, k, v, out, lse = infos(
+        (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16)
+    )
     forward = work(ops.attention, (0, 1, 2, None, True, 0.5), {}, [q, k, v], [out, lse])
     args = (0, 1, 2, 3, 4, 5, None, True, 0.5)
     backward = work(ops.attention_backward, args, {}, [out, q, k, v, out, lse], [q, k, v])
@@ -98,7 +128,16 @@ def test_statistics_in_float32_do_not_make_attention_compute_in_it() -> None:
     assert computes_in([]) == torch.float32
 
 
-@pytest.mark.parametrize("target", [aten.view.default, aten.transpose.int, aten.expand.default, aten.slice.Tensor, aten.reshape.default])
+@pytest.mark.parametrize(
+    "target",
+    [
+        aten.view.default,
+        aten.transpose.int,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.reshape.default,
+    ],
+)
 def test_views_are_no_work(target: Any) -> None:
     assert work(target, (), {}, infos((4, 4)), infos((4, 4))) == NO_WORK
 
@@ -121,9 +160,13 @@ def test_taking_one_of_several_results_is_no_work() -> None:
     ],
 )
 def test_other_ops_move_their_operands_and_results_once(target: Any, kind: str) -> None:
-    assert work(target, (), {}, infos((8,), (8,), dtype=torch.bfloat16), infos((8,))) == Work(0, 2 * 16 + 32, kind)
+    assert work(target, (), {}, infos((8,), (8,), dtype=torch.bfloat16), infos((8,))) == Work(
+        0, 2 * 16 + 32, kind
+    )
 
 
 def test_an_embedding_reads_only_the_rows_asked_for() -> None:
     table, ids, rows = Info((50000, 64)), Info((10,), torch.int64), Info((10, 64))
-    assert work(ops.embedding, (), {}, [table, ids], [rows]) == Work(0, 2 * 10 * 64 * 4 + 10 * 8, "indexing")
+    assert work(ops.embedding, (), {}, [table, ids], [rows]) == Work(
+        0, 2 * 10 * 64 * 4 + 10 * 8, "indexing"
+    )

@@ -19,9 +19,15 @@ from torch.distributed.tensor import DTensor
 from autopar.api import as_mesh, check, compile, plan, verify
 from autopar.api.tracing import batch_size
 from autopar.constraints import ddp
-from autopar.devices import read_mesh
-from autopar.errors import AutoparError, CaptureError, ConstraintError, MeshError, PlanError, RuntimeStateError
-from autopar.mesh import Mesh
+from autopar.core.mesh import Mesh, read_mesh
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    ConstraintError,
+    MeshError,
+    PlanError,
+    RuntimeStateError,
+)
 from autopar.plans import Plan
 
 
@@ -42,16 +48,34 @@ class Squares(nn.Linear):
 @pytest.mark.parametrize(
     ("wrap", "says"),
     [
-        (lambda model, x: compile(model, 1, example_inputs=x), "compiled by autopar already: ParallelModule"),
+        (
+            lambda model, x: compile(model, 1, example_inputs=x),
+            "compiled by autopar already: ParallelModule",
+        ),
         (lambda model, x: compile(model, 1), "compiled by autopar already: Deferred"),
-        (lambda model, x: torch.compile(model, backend="eager"), "the result of torch.compile: OptimizedModule"),
+        (
+            lambda model, x: torch.compile(model, backend="eager"),
+            "the result of torch.compile: OptimizedModule",
+        ),
         (lambda model, x: nn.DataParallel(model), "made parallel by torch already: DataParallel"),
-        (lambda model, x: nn.parallel.DistributedDataParallel(model), "made parallel by torch already: DistributedDataParallel"),
+        (
+            lambda model, x: nn.parallel.DistributedDataParallel(model),
+            "made parallel by torch already: DistributedDataParallel",
+        ),
         (lambda model, x: fully_shard(model), "sharded by torch already: FSDPSquares"),
     ],
-    ids=["compile", "compile at the first call", "torch.compile", "DataParallel", "DDP", "fully_shard"],
+    ids=[
+        "compile",
+        "compile at the first call",
+        "torch.compile",
+        "DataParallel",
+        "DDP",
+        "fully_shard",
+    ],
 )
-def test_a_model_that_is_parallel_or_compiled_already_is_refused_at_once(wrap: Any, says: str) -> None:
+def test_a_model_that_is_parallel_or_compiled_already_is_refused_at_once(
+    wrap: Any, says: str
+) -> None:
     x = torch.randn(4, 6)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     wrapped = wrap(Squares(6, 6), x)
@@ -68,16 +92,25 @@ def test_one_line_trains_a_real_model_as_the_plain_one_trains(kind: str) -> None
     model, batch = getattr(zoo_small, kind)()
     plain = copy.deepcopy(model)
     pm = compile(model, 1, example_inputs=batch)
-    assert {n: tuple(p.shape) for n, p in pm.named_parameters()} == {n: tuple(p.shape) for n, p in plain.named_parameters()}
-    ours, theirs = torch.optim.AdamW(pm.parameters(), lr=1e-3), torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    assert {n: tuple(p.shape) for n, p in pm.named_parameters()} == {
+        n: tuple(p.shape) for n, p in plain.named_parameters()
+    }
+    ours, theirs = (
+        torch.optim.AdamW(pm.parameters(), lr=1e-3),
+        torch.optim.AdamW(plain.parameters(), lr=1e-3),
+    )
     for _ in range(3):
         result, expected = pm(**batch), plain(**batch)
         assert type(result) is type(expected)
         assert result.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
-        torch.testing.assert_close(result.logits.full_tensor(), expected.logits.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            result.logits.full_tensor(), expected.logits.detach(), rtol=1e-4, atol=1e-4
+        )
         result.loss.backward()
         expected.loss.backward()
-        assert float(pm.clip_grad_norm_(1.0)) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)), rel=1e-4)
+        assert float(pm.clip_grad_norm_(1.0)) == pytest.approx(
+            float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)), rel=1e-4
+        )
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -86,7 +119,12 @@ def test_one_line_trains_a_real_model_as_the_plain_one_trains(kind: str) -> None
 def test_without_example_inputs_it_plans_at_the_first_call_and_says_so_before() -> None:
     model, batch = zoo_small.gpt2()
     pm = compile(model, 1)
-    for ask in (lambda: list(pm.parameters()), pm.state_dict, lambda: pm.clip_grad_norm_(1.0), lambda: pm.input_layouts):
+    for ask in (
+        lambda: list(pm.parameters()),
+        pm.state_dict,
+        lambda: pm.clip_grad_norm_(1.0),
+        lambda: pm.input_layouts,
+    ):
         with pytest.raises(RuntimeStateError, match="call the model once first"):
             ask()
     loss = pm(**batch).loss
@@ -95,7 +133,9 @@ def test_without_example_inputs_it_plans_at_the_first_call_and_says_so_before() 
     loss.backward()
 
 
-def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(tmp_path: Path) -> None:
+def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(
+    tmp_path: Path,
+) -> None:
     model, batch = zoo_small.llama()
     made = plan(model, 1, example_inputs=batch, hardware="cpu-gloo")
     made.save(tmp_path / "plan.json")
@@ -103,7 +143,9 @@ def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(tmp
     pm = compile(model, 1, example_inputs=batch, plan=tmp_path / "plan.json")
     assert pm.plan == made
     deeper, batch = zoo_small.llama(num_layers=3)
-    with pytest.raises(PlanError, match=r"parameters in the model, not in the plan: model\.layers\.2\.\S+"):
+    with pytest.raises(
+        PlanError, match=r"parameters in the model, not in the plan: model\.layers\.2\.\S+"
+    ):
         compile(deeper, 1, example_inputs=batch, plan=made)
     with pytest.raises(PlanError, match="mesh: the plan is for"):
         compile(model, 1, example_inputs=batch, plan=replace(made, mesh=Mesh({"a": 2})))
@@ -114,7 +156,9 @@ def test_planning_needs_no_weights_and_leaves_the_model_alone() -> None:
     state = {n: t.clone() for n, t in real.state_dict().items()}
     on_meta = copy.deepcopy(real).to("meta")
     here = plan(real, 4, example_inputs=batch, hardware="h100-sxm")
-    there = plan(on_meta, 4, example_inputs={k: v.to("meta") for k, v in batch.items()}, hardware="h100-sxm")
+    there = plan(
+        on_meta, 4, example_inputs={k: v.to("meta") for k, v in batch.items()}, hardware="h100-sxm"
+    )
     assert here.dumps() == there.dumps()
     assert all(torch.equal(t, state[n]) for n, t in real.state_dict().items())
     assert not dist.is_initialized()
@@ -130,7 +174,11 @@ def test_a_mesh_is_a_mesh_a_count_or_axes_by_name() -> None:
 
 
 def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
-    assert [read_mesh(text) for text in ("8", "4x8", "node=4,gpu=8")] == [8, (4, 8), Mesh({"node": 4, "gpu": 8})]
+    assert [read_mesh(text) for text in ("8", "4x8", "node=4,gpu=8")] == [
+        8,
+        (4, 8),
+        Mesh({"node": 4, "gpu": 8}),
+    ]
     with pytest.raises(MeshError, match="cannot read mesh"):
         read_mesh("4x8x2")
 
@@ -138,7 +186,11 @@ def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
 def test_a_model_that_waits_for_its_first_call_shows_the_plain_ones_settings() -> None:
     model, batch = zoo_small.gpt2()
     waiting = compile(model, 1)
-    assert (waiting.config, waiting.device, waiting.dtype) == (model.config, model.device, model.dtype)
+    assert (waiting.config, waiting.device, waiting.dtype) == (
+        model.config,
+        model.device,
+        model.dtype,
+    )
     for name in ("transformer", "generate", "plan"):
         assert not hasattr(waiting, name)
         with pytest.raises(RuntimeStateError, match=f"{name} asked for before the first call"):
@@ -153,9 +205,14 @@ def test_what_is_done_to_a_model_that_waits_for_its_first_call_is_refused_or_don
     x = torch.randn(4, 8)
     waiting = compile(Squared(nn.Linear(8, 8)), 1)
     done: list[Callable[[], object]] = [
-        waiting.half, lambda: waiting.to(torch.float64), lambda: waiting.apply(lambda m: None), lambda: dict(waiting.named_modules()),
-        lambda: list(waiting.children()), lambda: setattr(waiting, "net", nn.Linear(8, 8)), lambda: setattr(waiting, "scale", 2.0),
-    ]  # fmt: skip
+        waiting.half,
+        lambda: waiting.to(torch.float64),
+        lambda: waiting.apply(lambda m: None),
+        lambda: dict(waiting.named_modules()),
+        lambda: list(waiting.children()),
+        lambda: setattr(waiting, "net", nn.Linear(8, 8)),
+        lambda: setattr(waiting, "scale", 2.0),
+    ]
     for do in done:
         with pytest.raises(RuntimeStateError, match="before the first call"):
             do()
@@ -182,9 +239,13 @@ def test_a_plan_is_checked_and_verified_from_its_file(tmp_path: Path) -> None:
 
 def test_what_is_no_model_and_no_mesh_is_refused_at_once() -> None:
     x = torch.randn(2, 8)
-    with pytest.raises(AutoparError, match=r"Linear is a class and no model[\s\S]*Linear\(\.\.\.\)"):
+    with pytest.raises(
+        AutoparError, match=r"Linear is a class and no model[\s\S]*Linear\(\.\.\.\)"
+    ):
         compile(nn.Linear, 1, example_inputs=(x,))  # type: ignore[arg-type]
-    with pytest.raises(MeshError, match=r"tensor of shape \(2, 8\)[\s\S]*the batch is example_inputs="):
+    with pytest.raises(
+        MeshError, match=r"tensor of shape \(2, 8\)[\s\S]*the batch is example_inputs="
+    ):
         compile(nn.Linear(8, 8), (x,))  # type: ignore[arg-type]
 
 
@@ -239,7 +300,9 @@ def test_an_argument_that_is_no_tensor_has_a_program_for_each_of_its_values() ->
             super().__init__()
             self.layer = torch.nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None
+        ) -> torch.Tensor:
             y = self.layer(x) if mask is None else self.layer(x) * mask
             return y.pow(2).mean() * scale
 
@@ -252,10 +315,19 @@ def test_an_argument_that_is_no_tensor_has_a_program_for_each_of_its_values() ->
 
 def test_autocast_around_the_call_must_be_that_around_compile() -> None:
     torch.manual_seed(0)
-    plain, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1), _Mean()), torch.randn(8, 16)
+    plain, x = (
+        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1), _Mean()),
+        torch.randn(8, 16),
+    )
     cast = torch.autocast("cpu", dtype=torch.bfloat16)
     module = compile(plain, 1, example_inputs=(x,))
-    with cast, pytest.raises(RuntimeStateError, match=r"called under autocast to torch\.bfloat16, compiled under no autocast"):
+    with (
+        cast,
+        pytest.raises(
+            RuntimeStateError,
+            match=r"called under autocast to torch\.bfloat16, compiled under no autocast",
+        ),
+    ):
         module(x)
     with cast:
         module = compile(plain, 1, example_inputs=(x,))
@@ -264,8 +336,13 @@ def test_autocast_around_the_call_must_be_that_around_compile() -> None:
         theirs.backward()
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0.0)
     for parameter, reference in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, rtol=2e-2, atol=1e-2)
-    with pytest.raises(RuntimeStateError, match=r"called under no autocast, compiled under autocast to torch\.bfloat16"):
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), reference.grad, rtol=2e-2, atol=1e-2
+        )
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"called under no autocast, compiled under autocast to torch\.bfloat16",
+    ):
         module(x)
 
 
@@ -291,17 +368,28 @@ def test_backward_reads_a_buffer_as_it_was_before_forward_changed_it() -> None:
     module = compile(Decaying(), 1, example_inputs=(x,))
     for _ in range(2):
         module(x).backward()
-    torch.testing.assert_close(module.layer.weight.grad.full_tensor(), torch.stack([(2 + 7) * x.sum(0)] * 4))
+    torch.testing.assert_close(
+        module.layer.weight.grad.full_tensor(), torch.stack([(2 + 7) * x.sum(0)] * 4)
+    )
     assert torch.equal(module.scale, torch.full((4,), 12.0))
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"memmory_bytes": 3}, "compile takes no argument 'memmory_bytes'\n.*did you mean memory_bytes"),
-        ({"outputs": "fulll"}, "outputs='fulll' is not known\n.*pass one of full, local, dtensor, loss"),
+        (
+            {"memmory_bytes": 3},
+            "compile takes no argument 'memmory_bytes'\n.*did you mean memory_bytes",
+        ),
+        (
+            {"outputs": "fulll"},
+            "outputs='fulll' is not known\n.*pass one of full, local, dtensor, loss",
+        ),
         ({"backend": "aot"}, "backend='aot' is not known"),
-        ({"plan": "plan.json", "constraints": (ddp(),), "hardware": "h100-sxm"}, "constraints beside plan="),
+        (
+            {"plan": "plan.json", "constraints": (ddp(),), "hardware": "h100-sxm"},
+            "constraints beside plan=",
+        ),
     ],
     ids=["a slip", "outputs", "backend", "options beside a plan"],
 )
@@ -319,7 +407,11 @@ class Counted(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         scores = self.head(x)
-        return {"loss": nn.functional.cross_entropy(scores, labels), "hits": (scores.argmax(-1) == labels).sum(), "scores": scores}
+        return {
+            "loss": nn.functional.cross_entropy(scores, labels),
+            "hits": (scores.argmax(-1) == labels).sum(),
+            "scores": scores,
+        }
 
 
 def counted() -> tuple[Counted, dict[str, torch.Tensor]]:
@@ -327,7 +419,9 @@ def counted() -> tuple[Counted, dict[str, torch.Tensor]]:
     return Counted(), {"x": torch.randn(8, 8), "labels": torch.randint(0, 5, (8,))}
 
 
-def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
+def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, batch = counted()
     wanted = model(**batch)
     whole = compile(model, 1, example_inputs=batch, num_microbatches=2, outputs="full")(**batch)
@@ -336,17 +430,25 @@ def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(caplog: pyt
     assert not caplog.messages
     found = compile(model, 1, example_inputs=batch, num_microbatches=2)(**batch)
     assert found["scores"] is None and found["hits"] is None
-    told = "output 1 (hits), output 2 (scores) come as None, because the batch runs in 2 microbatches"
+    told = (
+        "output 1 (hits), output 2 (scores) come as None, because the batch runs in 2 microbatches"
+    )
     assert told in caplog.text and 'outputs="full" returns' in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=["one piece", "microbatches"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_microbatches": 2}], ids=["one piece", "microbatches"]
+)
 @pytest.mark.parametrize("deferred", [True, False])
-def test_a_call_in_inference_mode_evaluates_and_training_goes_on_behind_it(options: dict[str, Any], deferred: bool) -> None:
+def test_a_call_in_inference_mode_evaluates_and_training_goes_on_behind_it(
+    options: dict[str, Any], deferred: bool
+) -> None:
     model, batch = counted()
     wanted = model(**batch)["loss"]
     wanted.backward()
-    module = compile(model, 1, example_inputs=None if deferred else batch, outputs="loss", **options)
+    module = compile(
+        model, 1, example_inputs=None if deferred else batch, outputs="loss", **options
+    )
     with torch.inference_mode():
         assert module(**batch)["loss"].item() == pytest.approx(wanted.item())
     module(**batch)["loss"].backward()
@@ -358,10 +460,15 @@ def test_microbatches_refuse_what_one_piece_refuses() -> None:
     model, batch = counted()
     model.head.bias.requires_grad_(False)
     module = compile(model, 1, example_inputs=batch, num_microbatches=2, outputs="loss")
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeStateError, match="called under autocast to"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeStateError, match="called under autocast to"),
+    ):
         module(**batch)
     module.get_parameter("head.bias").requires_grad_(True)
-    with pytest.raises(RuntimeStateError, match=r"'head\.bias' was frozen when the program was made"):
+    with pytest.raises(
+        RuntimeStateError, match=r"'head\.bias' was frozen when the program was made"
+    ):
         module(**batch)
 
 

@@ -1,4 +1,5 @@
-"""Calls that the first program was not made for: the other mode, other shapes; each is planned once, over the same parameters."""
+"""Calls that the first program was not made for: the other mode, other shapes; each is planned
+once, over the same parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
+from autopar.core.hardware import HardwareProfile
 from autopar.errors import RuntimeStateError
-from autopar.hardware import HardwareProfile
-from autopar.run import variants
+from autopar.runtime import guards
 
 
 class Net(nn.Module):
@@ -48,13 +49,21 @@ class Flipping(nn.Module):
 
 def batch(samples: int, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(samples, 8, generator=generator), "y": torch.randint(0, 4, (samples,), generator=generator)}
+    return {
+        "x": torch.randn(samples, 8, generator=generator),
+        "y": torch.randint(0, 4, (samples,), generator=generator),
+    }
 
 
 def pair(dropout: float = 0.0, **options: Any) -> tuple[Net, Any]:
     torch.manual_seed(0)
     plain = Net(dropout)
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo", **{"outputs": "full"} | options)
+    return plain, autopar.compile(
+        copy.deepcopy(plain),
+        example_inputs=batch(8),
+        hardware="cpu-gloo",
+        **{"outputs": "full"} | options,
+    )
 
 
 def test_an_epoch_with_a_smaller_last_batch_and_evaluation_is_the_plain_models() -> None:
@@ -80,7 +89,9 @@ def test_an_epoch_with_a_smaller_last_batch_and_evaluation_is_the_plain_models()
     for name, wanted in plain.state_dict().items():
         if name != "first.bias":  # its gradient is rounding alone
             torch.testing.assert_close(_full(module.state_dict()[name]), wanted)
-    assert {id(p) for p in module.parameters()} == {id(p) for m in module.variants.known for p in m.parameters()}
+    assert {id(p) for p in module.parameters()} == {
+        id(p) for m in module.variants.known for p in m.parameters()
+    }
 
 
 def test_gradients_of_calls_of_several_shapes_add_up() -> None:
@@ -97,7 +108,9 @@ def test_random_numbers_go_on_over_all_programs_and_belong_into_a_checkpoint() -
     first = [module(**batch(n))[0].item() for n in (8, 5, 8, 5)]
     after = module.random_state
     module.manual_seed(3)
-    assert [module(**batch(n))[0].item() for n in (8, 5, 8, 5)] == first and module.random_state == after
+    assert [
+        module(**batch(n))[0].item() for n in (8, 5, 8, 5)
+    ] == first and module.random_state == after
     assert len(set(first)) == 4
     _, quiet = pair(0.5)
     quiet.eval()
@@ -108,9 +121,13 @@ def test_random_numbers_go_on_over_all_programs_and_belong_into_a_checkpoint() -
 def test_one_that_was_compiled_in_eval_mode_is_trained_too() -> None:
     torch.manual_seed(0)
     plain = Net()
-    module: Any = autopar.compile(copy.deepcopy(plain).eval(), example_inputs=batch(8), hardware="cpu-gloo", outputs="full")
+    module: Any = autopar.compile(
+        copy.deepcopy(plain).eval(), example_inputs=batch(8), hardware="cpu-gloo", outputs="full"
+    )
     with torch.no_grad():
-        assert module(**batch(8))[0].item() == pytest.approx(copy.deepcopy(plain).eval()(**batch(8))[0].item(), rel=1e-6)
+        assert module(**batch(8))[0].item() == pytest.approx(
+            copy.deepcopy(plain).eval()(**batch(8))[0].item(), rel=1e-6
+        )
         module.train()
     loss, wanted = module(**batch(8))[0], plain(**batch(8))[0]
     loss.backward()
@@ -123,17 +140,27 @@ def test_a_part_that_was_frozen_in_eval_mode_stays_so_for_batches_of_other_shape
     torch.manual_seed(0)
     plain = Net()
     plain.norm.eval()
-    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo", outputs="full")
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo", outputs="full"
+    )
     assert module(**batch(5))[0].item() == pytest.approx(plain(**batch(5))[0].item(), rel=1e-6)
 
 
 def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> None:
     torch.manual_seed(0)
     plain = Net()
-    step = autopar.plan(copy.deepcopy(plain), 1, example_inputs=batch(8), hardware="cpu-gloo").prediction.peak_bytes
+    step = autopar.plan(
+        copy.deepcopy(plain), 1, example_inputs=batch(8), hardware="cpu-gloo"
+    ).prediction.peak_bytes
     within = step + 2000
     module: Any = autopar.compile(
-        copy.deepcopy(plain), 1, example_inputs=batch(8), hardware="cpu-gloo", outputs="full", memory_bytes=within, num_microbatches=1
+        copy.deepcopy(plain),
+        1,
+        example_inputs=batch(8),
+        hardware="cpu-gloo",
+        outputs="full",
+        memory_bytes=within,
+        num_microbatches=1,
     )
     module.eval()
     plain.eval()
@@ -141,9 +168,16 @@ def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> No
         found, wanted = module(**batch(24)), plain(**batch(24))
     torch.testing.assert_close(found[1], wanted[1])
     (alone,) = module.variants.known
-    assert alone.only_forward and alone.plan.options["inference"] and alone.plan.prediction.peak_bytes < within
+    assert (
+        alone.only_forward
+        and alone.plan.options["inference"]
+        and alone.plan.prediction.peak_bytes < within
+    )
     with pytest.raises(autopar.AutoparError, match="fits"):
-        for samples in (24, 202):  # with a backward it is another program, in microbatches as far as these help
+        for samples in (
+            24,
+            202,
+        ):  # with a backward it is another program, in microbatches as far as these help
             module(**batch(samples))
     assert not any(each.only_forward for each in module.variants.known[1:])
 
@@ -151,52 +185,95 @@ def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> No
 def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
     plain, module = pair(batch="local", outputs="local")
     module.eval()
-    assert module(**batch(8))[0].item() == pytest.approx(plain.eval()(**batch(8))[0].item(), rel=1e-6)
-    with pytest.raises(RuntimeStateError, match=r"\(5, 8\).* the program takes torch.float32 \(8, 8\), this rank's part of \(8, 8\)"):
+    assert module(**batch(8))[0].item() == pytest.approx(
+        plain.eval()(**batch(8))[0].item(), rel=1e-6
+    )
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"\(5, 8\).* the program takes torch.float32 \(8, 8\), this rank's part of \(8, 8\)",
+    ):
         module(**batch(5))
 
 
-def test_each_value_of_an_argument_that_is_no_tensor_is_planned_for_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_value_of_an_argument_that_is_no_tensor_is_planned_for_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain, module = pair()
     plain.eval(), module.eval()
     for scale in (2.0, 3.0, 1.0, 2.0, 3.0):
-        assert module(**batch(8), scale=scale)[0].item() == pytest.approx(plain(**batch(8), scale=scale)[0].item(), rel=1e-6)
+        assert module(**batch(8), scale=scale)[0].item() == pytest.approx(
+            plain(**batch(8), scale=scale)[0].item(), rel=1e-6
+        )
     assert module(**batch(8))[0].item() == pytest.approx(plain(**batch(8))[0].item(), rel=1e-6)
     assert len(module.variants.known) == 3, "eval, whose scale is 1.0 by default, and two values"
-    assert "argument 'scale' is 3.0, the program was made for" not in caplog.text, "at INFO, since the mode differs, too"
+    assert "argument 'scale' is 3.0, the program was made for" not in caplog.text, (
+        "at INFO, since the mode differs, too"
+    )
 
 
 def test_plain_arguments_of_all_kinds_tell_programs_apart() -> None:
     plain = Flipping()
-    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=(torch.ones(4, 2),), hardware="cpu-gloo")
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), 1, example_inputs=(torch.ones(4, 2),), hardware="cpu-gloo"
+    )
     x = torch.arange(8.0).reshape(4, 2)
-    for flip, kind in ((True, "sum"), (False, "sum"), (False, None), (True, "max"), (1, "max"), (False, "sum")):
+    for flip, kind in (
+        (True, "sum"),
+        (False, "sum"),
+        (False, None),
+        (True, "max"),
+        (1, "max"),
+        (False, "sum"),
+    ):
         assert module(x, flip, kind=kind).item() == plain(x, flip, kind=kind).item(), (flip, kind)
-    assert len(module.variants.known) == 4, "what is passed by default is the program that there was"
+    assert len(module.variants.known) == 4, (
+        "what is passed by default is the program that there was"
+    )
 
 
 def test_with_parts_of_a_batch_values_are_planned_for_too() -> None:
     plain = pair()[0]
     call: dict[str, Any] = batch(8) | {"scale": 1.0}
-    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=call, hardware="cpu-gloo", batch="local", outputs="local")
-    assert module(**batch(8), scale=2.0)[0].item() == pytest.approx(plain(**batch(8), scale=2.0)[0].item(), rel=1e-6)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain),
+        1,
+        example_inputs=call,
+        hardware="cpu-gloo",
+        batch="local",
+        outputs="local",
+    )
+    assert module(**batch(8), scale=2.0)[0].item() == pytest.approx(
+        plain(**batch(8), scale=2.0)[0].item(), rel=1e-6
+    )
 
 
 def test_an_object_of_another_kind_is_refused() -> None:
-    module: Any = autopar.compile(Flipping(), 1, example_inputs=(torch.ones(4, 2), True), hardware="cpu-gloo")
-    with pytest.raises(RuntimeStateError, match="argument '1' is Fraction, the program was made for True"):
+    module: Any = autopar.compile(
+        Flipping(), 1, example_inputs=(torch.ones(4, 2), True), hardware="cpu-gloo"
+    )
+    with pytest.raises(
+        RuntimeStateError, match="argument '1' is Fraction, the program was made for True"
+    ):
         module(torch.ones(4, 2), Fraction(1))
     assert not module.variants.known
 
 
-def test_there_are_not_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_there_are_not_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     _, module = pair()
-    monkeypatch.setattr(variants, "MOST", 1)
+    monkeypatch.setattr(guards, "MOST", 1)
     with caplog.at_level(logging.WARNING):
         module(**batch(5))
-    assert "argument 'x' is torch.float32 (5, 8), the program takes torch.float32 (8, 8): planning for this call, too" in caplog.text
+    assert (
+        "argument 'x' is torch.float32 (5, 8), the program takes torch.float32 (8, 8): planning for"
+        " this call, too" in caplog.text
+    )
     module(**batch(5, 1))
-    with pytest.raises(RuntimeStateError, match=r"\(6, 8\)[\s\S]* 1 other modes, shapes and values already[\s\S]*drop_last"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"\(6, 8\)[\s\S]* 1 other modes, shapes and values already[\s\S]*drop_last",
+    ):
         module(**batch(6))
 
 
@@ -206,12 +283,17 @@ def test_a_model_that_cannot_be_copied_says_so_when_it_would_have_to_be() -> Non
     plain.lock = threading.Lock()  # type: ignore[assignment]
     module: Any = autopar.compile(plain, example_inputs=batch(8), hardware="cpu-gloo")
     module(**batch(8))
-    with pytest.raises(RuntimeStateError, match=r"cannot be copied \(TypeError: cannot pickle '_thread.lock' object\)"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"cannot be copied \(TypeError: cannot pickle '_thread.lock' object\)",
+    ):
         module(**batch(5))
 
 
 def test_the_scale_of_losses_holds_in_all_programs() -> None:
-    plain, module = pair(num_microbatches=1, constraints=[autopar.constraints.pipeline("gpu", microbatches=1)])
+    plain, module = pair(
+        num_microbatches=1, constraints=[autopar.constraints.pipeline("gpu", microbatches=1)]
+    )
     module.loss_scale = 64.0
     for samples in (8, 5):
         (module(**batch(samples))[0] * module.loss_scale).backward()
@@ -252,15 +334,21 @@ def test_tensors_that_take_the_place_of_others_do_so_in_all_programs(how: str) -
             other.last.weight.div_(2.0)
             module.norm.running_mean = other.norm.running_mean.clone()
         else:
-            state = {name: _like(module.state_dict()[name], x) for name, x in other.state_dict().items()}
+            state = {
+                name: _like(module.state_dict()[name], x) for name, x in other.state_dict().items()
+            }
             module.load_state_dict(state, assign=True)
-        assert module(**batch(8))[0].item() == pytest.approx(other.eval()(**batch(8))[0].item(), rel=1e-6)
+        assert module(**batch(8))[0].item() == pytest.approx(
+            other.eval()(**batch(8))[0].item(), rel=1e-6
+        )
 
 
 def test_a_seed_that_is_set_before_anything_draws_holds_from_the_first_that_does() -> None:
     def losses(begin: bool) -> list[float]:
         torch.manual_seed(0)
-        made: Any = autopar.compile(Net(0.5).train(begin), example_inputs=batch(8), hardware="cpu-gloo", outputs="full")
+        made: Any = autopar.compile(
+            Net(0.5).train(begin), example_inputs=batch(8), hardware="cpu-gloo", outputs="full"
+        )
         made.manual_seed(7)
         kept = made.random_state
         made.train()
@@ -282,16 +370,27 @@ def test_another_plain_argument_in_one_program_is_no_refusal_of_another() -> Non
             return found.pow(2).mean() if y is None else nn.functional.cross_entropy(found, y)
 
     plain = Optional()
-    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo")
-    for args in ((batch(8)["x"], None), (batch(5)["x"], None), (batch(5)["x"], batch(5)["y"]), (batch(8)["x"], batch(8)["y"])):
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo"
+    )
+    for args in (
+        (batch(8)["x"], None),
+        (batch(5)["x"], None),
+        (batch(5)["x"], batch(5)["y"]),
+        (batch(8)["x"], batch(8)["y"]),
+    ):
         assert module(*args).item() == pytest.approx(plain(*args).item(), rel=1e-6)
 
 
-def test_a_plan_of_a_profile_that_has_no_name_here_takes_the_profile_again_for_further_calls() -> None:
+def test_a_plan_of_a_profile_that_has_no_name_here_takes_the_profile_again_for_further_calls() -> (
+    None
+):
     mine = HardwareProfile.from_json({**HardwareProfile.read("cpu-gloo"), "name": "mine"})
     plain, _ = pair()
     plan = autopar.plan(plain, 1, example_inputs=batch(8), hardware=mine)
-    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch(8), plan=plan, hardware=mine)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), 1, example_inputs=batch(8), plan=plan, hardware=mine
+    )
     assert module(**batch(5))[0].item() == pytest.approx(plain(**batch(5))[0].item(), rel=1e-6)
     without: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch(8), plan=plan)
     with pytest.raises(autopar.AutoparError, match="no hardware profile 'mine'"):
@@ -309,4 +408,8 @@ def test_a_deferred_module_keeps_the_modes_of_parts_and_shows_what_the_compiled_
 
 
 def _like(held: Any, full: Tensor) -> Any:
-    return distribute_tensor(full, held.device_mesh, held.placements) if isinstance(held, DTensor) else full.clone()
+    return (
+        distribute_tensor(full, held.device_mesh, held.placements)
+        if isinstance(held, DTensor)
+        else full.clone()
+    )

@@ -26,8 +26,12 @@ def test_a_pipeline_that_is_proven_less_closely_says_so_and_what_accepts_it(
     assert "was asked for" in str(autopar.explain(plan))
 
     caplog.clear()
-    accepted = autopar.plan(model, MESH, example_inputs=batch, constraints=asked, gap=0.00094, **HOW)
-    assert accepted.proof.gap <= 0.00094 and not [r for r in caplog.records if "gap=" in r.getMessage()]
+    accepted = autopar.plan(
+        model, MESH, example_inputs=batch, constraints=asked, gap=0.00094, **HOW
+    )
+    assert accepted.proof.gap <= 0.00094 and not [
+        r for r in caplog.records if "gap=" in r.getMessage()
+    ]
 
 
 def test_one_that_is_proven_as_closely_as_asked_for_says_nothing(

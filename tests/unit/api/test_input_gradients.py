@@ -18,14 +18,18 @@ from autopar.errors import RuntimeStateError
 
 
 def compiled(model: nn.Module, *batch: Any, **options: Any) -> Any:
-    return autopar.compile(copy.deepcopy(model), 1, example_inputs=batch, hardware="cpu-gloo", **options)
+    return autopar.compile(
+        copy.deepcopy(model), 1, example_inputs=batch, hardware="cpu-gloo", **options
+    )
 
 
 def asking(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def gradients(use: Callable[..., torch.Tensor], model: Any, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
+def gradients(
+    use: Callable[..., torch.Tensor], model: Any, *inputs: torch.Tensor
+) -> list[torch.Tensor | None]:
     """Of the inputs, through `use` of what the model makes of them."""
     given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     use(model(*given)).backward()
@@ -49,7 +53,9 @@ def test_gradients_of_inputs_are_the_plain_models() -> None:
 def test_an_output_that_has_no_part_in_the_loss_gives_none() -> None:
     model, batch = given_back.several()
     module = compiled(model, *batch.values())
-    ours, theirs = (gradients(lambda found: found["x"].sum(), each, *batch.values()) for each in (module, model))
+    ours, theirs = (
+        gradients(lambda found: found["x"].sum(), each, *batch.values()) for each in (module, model)
+    )
     assert ours[1] is None and theirs[1] is None
     torch.testing.assert_close(ours[0], theirs[0])
 
@@ -74,7 +80,9 @@ def test_a_call_that_needs_none_runs_the_same_program() -> None:
     assert not module.variants.known
 
 
-def test_a_program_that_computes_none_is_joined_by_one_that_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_computes_none_is_joined_by_one_that_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, x = nn.Linear(4, 4), asking(2, 4)
     module = compiled(model, x.detach())
     with caplog.at_level(logging.WARNING, "autopar"):
@@ -83,7 +91,8 @@ def test_a_program_that_computes_none_is_joined_by_one_that_does(caplog: pytest.
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(again, theirs)
     assert [r.message for r in caplog.records if "requires a gradient" in r.message] == [
-        "argument '0' requires a gradient, which the program does not compute: planning for this call, too; what is made for it is kept"
+        "argument '0' requires a gradient, which the program does not compute: planning for this"
+        " call, too; what is made for it is kept"
     ]
     assert len(module.variants.known) == 1 and module(x.detach()).requires_grad
     torch.testing.assert_close(module.weight.grad.full_tensor(), 2 * model.weight.grad)
@@ -126,7 +135,9 @@ def test_a_model_of_which_nothing_is_trained_may_be_asked_later() -> None:
 
 def test_a_model_without_parameters_passes_gradients_on() -> None:
     model, x = nn.Softmax(-1), asking(2, 4)
-    torch.testing.assert_close(gradients(square, compiled(model, x), x), gradients(square, model, x))
+    torch.testing.assert_close(
+        gradients(square, compiled(model, x), x), gradients(square, model, x)
+    )
 
 
 def test_complex_numbers_have_gradients_as_torch_defines_them() -> None:
@@ -135,8 +146,12 @@ def test_complex_numbers_have_gradients_as_torch_defines_them() -> None:
             found: torch.Tensor = (x * (1 + 2j)).abs().square().sum() + x.real.sum()
             return found
 
-    x = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    torch.testing.assert_close(gradients(lambda y: y, compiled(Rotated(), x), x), gradients(lambda y: y, Rotated(), x))
+    x = torch.randn(
+        3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    torch.testing.assert_close(
+        gradients(lambda y: y, compiled(Rotated(), x), x), gradients(lambda y: y, Rotated(), x)
+    )
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -148,7 +163,10 @@ def test_second_derivatives_are_refused() -> None:
 def test_what_has_a_tangent_of_forward_mode_is_refused() -> None:
     x = asking(2, 4)
     module = compiled(nn.Linear(4, 4).requires_grad_(False), x)
-    with forward_ad.dual_level(), pytest.raises(RuntimeStateError, match="argument '0' has a forward-mode tangent"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeStateError, match="argument '0' has a forward-mode tangent"),
+    ):
         module(forward_ad.make_dual(x.detach(), torch.ones(2, 4)))
 
 
@@ -156,7 +174,9 @@ def test_a_distributed_tensor_is_no_input() -> None:
     x = torch.randn(2, 4)
     first, second = compiled(nn.Linear(4, 4), x, outputs="dtensor"), compiled(nn.Linear(4, 4), x)
     for _ in range(3):
-        with pytest.raises(RuntimeStateError, match=r"argument '0' is a DTensor[\s\S]*outputs='full'"):
+        with pytest.raises(
+            RuntimeStateError, match=r"argument '0' is a DTensor[\s\S]*outputs='full'"
+        ):
             second(first(x))
 
 
@@ -165,7 +185,9 @@ def test_inference_has_none_and_says_so() -> None:
     module = compiled(nn.Linear(4, 4), x, inference=True)
     with torch.no_grad():
         module(x)
-    with pytest.raises(RuntimeStateError, match="which the program does not compute: it was made for inference"):
+    with pytest.raises(
+        RuntimeStateError, match="which the program does not compute: it was made for inference"
+    ):
         module(x)
 
 

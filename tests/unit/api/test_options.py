@@ -1,4 +1,5 @@
-"""Options are declared once, by `PlanOptions`: signatures, docstrings, flags and the table of the documentation say the same."""
+"""Options are declared once, by `PlanOptions`: signatures, docstrings, flags and the table of
+the documentation say the same."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from autopar.api.options import takes_options
 from autopar.cli import app
 from autopar.constraints import ddp
 from autopar.errors import ArgumentError, AutoparError
-from autopar.request import DEFAULTS, OPTIONS, Call, CompileKeywords, Option, PlanKeywords, PlanOptions, options_of
+from autopar.request import (
+    DEFAULTS,
+    OPTIONS,
+    Call,
+    CompileKeywords,
+    Option,
+    PlanKeywords,
+    PlanOptions,
+    options_of,
+)
 
 ROOT = Path(__file__).parents[3]
 CALLS: dict[Call, Callable[..., Any]] = {"plan": autopar.plan, "compile": autopar.compile}
@@ -43,11 +53,17 @@ def test_the_signature_shows_every_option_with_its_default_and_type(call: Call) 
     assert list(options) == list(options_of(call))
     declared = {f.name: f.type for f in fields(PlanOptions)}
     for name, parameter in options.items():
-        assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default == DEFAULTS[name], name
-        assert parameter.annotation == str(declared[name]).replace("tuple[Constraint, ...]", "Sequence[Constraint]"), name
+        assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default == DEFAULTS[name], (
+            name
+        )
+        assert parameter.annotation == str(declared[name]).replace(
+            "tuple[Constraint, ...]", "Sequence[Constraint]"
+        ), name
 
 
-@pytest.mark.parametrize(("call", "keywords"), [("plan", PlanKeywords), ("compile", CompileKeywords)])
+@pytest.mark.parametrize(
+    ("call", "keywords"), [("plan", PlanKeywords), ("compile", CompileKeywords)]
+)
 def test_type_checkers_see_the_same_options(call: Call, keywords: Any) -> None:
     assert set(keywords.__annotations__) == set(options_of(call))
 
@@ -59,7 +75,9 @@ def test_the_docstring_tells_of_every_option(call: Call) -> None:
     assert told[-len(options_of(call)) :] == list(options_of(call))
     for name, option in options_of(call).items():
         assert words(f"{name}: {option.help}") in words(docstring), name
-    assert docstring.index("outputs: ") < docstring.index("Raises:"), "what comes behind the arguments stays"
+    assert docstring.index("outputs: ") < docstring.index("Raises:"), (
+        "what comes behind the arguments stays"
+    )
     assert max(map(len, docstring.splitlines())) <= 140
 
 
@@ -70,7 +88,10 @@ def test_a_docstring_without_a_place_for_options_stays() -> None:
     def untold(**options: Any) -> None:  # as under python -OO
         pass
 
-    assert takes_options("plan")(told).__doc__ == "Do it." and takes_options("plan")(untold).__doc__ is None
+    assert (
+        takes_options("plan")(told).__doc__ == "Do it."
+        and takes_options("plan")(untold).__doc__ is None
+    )
 
 
 def test_an_option_of_one_function_is_refused_by_the_other() -> None:
@@ -99,20 +120,38 @@ def test_the_command_line_has_a_flag_for_every_option_that_declares_one() -> Non
         if option.flag is None:
             continue
         shown = there[name]
-        assert option.flag.name in ("/".join((*shown.opts, *shown.secondary_opts)), *shown.opts), name
-        assert (shown.help, shown.metavar, shown.default) == (option.flag.help, option.flag.metavar, option.flag.default), name
+        assert option.flag.name in ("/".join((*shown.opts, *shown.secondary_opts)), *shown.opts), (
+            name
+        )
+        assert (shown.help, shown.metavar, shown.default) == (
+            option.flag.help,
+            option.flag.metavar,
+            option.flag.default,
+        ), name
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, option in OPTIONS.items() if option.flag is not None]
+)
 def test_a_flag_that_is_not_given_leaves_the_option_at_its_default(name: str) -> None:
     flag = OPTIONS[name].flag
     assert flag is not None and flag.read(flag.default) == DEFAULTS[name]
 
 
 def test_flags_are_read_as_the_planner_takes_them() -> None:
-    given = {"memory_bytes": "2GiB", "num_microbatches": 3, "time_limit_s": 5.0, "constraints": ["ddp()"]}
+    given = {
+        "memory_bytes": "2GiB",
+        "num_microbatches": 3,
+        "time_limit_s": 5.0,
+        "constraints": ["ddp()"],
+    }
     read = {name: cast(Any, OPTIONS[name].flag).read(value) for name, value in given.items()}
-    assert read == {"memory_bytes": 2 * 2**30, "num_microbatches": 3, "time_limit_s": 5.0, "constraints": (ddp(),)}
+    assert read == {
+        "memory_bytes": 2 * 2**30,
+        "num_microbatches": 3,
+        "time_limit_s": 5.0,
+        "constraints": (ddp(),),
+    }
 
 
 def row(name: str, option: Option) -> str:
@@ -123,19 +162,32 @@ def row(name: str, option: Option) -> str:
 
 def test_the_documentation_has_a_table_of_the_options() -> None:
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    table = page.split("## Options", 1)[1].split("|---|---|---|\n", 1)[1].split("\n\n", 1)[0].splitlines()
-    assert table[0].startswith("| `hardware` |"), "which is of the machine, and no option of the planner"
-    assert table[1:] == [row(name, option) for name, option in OPTIONS.items() if option.brief], "write these rows there"
+    table = (
+        page.split("## Options", 1)[1]
+        .split("|---|---|---|\n", 1)[1]
+        .split("\n\n", 1)[0]
+        .splitlines()
+    )
+    assert table[0].startswith("| `hardware` |"), (
+        "which is of the machine, and no option of the planner"
+    )
+    assert table[1:] == [row(name, option) for name, option in OPTIONS.items() if option.brief], (
+        "write these rows there"
+    )
 
 
 def test_names_say_units() -> None:
     for name, option in OPTIONS.items():
-        assert option.unit == {"bytes": "bytes", "s": "seconds"}.get(name.rpartition("_")[2], ""), name
+        assert option.unit == {"bytes": "bytes", "s": "seconds"}.get(name.rpartition("_")[2], ""), (
+            name
+        )
 
 
 def test_the_options_can_be_read_without_torch() -> None:
     """Help and mistyped options of the command line do not wait for it."""
     read = "p.PlanOptions(**p.read_options({'constraints': None, 'gap': 0.5}))"
     code = f"import sys, autopar.cli.plan as p; {read}; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert found.stdout.strip() == "False"

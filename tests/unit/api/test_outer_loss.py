@@ -1,4 +1,5 @@
-"""Training with a loss that is computed outside of the model, and evaluating what was compiled with one, on one device."""
+"""Training with a loss that is computed outside of the model, and evaluating what was compiled
+with one, on one device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from autopar.errors import ConstraintError, InfeasibleError, RuntimeStateError
 
 def pair(kind: str = "several", **options: Any) -> tuple[nn.Module, Any, dict[str, Tensor]]:
     plain, batch = getattr(no_loss, kind)()
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", **options), batch
+    return (
+        plain,
+        autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", **options),
+        batch,
+    )
 
 
 def full(x: Any) -> Any:
@@ -27,7 +32,9 @@ def full(x: Any) -> Any:
 
 
 def check_gradients(plain: nn.Module, module: Any) -> None:
-    for (name, wanted), (same, found) in zip(plain.named_parameters(), module.named_parameters(), strict=True):
+    for (name, wanted), (same, found) in zip(
+        plain.named_parameters(), module.named_parameters(), strict=True
+    ):
         assert name == same
         if wanted.grad is None:
             assert found.grad is None
@@ -51,7 +58,9 @@ def test_the_ordinary_loop_is_the_plain_models(outputs: str) -> None:
             optimizer.step()
             seen.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0]
-    torch.testing.assert_close(dict(module.named_buffers())["body.1.running_mean"], plain.body[1].running_mean)
+    torch.testing.assert_close(
+        dict(module.named_buffers())["body.1.running_mean"], plain.body[1].running_mean
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,9 @@ def test_any_loss_of_the_outputs_has_the_plain_models_gradients(loss: Any) -> No
 def test_what_has_no_gradient_has_none_and_constants_come_as_they_are() -> None:
     _, module, batch = pair()
     found = module(**batch)
-    assert found["n"] == 3 and found["best"].dtype == torch.int64 and not found["best"].requires_grad
+    assert (
+        found["n"] == 3 and found["best"].dtype == torch.int64 and not found["best"].requires_grad
+    )
     assert all(found[name].requires_grad for name in ("out", "same", "flat", "weight", "total"))
     with torch.no_grad():
         assert not module(**batch)["out"].requires_grad
@@ -102,7 +113,9 @@ def test_an_output_that_backward_reads_and_that_was_changed_is_refused() -> None
         def forward(self, x: Tensor) -> Tensor:
             return torch.sigmoid(self.linear(x))
 
-    module: Any = autopar.compile(Squashed(), example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
+    module: Any = autopar.compile(
+        Squashed(), example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo"
+    )
     found = module(torch.randn(4, 8))
     loss = (found * torch.randn(4, 4)).sum()
     with torch.no_grad():
@@ -123,7 +136,11 @@ def test_a_module_with_a_loss_is_evaluated_without_labels() -> None:
     assert type(found.logits) is Tensor and found.loss is None
     torch.testing.assert_close(found.logits, wanted.logits)
     (alone,) = module.variants.known
-    assert alone.only_forward and alone.plan.options["inference"] and alone.plan.options["outputs"] == "full"
+    assert (
+        alone.only_forward
+        and alone.plan.options["inference"]
+        and alone.plan.options["outputs"] == "full"
+    )
     assert alone.program.num_saved == 0
 
 
@@ -138,21 +155,30 @@ def test_a_module_with_a_loss_is_trained_with_another_outside() -> None:
 
 def test_what_is_compiled_for_inference_trains_nothing() -> None:
     plain, batch = no_loss.several()
-    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", inference=True)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", inference=True
+    )
     found = module(**batch)
     torch.testing.assert_close(found["out"], plain(**batch)["out"])
     assert not found["out"].requires_grad and not any(p.requires_grad for p in module.parameters())
     torch.testing.assert_close(module(x=batch["x"][:3])["out"], plain(x=batch["x"][:3])["out"])
-    assert all(each.plan.options["inference"] for each in module.variants.known) and not module.variants.known[0].only_forward
+    assert (
+        all(each.plan.options["inference"] for each in module.variants.known)
+        and not module.variants.known[0].only_forward
+    )
     module.first.weight.requires_grad_(True)
     with pytest.raises(RuntimeStateError, match="frozen when the program was made"):
         module(**batch)
 
 
-def test_a_model_in_which_nothing_is_trained_says_that_it_is_planned_for_inference(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_in_which_nothing_is_trained_says_that_it_is_planned_for_inference(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain, batch = no_loss.several()
     with caplog.at_level(logging.WARNING, "autopar"):
-        module: Any = autopar.compile(plain.requires_grad_(False), example_inputs=batch, hardware="cpu-gloo")
+        module: Any = autopar.compile(
+            plain.requires_grad_(False), example_inputs=batch, hardware="cpu-gloo"
+        )
         assert "planned for inference" in caplog.text
     assert not module(**batch)["out"].requires_grad
 
@@ -181,21 +207,29 @@ class Saturated(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.relu(self.body(x))
-        return {"y": self.head(hidden), "log": torch.softmax(hidden * 2000, -1).log(), "other": self.other(hidden)}
+        return {
+            "y": self.head(hidden),
+            "log": torch.softmax(hidden * 2000, -1).log(),
+            "other": self.other(hidden),
+        }
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_what_the_loss_does_not_use_has_no_gradient_and_does_no_harm(backend: str) -> None:
     torch.manual_seed(0)
     plain, x = Saturated(), torch.randn(8, 8)
-    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(x,), hardware="cpu-gloo", backend=backend)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), example_inputs=(x,), hardware="cpu-gloo", backend=backend
+    )
     for names in (("y",), ("other", "y"), ("other",), ("y",)):
         for model in (plain, module):
             model.zero_grad()
             found = model(x)
             sum(found[name].pow(2).sum() for name in names).backward()
         check_gradients(plain, module)
-        assert all(p.grad is None or bool(full(p.grad).isfinite().all()) for p in module.parameters())
+        assert all(
+            p.grad is None or bool(full(p.grad).isfinite().all()) for p in module.parameters()
+        )
     assert module.other.weight.grad is None and module.head.weight.grad is not None
 
 
@@ -235,10 +269,14 @@ class Detector(nn.Module):
         return found.pow(2).mean() if self.training else found.argmax(-1)
 
 
-def test_what_returns_indices_in_eval_mode_is_planned_for_inference_and_the_plan_is_read_again() -> None:
+def test_what_returns_indices_in_eval_mode_is_planned_for_inference_and_the_plan_is_read_again() -> (  # noqa: E501
+    None
+):
     torch.manual_seed(0)
     plain, x = Detector(), torch.randn(6, 8)
-    plan = autopar.plan(copy.deepcopy(plain).eval(), autopar.Mesh(2), example_inputs=(x,), hardware="cpu-gloo")
+    plan = autopar.plan(
+        copy.deepcopy(plain).eval(), autopar.Mesh(2), example_inputs=(x,), hardware="cpu-gloo"
+    )
     assert plan.options["inference"] and autopar.check(plan, copy.deepcopy(plain).eval(), (x,)).ok
     assert autopar.verify(plan, copy.deepcopy(plain).eval(), (x,)).ok
     module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(x,), hardware="cpu-gloo")
@@ -262,10 +300,14 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.body(x), y)
 
 
-def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     torch.manual_seed(0)
     plain, batch = Wide(), {"x": torch.randn(256, 8), "y": torch.arange(256) % 4}
-    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, hardware="cpu-gloo", memory_bytes=240_000)
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), 1, example_inputs=batch, hardware="cpu-gloo", memory_bytes=240_000
+    )
     assert module.plan.pipeline is not None
     module.eval()
     with torch.no_grad():
@@ -288,7 +330,9 @@ def test_beside_a_plan_outputs_come_as_it_says_in_every_call(outputs: str) -> No
 
 def test_where_the_loss_alone_is_wanted_a_call_without_labels_returns_all_the_same() -> None:
     plain, batch = zoo_small.bert()
-    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", outputs="loss")
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", outputs="loss"
+    )
     assert module(**batch).logits is None
     asked = {name: x for name, x in batch.items() if name != "labels"}
     with torch.no_grad():
@@ -302,9 +346,20 @@ def test_parts_of_a_batch_have_no_loss_of_their_own_beside_a_plan_either() -> No
         autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan, batch="local")
 
 
-@pytest.mark.parametrize(("options", "says"), [({}, "let forward return the loss"), ({"inference": True}, "")])
-def test_where_nothing_fits_no_stages_are_advised_that_there_cannot_be(options: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"), [({}, "let forward return the loss"), ({"inference": True}, "")]
+)
+def test_where_nothing_fits_no_stages_are_advised_that_there_cannot_be(
+    options: dict[str, Any], says: str
+) -> None:
     plain, batch = no_loss.several()
     with pytest.raises(InfeasibleError) as error:
-        autopar.plan(plain, autopar.Mesh(2), example_inputs=batch, hardware="cpu-gloo", memory_bytes=600, **options)
+        autopar.plan(
+            plain,
+            autopar.Mesh(2),
+            example_inputs=batch,
+            hardware="cpu-gloo",
+            memory_bytes=600,
+            **options,
+        )
     assert says in error.value.remedy and "pipeline" not in error.value.remedy

@@ -1,4 +1,5 @@
-"""Planning, verifying and checking leave the script's random numbers as they were: the script draws its batches from them."""
+"""Planning, verifying and checking leave the script's random numbers as they were: the script
+draws its batches from them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.mesh import Mesh
+from autopar.core.mesh import Mesh
 
 
 class Tied(nn.Module):
@@ -33,7 +34,13 @@ def states() -> list[object]:
 def test_plans_and_their_proofs_draw_from_generators_of_their_own() -> None:
     model, ids = Tied(), torch.randint(0, 38, (4, 6))
     before = states()
-    plan = autopar.plan(model, Mesh({"gpu": 2}), example_inputs=(ids,), hardware="h100-sxm", constraints=[autopar.constraints.fsdp()])
+    plan = autopar.plan(
+        model,
+        Mesh({"gpu": 2}),
+        example_inputs=(ids,),
+        hardware="h100-sxm",
+        constraints=[autopar.constraints.fsdp()],
+    )
     assert states() == before
     assert autopar.check(plan, model, (ids,))
     assert states() == before

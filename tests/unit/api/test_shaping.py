@@ -13,13 +13,13 @@ from made_plan import made_plan
 
 import autopar
 from autopar.api.arguments import is_shape_of
+from autopar.api.mesh_search import best_shape, shapes, shapes_in_three
 from autopar.api.planning import plan_model
-from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.constraints import layout, megatron, pipeline
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, InfeasibleError, MeshError
-from autopar.mesh import Mesh
-from autopar.planning import Planned, TooSlow
-from autopar.run.program import StagedProgram
+from autopar.planner import Planned, TooSlow
+from autopar.program.program import StagedProgram
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,15 @@ from autopar.run.program import StagedProgram
         (4, ["gpu=4", "gpu0=2,gpu1=2"]),
         (8, ["gpu=8", "gpu0=2,gpu1=4", "gpu0=4,gpu1=2"]),
         (16, ["node=2,gpu=8", "node=2,gpu0=2,gpu1=4", "node=2,gpu0=4,gpu1=2"]),
-        (32, ["node=4,gpu=8", "node0=2,node1=2,gpu=8", "node=4,gpu0=2,gpu1=4", "node=4,gpu0=4,gpu1=2"]),
+        (
+            32,
+            [
+                "node=4,gpu=8",
+                "node0=2,node1=2,gpu=8",
+                "node=4,gpu0=2,gpu1=4",
+                "node=4,gpu0=4,gpu1=2",
+            ],
+        ),
         ((1, 4), ["gpu=4", "gpu0=2,gpu1=2"]),
         ((2, 4), ["node=2,gpu=4", "node=2,gpu0=2,gpu1=2"]),
         ((4, 4), ["node=4,gpu=4", "node0=2,node1=2,gpu=4", "node=4,gpu0=2,gpu1=2"]),
@@ -46,7 +54,10 @@ def test_shapes(devices: int | tuple[int, int], expected: list[str]) -> None:
     for mesh in found:
         assert mesh.num_devices == nodes * here and mesh.devices_per_node == here
         inside = [axis for axis, name in enumerate(mesh.names) if name.startswith("gpu")]
-        assert all(mesh.link(axis) == ("intra" if axis in inside else "inter") for axis in range(len(mesh.axes)))
+        assert all(
+            mesh.link(axis) == ("intra" if axis in inside else "inter")
+            for axis in range(len(mesh.axes))
+        )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +70,9 @@ def test_shapes(devices: int | tuple[int, int], expected: list[str]) -> None:
         (16, []),
     ],
 )
-def test_shapes_of_one_axis_cut_in_three(devices: int | tuple[int, int], expected: list[str]) -> None:
+def test_shapes_of_one_axis_cut_in_three(
+    devices: int | tuple[int, int], expected: list[str]
+) -> None:
     assert sorted(map(str, shapes_in_three(devices))) == expected
 
 
@@ -86,7 +99,10 @@ def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
 
     best = best_shape(shapes(8), plan)
     assert limits == [math.inf, 3.0, 2.0] and str(best.plan.mesh) == "gpu0=2,gpu1=4"
-    assert "gpu=8 (3.00 s)" in best.plan.proof.covers[-1] and "gpu0=4,gpu1=2 (at least 4.00 s)" in best.plan.proof.covers[-1]
+    assert (
+        "gpu=8 (3.00 s)" in best.plan.proof.covers[-1]
+        and "gpu0=4,gpu1=2 (at least 4.00 s)" in best.plan.proof.covers[-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,21 +111,38 @@ def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
         ([ConstraintError("a"), ConstraintError("b"), ConstraintError("c")], 0, "a"),
         ([ConstraintError("a"), ConstraintError("b"), ConstraintError("c")], 1, "b"),
         ([ConstraintError("a"), ConstraintError("b"), ConstraintError("c")], 4, "d"),
-        ([ConstraintError("a"), InfeasibleError("b", needed_bytes=8), InfeasibleError("c", needed_bytes=7)], 1, "c"),
+        (
+            [
+                ConstraintError("a"),
+                InfeasibleError("b", needed_bytes=8),
+                InfeasibleError("c", needed_bytes=7),
+            ],
+            1,
+            "c",
+        ),
     ],
 )
-def test_where_no_shape_has_a_plan_the_refusal_that_says_most_is_raised(refusals: list[Exception], lacking: int, expected: str) -> None:
+def test_where_no_shape_has_a_plan_the_refusal_that_says_most_is_raised(
+    refusals: list[Exception], lacking: int, expected: str
+) -> None:
     every = (*shapes(8), *shapes_in_three(8))
     said = dict(zip(every, [*refusals, ConstraintError("d")], strict=True))
 
     def plan(mesh: Mesh, limit_s: float) -> Any:
         raise said[mesh]
 
-    with pytest.raises(type(next(error for error in said.values() if str(error) == expected)), match=f"^{expected}$"):
-        best_shape(every[:-1], plan, further=every[-1:], holds=lambda mesh: every.index(mesh) >= lacking)
+    with pytest.raises(
+        type(next(error for error in said.values() if str(error) == expected)),
+        match=f"^{expected}$",
+    ):
+        best_shape(
+            every[:-1], plan, further=every[-1:], holds=lambda mesh: every.index(mesh) >= lacking
+        )
 
 
-def test_further_shapes_are_tried_where_the_others_have_no_plan_and_not_for_want_of_memory_alone() -> None:
+def test_further_shapes_are_tried_where_the_others_have_no_plan_and_not_for_want_of_memory_alone() -> (  # noqa: E501
+    None
+):
     tried: list[Mesh] = []
 
     def best(refusal: Exception | None) -> Planned:
@@ -137,7 +170,9 @@ def made(mesh: Mesh, step_s: float) -> Planned:
 def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm")
-    each = [autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm") for mesh in shapes(4)]
+    each = [
+        autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm") for mesh in shapes(4)
+    ]
     assert found.prediction.step_s == min(p.prediction.step_s for p in each)
     assert found.mesh in shapes(4) and "gpu=4" in found.proof.covers[-1]
     assert autopar.verify(found, model, batch).ok and autopar.check(found, model, batch).ok
@@ -146,10 +181,19 @@ def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
 def test_nodes_and_devices_of_each_are_shaped_for_the_nodes_that_are_there() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(model, (2, 2), example_inputs=batch, hardware="h100-sxm")
-    alike = autopar.plan(model, autopar.Mesh({"node": 2, "gpu": 2}), example_inputs=batch, hardware="h100-sxm")
-    assert found.dumps() == alike.dumps() and [found.mesh.link(axis) for axis in (0, 1)] == ["inter", "intra"]
+    alike = autopar.plan(
+        model, autopar.Mesh({"node": 2, "gpu": 2}), example_inputs=batch, hardware="h100-sxm"
+    )
+    assert found.dumps() == alike.dumps() and [found.mesh.link(axis) for axis in (0, 1)] == [
+        "inter",
+        "intra",
+    ]
     one = autopar.plan(model, (1, 4), example_inputs=batch, hardware="h100-sxm")
-    assert "gpu=4" in one.proof.covers[-1] and "gpu0=2,gpu1=2" in one.proof.covers[-1] and one.mesh.devices_per_node == 4
+    assert (
+        "gpu=4" in one.proof.covers[-1]
+        and "gpu0=2,gpu1=2" in one.proof.covers[-1]
+        and one.mesh.devices_per_node == 4
+    )
     assert autopar.verify(one, model, batch).ok
 
 
@@ -160,24 +204,38 @@ def test_a_module_takes_nodes_and_devices_and_a_plan_of_another_shape_of_them() 
         module = autopar.compile(model, mesh, example_inputs=batch, plan=plan)
         assert torch.allclose(module(**batch).loss, model(**batch).loss)
     apart = autopar.Mesh({"a": 2, "b": 2}, devices_per_node=2)
-    assert [is_shape_of(apart, asked) for asked in (4, (2, 2), (1, 4), (4, 1), 2)] == [True, True, False, False, False]
+    assert [is_shape_of(apart, asked) for asked in (4, (2, 2), (1, 4), (4, 1), 2)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_with_a_count_stages_are_tried_too_and_shapes_that_are_too_slow_are_passed_over() -> None:
     model, batch = zoo_small.gpt2()
-    found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(pipeline(),))
+    found = autopar.plan(
+        model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(pipeline(),)
+    )
     assert found.proof.covers[-1].count("gpu") >= 3 and autopar.check(found, model, batch).ok
 
 
 def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
     model, batch = zoo_small.llama()
-    found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(megatron(tp=2, dp=2),))
+    found = autopar.plan(
+        model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(megatron(tp=2, dp=2),)
+    )
     assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (none)" in found.proof.covers[-1]
 
 
-@pytest.mark.parametrize("asked", [
-    megatron(tp=2, pp=2, dp=2, microbatches=2), pytest.param(layout("lm_head", output="S(0) S(1) R"), marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        megatron(tp=2, pp=2, dp=2, microbatches=2),
+        pytest.param(layout("lm_head", output="S(0) S(1) R"), marks=pytest.mark.slow),
+    ],
+)
 def test_constraints_that_speak_of_three_axes_are_planned_for_on_one_node(asked: Any) -> None:
     model, batch = of_eight_samples()
     found = autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))
@@ -188,8 +246,14 @@ def test_constraints_that_speak_of_three_axes_are_planned_for_on_one_node(asked:
 def test_what_no_shape_can_hold_is_refused_as_the_shape_that_comes_closest_says() -> None:
     model, batch = of_eight_samples()
     for asked, said in (
-        (megatron(tp=2, pp=2, dp=3, microbatches=2), r"does not fill mesh .*gpu.=2,gpu.=2: beside the tensor axes it has 2 devices"),
-        (pipeline("gpu", microbatches=2, cuts=["transformer.h.1"]), "fewer than the stages along 'gpu'"),
+        (
+            megatron(tp=2, pp=2, dp=3, microbatches=2),
+            r"does not fill mesh .*gpu.=2,gpu.=2: beside the tensor axes it has 2 devices",
+        ),
+        (
+            pipeline("gpu", microbatches=2, cuts=["transformer.h.1"]),
+            "fewer than the stages along 'gpu'",
+        ),
     ):
         with pytest.raises(ConstraintError, match=said):
             autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))
@@ -200,19 +264,40 @@ def of_eight_samples() -> Any:
     return model, {name: tensor.repeat(2, 1) for name, tensor in batch.items()}
 
 
-def test_where_nothing_fits_the_batch_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_fits_the_batch_is_cut_into_microbatches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, batch = zoo_small.gpt2()
     batch = {name: tensor.repeat(4, 1) for name, tensor in batch.items()}
     smallest = smallest_of(model, batch)
-    made = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", memory_bytes=smallest)[1].plan
-    assert made.pipeline is not None and made.pipeline.num_microbatches > 1 and made.prediction.peak_bytes <= smallest
+    made = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", memory_bytes=smallest)[
+        1
+    ].plan
+    assert (
+        made.pipeline is not None
+        and made.pipeline.num_microbatches > 1
+        and made.prediction.peak_bytes <= smallest
+    )
     assert any("microbatches" in record.message for record in caplog.records)
     assert autopar.verify(made, model, batch).ok
     with pytest.raises(InfeasibleError):
-        plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", memory_bytes=smallest, num_microbatches=1)
+        plan_model(
+            model,
+            1,
+            example_inputs=batch,
+            hardware="h100-sxm",
+            memory_bytes=smallest,
+            num_microbatches=1,
+        )
 
 
 def smallest_of(model: Any, batch: Any) -> int:
     """A budget in which one microbatch of the whole batch does not fit, and a smaller one does."""
-    parts = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", num_microbatches=len(batch["input_ids"]))[1].plan
+    parts = plan_model(
+        model,
+        1,
+        example_inputs=batch,
+        hardware="h100-sxm",
+        num_microbatches=len(batch["input_ids"]),
+    )[1].plan
     return int(parts.prediction.peak_bytes * 1.02)

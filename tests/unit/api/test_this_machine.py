@@ -1,4 +1,5 @@
-"""Where nobody names hardware, the GPU that is there is planned for: by its own times if a profile has them, and within its memory."""
+"""Where nobody names hardware, the GPU that is there is planned for: by its own times if a
+profile has them, and within its memory."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autopar.api import default_hardware, this_machine
-from autopar.api.this_machine import within_this_gpu
-from autopar.hardware import HardwareProfile
-from autopar.planning import PlanOptions
+from autopar.api import arguments, default_hardware
+from autopar.api.arguments import within_this_gpu
+from autopar.core.hardware import HardwareProfile
+from autopar.planner import PlanOptions
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNames
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: made.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: made)
-    monkeypatch.setattr(this_machine, "_told", set())
+    monkeypatch.setattr(arguments, "_told", set())
     return made
 
 
@@ -45,13 +46,19 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNames
     ],
 )
 def test_that_a_gpu_has_no_profile_of_its_own_is_told_once(
-    name: str, profile: str, is_its_own: bool, gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    name: str,
+    profile: str,
+    is_its_own: bool,
+    gpu: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gpu.name = name
     assert HardwareProfile.of_gpu(name) == (profile, is_its_own)
     assert [default_hardware("cuda") for _ in range(2)] == [profile] * 2
     said = [record.getMessage().partition(";")[0] for record in caplog.records]
-    assert said == [f"there is no profile of {name}: planned with the times of {profile}"] * (not is_its_own)
+    assert said == [f"there is no profile of {name}: planned with the times of {profile}"] * (
+        not is_its_own
+    )
 
 
 def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
@@ -59,7 +66,9 @@ def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
 ) -> None:
     gpu.name = "NVIDIA H200"
     path = HardwareProfile.local_path()
-    path.write_bytes(Path(this_machine.__file__).parents[1].joinpath("cost_models", "cpu-gloo.json").read_bytes())
+    path.write_bytes(
+        Path(arguments.__file__).parents[1].joinpath("cost_models", "cpu-gloo.json").read_bytes()
+    )
     assert default_hardware("cpu") == "local"
     path.chmod(0o666)
     assert default_hardware("cpu") == "cpu-gloo" and "other users can write" in caplog.text
@@ -68,7 +77,9 @@ def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
     assert default_hardware("cpu") == "cpu-gloo"
 
 
-def test_a_plan_takes_no_more_memory_than_the_gpu_has(gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_takes_no_more_memory_than_the_gpu_has(
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     profile, asked = HardwareProfile.load("h100-sxm"), PlanOptions(memory_bytes=10**9)
     gpu.total_memory = 24 * 2**30
     assert within_this_gpu(PlanOptions(), profile).memory_bytes == int(0.9 * 24 * 2**30)

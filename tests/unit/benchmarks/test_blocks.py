@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from autopar.mesh import Mesh
+from autopar.core.mesh import Mesh
 from autopar.solve import solve
 from autopar.solve.formulation import Formulation
 from benchmarks.blocks import MESHES, blocks_table, relaxed, row
@@ -16,11 +16,23 @@ from benchmarks.random_plans import prepare
 from benchmarks.tables import BLOCKS_RESULTS, README
 from benchmarks.zoo import blocks
 
-PLANNING_ROW = {"trace_s", "enumerate_s", "price_s", "write_s", "relax_s", "num_ops", "num_variables", "num_constraints", "peak_rss_bytes"}
+PLANNING_ROW = {
+    "trace_s",
+    "enumerate_s",
+    "price_s",
+    "write_s",
+    "relax_s",
+    "num_ops",
+    "num_variables",
+    "num_constraints",
+    "peak_rss_bytes",
+}
 
 
 @pytest.mark.parametrize(
-    ("make", "parameters"), [(blocks.llama3_8b, 218_112_000), (blocks.mixtral_8x7b, 1_451_270_144)], ids=["llama", "mixtral"]
+    ("make", "parameters"),
+    [(blocks.llama3_8b, 218_112_000), (blocks.mixtral_8x7b, 1_451_270_144)],
+    ids=["llama", "mixtral"],
 )
 def test_a_layer_has_its_true_size(make: blocks.Made, parameters: int) -> None:
     layer, batch = make()
@@ -30,7 +42,9 @@ def test_a_layer_has_its_true_size(make: blocks.Made, parameters: int) -> None:
 
 def test_the_relaxation_is_the_bound_of_the_search() -> None:
     layer, batch = blocks.block_of("llama3-8b", batch=4, seq=64)
-    problem = prepare(layer, batch, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless")).priced.problem
+    problem = prepare(
+        layer, batch, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless")
+    ).priced.problem
     found = relaxed(Formulation(problem))
     chosen = solve(problem, gap=0.0)
     assert 0.0 < found["bound_s"] <= chosen.objective_s * (1 + 1e-9)
@@ -46,5 +60,7 @@ def test_a_row_has_what_planning_rows_have() -> None:
 
 def test_the_table_is_that_of_the_results() -> None:
     rows = json.loads(BLOCKS_RESULTS.read_text(encoding="utf-8"))["rows"]
-    assert [(r["model"], r["mesh"]) for r in rows] == [(m, mesh) for m in ("llama3-8b layer", "mixtral-8x7b layer") for mesh in MESHES]
+    assert [(r["model"], r["mesh"]) for r in rows] == [
+        (m, mesh) for m in ("llama3-8b layer", "mixtral-8x7b layer") for mesh in MESHES
+    ]
     assert all(r["ok"] for r in rows) and blocks_table(rows) in README.read_text(encoding="utf-8")

@@ -12,4 +12,6 @@ from benchmarks import elastic
 def test_losses_go_on_when_a_machine_is_lost_and_when_it_is_back() -> None:
     rows = elastic.row({"name": "gpt2"}, "2x2", 150)
     assert [row["processes"] for row in rows] == [4, 2, 4] and all(row["ok"] for row in rows)
-    assert len({row["largest_weight"] for row in rows}) == 2, "of two processes it rests in other parts"
+    assert len({row["largest_weight"] for row in rows}) == 2, (
+        "of two processes it rests in other parts"
+    )

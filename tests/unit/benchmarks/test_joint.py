@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
 from autopar.cost.price import price
-from autopar.mesh import Mesh
-from autopar.problem import Problem
+from autopar.sharding import classes_of
 from autopar.solve import evaluate, solve
-from autopar.strategies import classes_of
 from benchmarks.common import load_profile
 from benchmarks.joint import STAGED, _Case, compared, joint_table, with_layouts
 from benchmarks.models import ModelSpec
@@ -33,7 +33,9 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def ready() -> Prepared:
-    return prepare(Net(), {"x": torch.ones(512, 64)}, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless"))
+    return prepare(
+        Net(), {"x": torch.ones(512, 64)}, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless")
+    )
 
 
 def under(problem: Problem, budget: int) -> Problem:
@@ -69,14 +71,26 @@ def test_first_stages_leave_out_what_they_say(ready: Prepared) -> None:
 
 
 def test_a_row_says_how_much_longer_a_staged_step_is() -> None:
-    plans = {"joint": {"step_s": 2.0, "gap": 0.0}, "no_activations": {"step_s": 3.0}, "half_memory": None, "keep_all": {"step_s": 2.5}}
+    plans = {
+        "joint": {"step_s": 2.0, "gap": 0.0},
+        "no_activations": {"step_s": 3.0},
+        "half_memory": None,
+        "keep_all": {"step_s": 2.5},
+    }
     row = compared(2**30, plans)
-    assert (row["no_activations"], row["half_memory"], row["keep_all"], row["best_staged"]) == (0.5, None, 0.25, 0.25)
+    assert (row["no_activations"], row["half_memory"], row["keep_all"], row["best_staged"]) == (
+        0.5,
+        None,
+        0.25,
+        0.25,
+    )
     table = joint_table([{**row, "model": "m", "mesh": "gpu=2"}])
     assert table.endswith("| m | gpu=2 | 1.00 | 2000.0 | 0.0% | +50.0% | infeasible | +25.0% |")
     alone = compared(2**30, {**plans, "joint": None})
     assert alone["best_staged"] is None
-    assert joint_table([{**alone, "model": "m", "mesh": "gpu=2"}]).endswith("| infeasible |  | 3000.0 ms | infeasible | 2500.0 ms |")
+    assert joint_table([{**alone, "model": "m", "mesh": "gpu=2"}]).endswith(
+        "| infeasible |  | 3000.0 ms | infeasible | 2500.0 ms |"
+    )
 
 
 def test_the_readme_shows_what_was_measured() -> None:
@@ -86,11 +100,25 @@ def test_the_readme_shows_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_layouts_that_are_best_without_memory_are_among_those_that_the_joint_search_looks_at() -> None:
+def test_layouts_that_are_best_without_memory_are_among_those_that_the_joint_search_looks_at() -> (
+    None
+):
     """Llama-3 8B in a third of its ample memory, on two axes."""
-    model, batch = ModelSpec.known("llama3-8b").build(batch=32, seq=4096, dtype=torch.bfloat16, meta=True)
-    trace, mesh, profile = capture(model, (), batch), Mesh.parse("node=2,gpu=8"), load_profile("h100-sxm")
-    case = _Case(trace, mesh, profile, price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=2**50), 0.005)
+    model, batch = ModelSpec.known("llama3-8b").build(
+        batch=32, seq=4096, dtype=torch.bfloat16, meta=True
+    )
+    trace, mesh, profile = (
+        capture(model, (), batch),
+        Mesh.parse("node=2,gpu=8"),
+        load_profile("h100-sxm"),
+    )
+    case = _Case(
+        trace,
+        mesh,
+        profile,
+        price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=2**50),
+        0.005,
+    )
     budget = int(21.6 * 2**30)
     joint, staged = case.planned(case.within(budget)), case.staged(budget, STAGED["no_activations"])
     assert joint["gap"] <= 0.01 and joint["peak_bytes"] <= budget

@@ -1,4 +1,5 @@
-"""The tables of `autopar_csrc/README.md` are those of the results' files, and these reach what was set out to."""
+"""The tables of `autopar_csrc/README.md` are those of the results' files, and these reach what
+was set out to."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ COPIED = [
 
 
 def results(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))["rows"]
+    found: list[dict[str, Any]] = json.loads(
+        (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
+    )["rows"]
     return found
 
 
@@ -52,7 +55,9 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_efficiencies_are_those_of_the_files_and_at_least_85_percent(kernel: str) -> None:
-    first = next(i for i, line in enumerate(LINES) if line.startswith(f"| `{kernel}`, host, H100 |"))
+    first = next(
+        i for i, line in enumerate(LINES) if line.startswith(f"| `{kernel}`, host, H100 |")
+    )
     for line, (name, link, gb_per_s) in zip(LINES[first : first + 3], SOURCES, strict=True):
         found = best(name, kernel, link, gb_per_s)
         assert [f"{value:.2f}" for value in found] == cells(line)
@@ -63,6 +68,12 @@ def test_efficiencies_are_those_of_the_files_and_at_least_85_percent(kernel: str
 def test_shares_of_a_copys_bandwidth_are_those_of_the_files(kernel: str, begins: str) -> None:
     line = next(line for line in LINES if line.startswith(begins))
     for name, cell in zip(("kernels.json", "kernels_h200.json"), cells(line), strict=True):
-        shares = {row["dtype"]: row["share_of_copy"] for row in results(name) if row["model"] == kernel and row.get("share_of_copy")}
-        assert cell.partition(":")[0] == ", ".join(f"{shares[dtype]:.2f}" for dtype in ("fp32", "bf16", "fp16"))
+        shares = {
+            row["dtype"]: row["share_of_copy"]
+            for row in results(name)
+            if row["model"] == kernel and row.get("share_of_copy")
+        }
+        assert cell.partition(":")[0] == ", ".join(
+            f"{shares[dtype]:.2f}" for dtype in ("fp32", "bf16", "fp16")
+        )
         assert kernel != "pack" or min(shares.values()) >= 0.85

@@ -1,4 +1,5 @@
-"""The benchmark of kernels: a row per world and dtype, not ok where a kernel is wrong; without a device nothing is claimed."""
+"""The benchmark of kernels: a row per world and dtype, not ok where a kernel is wrong; without a
+device nothing is claimed."""
 
 from __future__ import annotations
 
@@ -15,10 +16,18 @@ from benchmarks.kernels import CASES, DTYPES, WORLDS, Case, Numerics, row
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_has_a_row_per_world_and_dtype_and_all_are_ok(name: str) -> None:
     rows, worlds = row({"name": name}, ""), WORLDS if CASES[name].numerics is not None else ()
-    assert [(r["mesh"], r["dtype"]) for r in rows if r["on"] == "cpu"] == [(f"world={world}", d) for world in worlds for d in DTYPES]
-    assert [(r["mesh"], r["dtype"]) for r in rows if r["on"] == "cuda"] == [("one device", d) for d in DTYPES]
+    assert [(r["mesh"], r["dtype"]) for r in rows if r["on"] == "cpu"] == [
+        (f"world={world}", d) for world in worlds for d in DTYPES
+    ]
+    assert [(r["mesh"], r["dtype"]) for r in rows if r["on"] == "cuda"] == [
+        ("one device", d) for d in DTYPES
+    ]
     assert all(r["ok"] and r["error"] is None for r in rows), rows
-    assert all(r["bitwise"] == (True if library.host() is not None else None) for r in rows if r["on"] == "cpu")
+    assert all(
+        r["bitwise"] == (True if library.host() is not None else None)
+        for r in rows
+        if r["on"] == "cpu"
+    )
 
 
 def test_without_a_device_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +38,8 @@ def test_without_a_device_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def spoiled(case: Case, what: str) -> Case:
-    """The case with one bit wrong in the last element of what is compared with the reference, or with its first result far off."""
+    """The case with one bit wrong in the last element of what is compared with the reference, or
+    with its first result far off."""
 
     def numerics(world: int, dtype: torch.dtype) -> Numerics:
         assert case.numerics is not None
@@ -46,7 +56,9 @@ def spoiled(case: Case, what: str) -> Case:
 
 @pytest.mark.parametrize("name", ["reduce_add_rmsnorm", "matmul_reduce_scatter"])
 @pytest.mark.parametrize(("what", "message"), (("alike", "differ"), ("made", "largest error")))
-def test_a_wrong_result_is_a_row_that_is_not_ok(what: str, message: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_a_row_that_is_not_ok(
+    what: str, message: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(kernels.CASES, "wrong", spoiled(CASES[name], what))
     rows = [r for r in row({"name": "wrong"}, "") if r["on"] == "cpu"]
     assert not any(r["ok"] for r in rows)

@@ -1,4 +1,5 @@
-"""The batch of a ``--module`` may be a dict, a tuple, a list or a tensor; what cannot be passed by name is refused with a remedy."""
+"""The batch of a ``--module`` may be a dict, a tuple, a list or a tensor; what cannot be passed
+by name is refused with a remedy."""
 
 from __future__ import annotations
 

@@ -10,9 +10,23 @@ from benchmarks.planning import row
 
 def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_how() -> None:
     spec = ModelSpec.known("tiny-gpt2").to_json()
-    how: dict[str, Any] = {"dtype": "float32", "batch": 8, "seq": 16, "memory_gib": None, "gap": 0.01, "time_limit_s": None}
+    how: dict[str, Any] = {
+        "dtype": "float32",
+        "batch": 8,
+        "seq": 16,
+        "memory_gib": None,
+        "gap": 0.01,
+        "time_limit_s": None,
+    }
     how["hardware"] = "cpu-gloo-frictionless"
     free = row(spec, "1x4", **how)
     each = [row(spec, mesh, **how) for mesh in ("gpu=4", "gpu0=2,gpu1=2")]
-    assert 0.99 * free["objective_s"] <= min(made["objective_s"] for made in each) <= free["objective_s"], "what saves less is not tried"
-    assert free["shape"] in ("gpu=4", "gpu0=2,gpu1=2") and [made["shape"] for made in each] == ["gpu=4", "gpu0=2,gpu1=2"]
+    assert (
+        0.99 * free["objective_s"]
+        <= min(made["objective_s"] for made in each)
+        <= free["objective_s"]
+    ), "what saves less is not tried"
+    assert free["shape"] in ("gpu=4", "gpu0=2,gpu1=2") and [made["shape"] for made in each] == [
+        "gpu=4",
+        "gpu0=2,gpu1=2",
+    ]

@@ -10,7 +10,7 @@ import pytest
 
 from autopar import hf
 from autopar.constraints import speak_of
-from autopar.hardware import HardwareProfile
+from autopar.core.hardware import HardwareProfile
 from benchmarks import tables
 from benchmarks.published import main, row, with_kernels
 from benchmarks.runs import RUNS, Run, setup_of, why_skipped
@@ -23,17 +23,32 @@ def run_of(row_id: str) -> Run:
     return next(run for run in RUNS if run.row_id == row_id)
 
 
-def test_with_kernels_a_profile_has_what_was_measured_on_one_gpu_and_the_readme_says_what_that_does() -> None:
+def test_with_kernels_a_profile_has_what_was_measured_on_one_gpu_and_the_readme_says_what_that_does() -> (  # noqa: E501
+    None
+):
     plain, measured = HardwareProfile.load("h100-sxm"), HardwareProfile.load("h100-sxm-measured")
     made = with_kernels(plain)
-    assert not plain.kernels and made.kernels == measured.kernels and made.links == plain.links and made != plain
+    assert (
+        not plain.kernels
+        and made.kernels == measured.kernels
+        and made.links == plain.links
+        and made != plain
+    )
     ratios = {}
     for name in ("published", "published_kernels"):
-        rows = json.loads((tables.PUBLISHED_RESULTS.parent / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        rows = json.loads(
+            (tables.PUBLISHED_RESULTS.parent / f"{name}.json").read_text(encoding="utf-8")
+        )["rows"]
         ratios[name] = {r["row_id"]: f"{r['ratio']:.2f}" for r in rows if r.get("ratio")}
-    before, after = ([ratios[name][row_id] for row_id in ("p0414", "p0479", "p0541")] for name in ("published", "published_kernels"))
+    before, after = (
+        [ratios[name][row_id] for row_id in ("p0414", "p0479", "p0541")]
+        for name in ("published", "published_kernels")
+    )
     said = " ".join(tables.README.read_text(encoding="utf-8").split())
-    assert f"go from {before[0]} and {before[1]} to {after[0]} and {after[1]}, one of 340B from {before[2]} to {after[2]}" in said
+    assert (
+        f"go from {before[0]} and {before[1]} to {after[0]} and {after[1]}, one of 340B from"
+        f" {before[2]} to {after[2]}" in said
+    )
 
 
 def test_every_run_is_planned_or_left_out_for_a_reason() -> None:
@@ -57,13 +72,27 @@ def test_setups_have_the_devices_and_samples_of_their_runs() -> None:
     ("row_id", "mesh", "words"),
     [
         ("p0237", "dp_node=64,dp=8", ["megatron(zero=3, recompute='full')"]),
-        ("p0415", "dp_node=16,dp=2,tp=4", ["megatron(tp=['tp'], sequence=True, zero=1, microbatches=4)"]),
+        (
+            "p0415",
+            "dp_node=16,dp=2,tp=4",
+            ["megatron(tp=['tp'], sequence=True, zero=1, microbatches=4)"],
+        ),
         (
             "p0452",
             "pp=4,dp_node=2,cp=2,tp=4",
-            ["megatron(tp=['tp'], cp=['cp'], sequence=True, zero=1, pp='pp', microbatches=64, chunks=5)"],
+            [
+                "megatron(tp=['tp'], cp=['cp'], sequence=True, zero=1, pp='pp', microbatches=64,"
+                " chunks=5)"
+            ],
         ),
-        ("p0791", "dp_node=16,dp=8", ["megatron(dp=['dp'], zero=3, recompute='none', free=['dp_node'])", "ddp(axes=['dp_node'])"]),
+        (
+            "p0791",
+            "dp_node=16,dp=8",
+            [
+                "megatron(dp=['dp'], zero=3, recompute='none', free=['dp_node'])",
+                "ddp(axes=['dp_node'])",
+            ],
+        ),
     ],
 )
 def test_a_run_is_planned_as_it_was_run(row_id: str, mesh: str, words: list[str]) -> None:
@@ -73,22 +102,36 @@ def test_a_run_is_planned_as_it_was_run(row_id: str, mesh: str, words: list[str]
 
 def test_slower_networks_than_the_profile_has_are_slower() -> None:
     eight, four = setup_of(run_of("p0415")).profile, setup_of(run_of("p0791")).profile
-    assert eight.links["inter"].bandwidth_bytes_per_s > 3.9 * four.links["inter"].bandwidth_bytes_per_s
+    assert (
+        eight.links["inter"].bandwidth_bytes_per_s > 3.9 * four.links["inter"].bandwidth_bytes_per_s
+    )
     assert setup_of(run_of("p0563")).profile.links["intra"] == four.links["intra"]
 
 
 def test_attention_of_a_framework_takes_what_its_kernel_took() -> None:
     """llm-foundry's first FlashAttention on both chips; InternEvo's as the profile has it."""
-    for row_id, shares in (("p0373", (0.40, 0.30)), ("p0237", (0.1918, 0.1438)), ("p0563", (0.55, 0.44))):
+    for row_id, shares in (
+        ("p0373", (0.40, 0.30)),
+        ("p0237", (0.1918, 0.1438)),
+        ("p0563", (0.55, 0.44)),
+    ):
         profile = setup_of(run_of(row_id)).profile
-        reached = [profile.efficiency[kind]["bfloat16"] for kind in ("attention", "attention_backward")]
+        reached = [
+            profile.efficiency[kind]["bfloat16"] for kind in ("attention", "attention_backward")
+        ]
         assert reached == pytest.approx(shares, rel=1e-3), row_id
     foundry, plain = setup_of(run_of("p0373")).profile, HardwareProfile.load("a100-sxm-40gb")
     assert foundry != plain and foundry.efficiency["matmul"] == plain.efficiency["matmul"]
 
 
 @pytest.mark.parametrize(
-    ("row_id", "why"), [("p0003", "no profile of H100 96GB"), ("p0523", "FP8"), ("p0442", "XLA"), ("p0496", "adapters")]
+    ("row_id", "why"),
+    [
+        ("p0003", "no profile of H100 96GB"),
+        ("p0523", "FP8"),
+        ("p0442", "XLA"),
+        ("p0496", "adapters"),
+    ],
 )
 def test_what_cannot_be_planned_is_left_out(row_id: str, why: str) -> None:
     assert why in str(why_skipped(run_of(row_id)))
@@ -109,7 +152,12 @@ def test_the_summary_counts_what_was_timed() -> None:
         sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
         return {**sizes, "ratio": ratio, "predicted_s": ratio * step_s, "measured_s": step_s}
 
-    rows = [timed(0.8, 1.0), timed(0.95, 2.0), timed(1.3, 4.0), {"source": "other", "gpu": "V100", "skipped": "no profile"}]
+    rows = [
+        timed(0.8, 1.0),
+        timed(0.95, 2.0),
+        timed(1.3, 4.0),
+        {"source": "other", "gpu": "V100", "skipped": "no profile"},
+    ]
     first, everything = summary(rows)
     assert first == ("theirs", "A100 80GB", "3", "0.95", "0.80", "1.30", "33%", "67%", "1.00")
     assert everything == ("all", "", *first[2:])
@@ -117,18 +165,28 @@ def test_the_summary_counts_what_was_timed() -> None:
 
 def test_the_readme_shows_the_results() -> None:
     rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
-    assert {row["row_id"] for row in rows if row["skipped"] is None} <= {run.row_id for run in PLANNED}
+    assert {row["row_id"] for row in rows if row["skipped"] is None} <= {
+        run.row_id for run in PLANNED
+    }
     assert published_table(rows) in tables.README.read_text(encoding="utf-8")
 
 
 def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:
     sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
-    draw([{**sizes, "ratio": 0.5, "predicted_s": 0.5, "measured_s": 1.0}, {"skipped": "no profile"}], str(tmp_path / "runs.png"))
+    draw(
+        [{**sizes, "ratio": 0.5, "predicted_s": 0.5, "measured_s": 1.0}, {"skipped": "no profile"}],
+        str(tmp_path / "runs.png"),
+    )
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("asked", "says"), [("p9999", "the data has no p9999"), ("p0003", "none of the runs that were asked for")])
-def test_runs_that_are_not_there_or_cannot_be_planned_are_named(asked: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [("p9999", "the data has no p9999"), ("p0003", "none of the runs that were asked for")],
+)
+def test_runs_that_are_not_there_or_cannot_be_planned_are_named(
+    asked: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["--rows", asked])
     assert says in capsys.readouterr().err

@@ -20,10 +20,17 @@ def test_results_name_no_folder_of_a_machine(path: Path) -> None:
     assert not re.search(r"(/home|/work|/root|/tmp|/Users)/", path.read_text(encoding="utf-8"))
 
 
-def test_an_error_names_files_as_they_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_files_as_they_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packages = str(tmp_path / "lib" / "packages")
     monkeypatch.setattr(sys, "path", [str(tmp_path), packages, *sys.path])
-    row = {"error": f"at {os.path.join(packages, 'models', 'yoso.py')}:3: x, {tmp_path / 'train.py'}:1: y, {common.ROOT / 'a.py'}:2: z"}
+    row = {
+        "error": (
+            f"at {os.path.join(packages, 'models', 'yoso.py')}:3: x, {tmp_path / 'train.py'}:1: y,"
+            f" {common.ROOT / 'a.py'}:2: z"
+        )
+    }
     common._write(str(tmp_path / "out.json"), [row])
     (read,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     assert read["error"] == f"at {os.path.join('models', 'yoso.py')}:3: x, train.py:1: y, a.py:2: z"

@@ -1,4 +1,5 @@
-"""The comparison with rivals: what it counts, that every rival is the same model, and what its claims say."""
+"""The comparison with rivals: what it counts, that every rival is the same model, and what its
+claims say."""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ from benchmarks.rivals.report import rivals_table
 from benchmarks.tables import README, RIVALS_RESULTS
 
 TINY = """llama:{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "use_cache": false}"""
-ROW = {"model": "m", "method": "autopar", "kind": "autopar", "flops": 1, "counts": "activations", "wall_ratio": None}
+    "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "use_cache": false}"""  # noqa: E501
+ROW = {
+    "model": "m",
+    "method": "autopar",
+    "kind": "autopar",
+    "flops": 1,
+    "counts": "activations",
+    "wall_ratio": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,13 @@ def planner(built: Any) -> Planner:
 
 
 def variant(model: nn.Module, batch: dict[str, Any], **how: Any) -> Variant:
-    return Variant("", dict(model.named_parameters()), list(batch.values()), lambda: model(**batch)["loss"], **how)
+    return Variant(
+        "",
+        dict(model.named_parameters()),
+        list(batch.values()),
+        lambda: model(**batch)["loss"],
+        **how,
+    )
 
 
 def test_a_step_is_counted_byte_by_byte_and_flop_by_flop() -> None:
@@ -48,9 +62,12 @@ def test_a_step_is_counted_byte_by_byte_and_flop_by_flop() -> None:
     assert weight.grad is None
     assert measured.flops == 2 * (2 * 8 * 16 * 32)  # forward, and the weight's gradient; x has none
     assert measured.end_of_forward_bytes == made + loss  # of the exponential; the product is gone
-    # backward: the exponential, the loss, its tangent and the gradient of the product; the weight's is no activation
+    # backward: the exponential, the loss, its tangent and the gradient of the product; the weight's
+    # is no activation
     assert measured.activation_peak_bytes == 2 * made + 2 * loss
-    assert measured.peak_above_parameters_bytes == max(2 * made + 2 * loss, made + 2 * loss + parameter)
+    assert measured.peak_above_parameters_bytes == max(
+        2 * made + 2 * loss, made + 2 * loss + parameter
+    )
     assert measured.peak_bytes == measured.peak_above_parameters_bytes + parameter + batch
 
 
@@ -58,9 +75,13 @@ def test_attention_is_counted_in_torch_as_in_a_plan(built: Any, planner: Planner
     model, batch = built
     plain, gradients = measure(variant(model, batch))
     tokens, width = 32, 32
-    per_layer = 2 * width * width + 2 * width * (width // 2) + 3 * width * 64  # q and o, k and v, gate, up and down
+    per_layer = (
+        2 * width * width + 2 * width * (width // 2) + 3 * width * 64
+    )  # q and o, k and v, gate, up and down
     forward = 2 * tokens * (4 * per_layer + width * 64) + 4 * (2 * 2 * 2 * 4 * 16 * 16 * 8)
-    assert plain.flops == 3 * forward + 4 * (2 * 2 * 4 * 16 * 16 * 8)  # backward of attention is 2.5 times its forward
+    assert plain.flops == 3 * forward + 4 * (
+        2 * 2 * 4 * 16 * 16 * 8
+    )  # backward of attention is 2.5 times its forward
     planned = planner.within(10 * MIB)
     measured, others = measure(planned.variant)
     assert measured.flops == plain.flops
@@ -73,7 +94,14 @@ def test_every_method_trains_the_same_model_and_none_needs_fewer_flops(built: An
     plain, expected = measure(variant(model, batch))
     around = methods(model)
     ways = [variant(model, batch, around=patch) for patch in around.values()]
-    ways.append(Variant("", dict(model.named_parameters()), list(batch.values()), partial(chunked_loss, model, batch, 3)))
+    ways.append(
+        Variant(
+            "",
+            dict(model.named_parameters()),
+            list(batch.values()),
+            partial(chunked_loss, model, batch, 3),
+        )
+    )
     for way in ways:
         measured, gradients = measure(way)
         assert gradient_error(gradients, expected) < 1e-5
@@ -97,7 +125,9 @@ def test_a_model_without_layers_or_without_logits_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_of_activations_is_kept_where_gradients_are_larger(built: Any, planner: Planner) -> None:
+def test_a_budget_of_activations_is_kept_where_gradients_are_larger(
+    built: Any, planner: Planner
+) -> None:
     model, batch = built
     plain, expected = measure(variant(model, batch))
     budget = plain.activation_peak_bytes // 2
@@ -125,12 +155,16 @@ def test_variants_are_timed_in_turn_and_leave_no_gradients() -> None:
     assert weight.grad is None
 
 
-@pytest.mark.parametrize(("ticks", "expected"), [([0.0] * 6, None), ([0.0, 5.0, 1.0, 2.0, 2.0, 6.0], 2.5)])
+@pytest.mark.parametrize(
+    ("ticks", "expected"), [([0.0] * 6, None), ([0.0, 5.0, 1.0, 2.0, 2.0, 6.0], 2.5)]
+)
 def test_rounds_in_which_a_clock_does_not_move_say_nothing(
     ticks: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = nn.Parameter(torch.ones(4))
-    instants = iter([at for end, tick in zip(accumulate(ticks), ticks, strict=True) for at in (end - tick, end)])
+    instants = iter(
+        [at for end, tick in zip(accumulate(ticks), ticks, strict=True) for at in (end - tick, end)]
+    )
 
     def variant_of(name: str) -> Variant:
         return Variant(name, {"w": weight}, [], lambda: weight.square().sum())
@@ -155,16 +189,32 @@ def test_the_least_budget_is_found() -> None:
 
 
 def plan(budget: int, peak: int, flops: float) -> dict[str, Any]:
-    return {**ROW, "budget_bytes": budget * MIB, "activation_peak_bytes": peak * MIB, "extra_flops": flops}
+    return {
+        **ROW,
+        "budget_bytes": budget * MIB,
+        "activation_peak_bytes": peak * MIB,
+        "extra_flops": flops,
+    }
 
 
 def rival(method: str, kind: str, peak: int, flops: float) -> dict[str, Any]:
-    return {**ROW, "method": method, "kind": kind, "activation_peak_bytes": peak * MIB, "extra_flops": flops}
+    return {
+        **ROW,
+        "method": method,
+        "kind": kind,
+        "activation_peak_bytes": peak * MIB,
+        "extra_flops": flops,
+    }
 
 
 def test_claims_hold_or_say_why_not() -> None:
     plans = [plan(100, 90, 0.0), plan(60, 55, 0.1), plan(50, 56, 0.2)]
-    rivals = [rival("a", "eager", 95, 0.0), rival("b", "eager", 52, 0.3), rival("c", "fused", 52, 0.1), rival("d", "eager", 96, 0.1)]
+    rivals = [
+        rival("a", "eager", 95, 0.0),
+        rival("b", "eager", 52, 0.3),
+        rival("c", "fused", 52, 0.1),
+        rival("d", "eager", 96, 0.1),
+    ]
     found = {claim["claim"]: claim for claim in claims([*plans, *rivals])}
     assert {name: claim["ok"] for name, claim in found.items()} == {
         "the measured peak is within the budget": False,
@@ -173,7 +223,9 @@ def test_claims_hold_or_say_why_not() -> None:
         "no more flops than b at no higher peak": False,
         "no more flops than c at no higher peak": False,
     }
-    assert [name for name, claim in found.items() if claim["known"]] == ["no more flops than c at no higher peak"]
+    assert [name for name, claim in found.items() if claim["known"]] == [
+        "no more flops than c at no higher peak"
+    ]
     small = claims([plan(100, 70, 0.0), plan(80, 71, 0.0)])[1]
     assert (small["ok"], bool(small["known"])) == (False, True)
     assert claims([plan(100, 70, 0.0), plan(80, 72, 0.0)])[1]["known"] is None
@@ -182,8 +234,15 @@ def test_claims_hold_or_say_why_not() -> None:
 
 
 def test_an_aim_is_reached_by_a_plan_of_that_peak_alone() -> None:
-    rows = [{**plan(142, 140, 0.06), "model": "llama-12x512"}, {**plan(115, 116, 0.0), "model": "llama-12x512"}]
-    assert [(aim["activation_mib"], aim["ok"]) for aim in aims(rows, "llama-12x512")] == [(142, True), (115, False), (95, False)]
+    rows = [
+        {**plan(142, 140, 0.06), "model": "llama-12x512"},
+        {**plan(115, 116, 0.0), "model": "llama-12x512"},
+    ]
+    assert [(aim["activation_mib"], aim["ok"]) for aim in aims(rows, "llama-12x512")] == [
+        (142, True),
+        (115, False),
+        (95, False),
+    ]
     assert aims(rows, "m") == []
 
 

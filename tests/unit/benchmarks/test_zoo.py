@@ -18,7 +18,12 @@ from benchmarks.models import TINY, ModelSpec
 
 aten = torch.ops.aten
 # Parameters that the models themselves leave without a gradient.
-NO_GRADIENT = ("embed_positions", "masked_spec_embed", "vision_tower.encoder.layers.1", "post_layernorm")
+NO_GRADIENT = (
+    "embed_positions",
+    "masked_spec_embed",
+    "vision_tower.encoder.layers.1",
+    "post_layernorm",
+)
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -32,31 +37,53 @@ def test_every_model_computes_its_own_loss_which_reaches_every_parameter(name: s
     loss = loss_of(model(**batch))
     assert loss.isfinite() and loss.shape == ()
     loss.backward()
-    lost = [n for n, p in model.named_parameters() if p.grad is None and not any(known in n for known in NO_GRADIENT)]
+    lost = [
+        n
+        for n, p in model.named_parameters()
+        if p.grad is None and not any(known in n for known in NO_GRADIENT)
+    ]
     assert lost == []
 
 
 def test_the_zoo_has_every_family() -> None:
     families = {
-        "decoder": "llama", "encoder": "bert", "sequence to sequence": "t5", "experts": "mixtral", "state space": "mamba",
-        "vision": "swin", "audio": "wav2vec2", "multimodal": "llava", "diffusion": "dit", "recommendation": "dlrm",
-        "batch norm": "cnn", "volumes": "unet3d", "recurrent": "lstm",
-    }  # fmt: skip
+        "decoder": "llama",
+        "encoder": "bert",
+        "sequence to sequence": "t5",
+        "experts": "mixtral",
+        "state space": "mamba",
+        "vision": "swin",
+        "audio": "wav2vec2",
+        "multimodal": "llava",
+        "diffusion": "dit",
+        "recommendation": "dlrm",
+        "batch norm": "cnn",
+        "volumes": "unet3d",
+        "recurrent": "lstm",
+    }
     assert set(families.values()) <= set(zoo.NAMES)
 
 
 def test_settings_make_a_model_of_any_size_without_weights() -> None:
     sizes = {"num_hidden_layers": 3, "hidden_size": 2048, "num_attention_heads": 16}
-    model, batch = zoo.build("llama", device="meta", batch=32, seq=40, dtype=torch.bfloat16, **sizes)
+    model, batch = zoo.build(
+        "llama", device="meta", batch=32, seq=40, dtype=torch.bfloat16, **sizes
+    )
     assert len(model.model.layers) == 3 and model.lm_head.weight.shape == (128, 2048)
     assert model.lm_head.weight.is_meta and model.lm_head.weight.dtype == torch.bfloat16
     assert tuple(batch["input_ids"].shape) == (32, 40)
-    assert zoo.build("dit", device="meta", dim=1024, layers=5)[0].blocks[4].out.weight.shape == (1024, 1024)
+    assert zoo.build("dit", device="meta", dim=1024, layers=5)[0].blocks[4].out.weight.shape == (
+        1024,
+        1024,
+    )
 
 
 def test_nested_settings_change_one_part() -> None:
     model, _ = zoo.build("clip", device="meta", text_config={"num_hidden_layers": 3})
-    assert model.config.text_config.num_hidden_layers == 3 and model.config.text_config.hidden_size == 64
+    assert (
+        model.config.text_config.num_hidden_layers == 3
+        and model.config.text_config.hidden_size == 64
+    )
     assert model.config.vision_config.num_hidden_layers == 2
 
 
@@ -64,7 +91,12 @@ def test_nested_settings_change_one_part() -> None:
 def test_dropout_is_0_unless_asked_for(name: str) -> None:
     def active(model: nn.Module) -> bool:
         masks = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-        named = (value for module in model.modules() for key, value in vars(module).items() if "drop" in key)
+        named = (
+            value
+            for module in model.modules()
+            for key, value in vars(module).items()
+            if "drop" in key
+        )
         return masks or any(isinstance(value, float) and value > 0 for value in named)
 
     assert not active(zoo.build(name, device="meta")[0])
@@ -72,12 +104,16 @@ def test_dropout_is_0_unless_asked_for(name: str) -> None:
 
 
 def test_weights_come_from_the_seed() -> None:
-    first, second, third = (dict(zoo.build("dlrm", seed=seed)[0].named_parameters()) for seed in (0, 0, 1))
+    first, second, third = (
+        dict(zoo.build("dlrm", seed=seed)[0].named_parameters()) for seed in (0, 0, 1)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(torch.equal(first[name], third[name]) for name in first)
 
 
-@pytest.mark.parametrize(("name", "settings"), [("nothing", {}), ("dit", {"widht": 3}), ("llama", {"hiden_size": 3})])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("nothing", {}), ("dit", {"widht": 3}), ("llama", {"hiden_size": 3})]
+)
 def test_unknown_names_and_settings_are_refused(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(AutoparError):
         zoo.build(name, **settings)
@@ -94,14 +130,19 @@ def test_coverage_names_ops_without_a_rule_with_their_line(monkeypatch: pytest.M
     row = coverage.row(ModelSpec.of("zoo", "dlrm").to_json(), "", 4, 16)
     assert row["captured"] and not row["ok"] and row["num_without_rule"] == 3
     [entry] = row["without_rule"]
-    assert entry["op"] == "aten.relu.default" and entry["module"] == "bottom.1" and "sequences.py" in entry["source"]
+    assert (
+        entry["op"] == "aten.relu.default"
+        and entry["module"] == "bottom.1"
+        and "sequences.py" in entry["source"]
+    )
 
 
 def test_coverage_says_why_a_model_is_not_captured(tmp_path: Path) -> None:
     file = tmp_path / "looking.py"
     file.write_text(
-        "import torch\n\nclass Looking(torch.nn.Linear):\n    def forward(self, x):\n        y = super().forward(x).sum()\n"
-        "        return y if y > 0 else -y\n\ndef made():\n    return Looking(4, 4), {'x': torch.randn(2, 4)}\n"
+        "import torch\n\nclass Looking(torch.nn.Linear):\n    def forward(self, x):\n        y ="
+        " super().forward(x).sum()\n        return y if y > 0 else -y\n\ndef made():\n    return"
+        " Looking(4, 4), {'x': torch.randn(2, 4)}\n"
     )
     row = coverage.row(ModelSpec("looking", module=f"{file}:made").to_json(), "", 4, 16)
     assert not row["ok"] and not row["captured"]

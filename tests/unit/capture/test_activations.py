@@ -61,10 +61,28 @@ def _with_tanh_kept(x: Tensor) -> Tensor:
 
 
 WRITTEN_OUT: dict[str, tuple[Function, str]] = {
-    "tanh, a power": (lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))), "gelu"),
-    "tanh, products": (lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))), "gelu"),
-    "tanh, multiplied out": (lambda x: x / 2 + (x * 0.5) * (FLAT * x + (FLAT * 0.044715) * x.square() * x).tanh(), "gelu"),
-    "tanh, of a sum": (lambda x: (lambda u: u * (nn.functional.tanh(FLAT * (u + 0.044715 * u**3)) + 1) / 2)(x + x.sin()), "gelu"),
+    "tanh, a power": (
+        lambda x: (
+            0.5
+            * x
+            * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        ),
+        "gelu",
+    ),
+    "tanh, products": (
+        lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+        "gelu",
+    ),
+    "tanh, multiplied out": (
+        lambda x: x / 2 + (x * 0.5) * (FLAT * x + (FLAT * 0.044715) * x.square() * x).tanh(),
+        "gelu",
+    ),
+    "tanh, of a sum": (
+        lambda x: (lambda u: u * (nn.functional.tanh(FLAT * (u + 0.044715 * u**3)) + 1) / 2)(
+            x + x.sin()
+        ),
+        "gelu",
+    ),
     "tanh, kept beside": (_with_tanh_kept, "gelu"),
     "tanh, twice": (_twice, "gelu"),
     "erf": (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "gelu"),
@@ -84,8 +102,12 @@ OTHERWISE: dict[str, Function] = {
     "quick": lambda x: x * torch.sigmoid(1.702 * x),
     "gated by another": lambda x: x * torch.sigmoid(x.sin()),
     "minus": lambda x: 0.5 * x * (1.0 - torch.tanh(FLAT * (x + 0.044715 * x**3))),
-    "to the third power twice": lambda x: 0.5 * x * (1.0 + torch.tanh(FLAT * (x + 0.044715 * x**3))) ** 2,
-    "in another dtype": lambda x: (0.5 * x.float() * (1.0 + torch.tanh(FLAT * (x + 0.044715 * x**3)).float())).double(),
+    "to the third power twice": lambda x: (
+        0.5 * x * (1.0 + torch.tanh(FLAT * (x + 0.044715 * x**3))) ** 2
+    ),
+    "in another dtype": lambda x: (
+        0.5 * x.float() * (1.0 + torch.tanh(FLAT * (x + 0.044715 * x**3)).float())
+    ).double(),
 }
 
 

@@ -1,4 +1,5 @@
-"""Attention's sums are said to be in the dtype in which kernels give them, whatever torch's fakes say."""
+"""Attention's sums are said to be in the dtype in which kernels give them, whatever torch's
+fakes say."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.capture.passes.attention import replace_attention
+from autopar.capture.normalize.attention import replace_attention
 
 DTYPES = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
 
@@ -19,11 +20,16 @@ def test_the_sums_of_attention_have_the_dtype_of_kernels(dtype: torch.dtype) -> 
     query = graph.placeholder("query")
     query.meta["val"] = torch.zeros(1, 2, 4, 8, dtype=dtype)
     node = graph.call_function(op, (query, query, query))
-    node.meta["val"] = torch.zeros(1, 2, 4, 8, dtype=dtype), torch.zeros(1, 4, 2)  # as torch 2.11 has it for float64, too
+    node.meta["val"] = (
+        torch.zeros(1, 2, 4, 8, dtype=dtype),
+        torch.zeros(1, 4, 2),
+    )  # as torch 2.11 has it for float64, too
     out, sums = (graph.call_function(operator.getitem, (node, place)) for place in (0, 1))
     out.meta["val"], sums.meta["val"] = node.meta["val"]
     graph.output((out, sums))
     replace_attention(graph)
     given = op(*[torch.zeros(1, 2, 4, 8, dtype=dtype)] * 3)
-    assert [sums.meta["val"].dtype, node.meta["val"][1].dtype, given[1].dtype] == [DTYPES[dtype]] * 3
+    assert [sums.meta["val"].dtype, node.meta["val"][1].dtype, given[1].dtype] == [
+        DTYPES[dtype]
+    ] * 3
     assert out.meta["val"].dtype == dtype

@@ -1,4 +1,5 @@
-"""Python attributes in a capture: which a program may forget, which it may not, and which it holds as constants."""
+"""Python attributes in a capture: which a program may forget, which it may not, and which it
+holds as constants."""
 
 from __future__ import annotations
 
@@ -152,7 +153,9 @@ CHANGED: dict[Forward, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("does", CHANGED, ids=lambda does: does.__name__)
-def test_an_attribute_that_forward_reads_and_changes_is_refused_with_its_module_name_and_line(does: Forward) -> None:
+def test_an_attribute_that_forward_reads_and_changes_is_refused_with_its_module_name_and_line(
+    does: Forward,
+) -> None:
     name, line = CHANGED[does]
     model = nn.Sequential(nn.Linear(4, 4), Holder(does))
     before = {key: repr(value) for key, value in vars(model[1]).items()}
@@ -251,17 +254,26 @@ def test_what_no_later_forward_depends_on_is_captured_and_named_once_where_it_is
     caplog.set_level(logging.WARNING, "autopar")
     trace = capture(Root(Holder(does), does.__name__), (X,))
     capture(Root(Holder(does), does.__name__), (X,))
-    told = [record.getMessage() for record in caplog.records if "which forward sets" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "which forward sets" in record.getMessage()
+    ]
     assert len(told) == (1 if HARMLESS[does] else 0)
     for name in HARMLESS[does]:
-        assert f"self.{does.__name__}.{name}" in told[0] and "not updated by a compiled call" in told[0]
+        assert (
+            f"self.{does.__name__}.{name}" in told[0]
+            and "not updated by a compiled call" in told[0]
+        )
     _assert_steps_equal(trace, does)
 
 
 KEPT: list[Tensor] = []
 
 
-def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_graph(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     seen: dict[str, Tensor] = {}
 
     class Storing:
@@ -285,14 +297,20 @@ def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_g
     model[0].register_forward_hook(Storing())
     caplog.set_level(logging.WARNING, "autopar")
     trace = capture(model, (X,))
-    (told,) = [record.getMessage() for record in caplog.records if "which forward sets" in record.getMessage()]
+    (told,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "which forward sets" in record.getMessage()
+    ]
     for name in ("global variable KEPT of", "variable seen around", "last of a hook on 0"):
         assert told.count(name) == 1
     (found,), _, _ = execute(trace, dict(model.named_parameters()), {}, (X,))
     torch.testing.assert_close(found, model(X))
 
 
-def test_one_rank_tells_of_what_is_not_kept(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_tells_of_what_is_not_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.WARNING, "autopar")
     monkeypatch.setenv("RANK", "1")
     capture(Root(Holder(keeps_the_last), "of_the_second_rank"), (X,))
@@ -300,7 +318,10 @@ def test_one_rank_tells_of_what_is_not_kept(caplog: pytest.LogCaptureFixture, mo
     assert not caplog.records
     capture(Root(Holder(keeps_the_last), "of_the_first_rank"), (X,))
     (told,) = caplog.records
-    assert told.getMessage() == "self.of_the_first_rank.state, which forward sets, is not updated by a compiled call"
+    assert (
+        told.getMessage()
+        == "self.of_the_first_rank.state, which forward sets, is not updated by a compiled call"
+    )
 
 
 class Root(nn.Module):
@@ -318,7 +339,9 @@ class Root(nn.Module):
 def _assert_steps_equal(trace: Trace, does: Forward) -> None:
     """The plain model's first, second and third loss are the graph's one."""
     model = Root(Holder(does), does.__name__)
-    (loss,), _, _ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), (X,))
+    (loss,), _, _ = execute(
+        trace, dict(model.named_parameters()), dict(model.named_buffers()), (X,)
+    )
     for _ in range(3):
         torch.testing.assert_close(model(X), loss)
 
@@ -327,7 +350,9 @@ def test_a_cache_that_is_filled_or_a_counter_that_is_a_buffer_is_no_refusal() ->
     model = Holder(draws_once)
     model(X)
     trace = capture(model, (X,))
-    (loss,), _, _ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), (X,))
+    (loss,), _, _ = execute(
+        trace, dict(model.named_parameters()), dict(model.named_buffers()), (X,)
+    )
     torch.testing.assert_close(loss, model(X))
     model = Holder(counts_by_buffer)
     model.register_buffer("steps", torch.zeros(()))
@@ -349,7 +374,8 @@ def test_a_tensor_that_is_no_buffer_and_changed_in_place_is_refused_with_a_way_o
 
 
 class Scaled(nn.Module):
-    """Reads numbers of its own, of a layer that repeats, of a configuration, and one that the capture changes for a while."""
+    """Reads numbers of its own, of a layer that repeats, of a configuration, and one that the
+    capture changes for a while."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -368,20 +394,36 @@ class Layer(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.linear, self.drop, self.number, self.gamma = nn.Linear(4, 4), nn.Dropout(0.25), number, 1.5
+        self.linear, self.drop, self.number, self.gamma = (
+            nn.Linear(4, 4),
+            nn.Dropout(0.25),
+            number,
+            1.5,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.linear(x)) * self.gamma if self.number >= 0 else x
 
 
 @pytest.mark.parametrize("num_layers", [1, 8], ids=["in full", "folded"])
-def test_plain_values_that_forward_reads_are_listed_as_the_user_has_them_and_no_others(num_layers: int) -> None:
+def test_plain_values_that_forward_reads_are_listed_as_the_user_has_them_and_no_others(
+    num_layers: int,
+) -> None:
     trace = capture(Scaled(num_layers), (X,))
     assert bool(trace.folding.runs) == (num_layers == 8)
-    expected: dict[tuple[str, str], Any] = {("", "beta"): 0.5, ("", "config.scale"): 2.0, ("", "config.use_cache"): True}
+    expected: dict[tuple[str, str], Any] = {
+        ("", "beta"): 0.5,
+        ("", "config.scale"): 2.0,
+        ("", "config.use_cache"): True,
+    }
     for number in range(num_layers):
         here = f"layers.{number}"
-        expected |= {(here, "gamma"): 1.5, (here, "number"): number, (f"{here}.drop", "p"): 0.25, (f"{here}.drop", "inplace"): False}
+        expected |= {
+            (here, "gamma"): 1.5,
+            (here, "number"): number,
+            (f"{here}.drop", "p"): 0.25,
+            (f"{here}.drop", "inplace"): False,
+        }
     assert {(each.path, each.name): each.value for each in trace.attributes} == expected
     assert len(trace.attributes) == len(expected)
 

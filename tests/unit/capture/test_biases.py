@@ -1,4 +1,5 @@
-"""Biases of linear layers in normal form: of one op with their product, where the model computes them so."""
+"""Biases of linear layers in normal form: of one op with their product, where the model computes
+them so."""
 
 from __future__ import annotations
 
@@ -15,15 +16,23 @@ from autopar.capture.graphs import calls, shape_of
 
 aten = torch.ops.aten
 DRAWN = torch.Generator().manual_seed(0)
-X, WEIGHT, BIAS = (torch.randn(shape, generator=DRAWN, dtype=torch.float64) for shape in ((2, 3, 6), (4, 6), (4,)))
+X, WEIGHT, BIAS = (
+    torch.randn(shape, generator=DRAWN, dtype=torch.float64) for shape in ((2, 3, 6), (4, 6), (4,))
+)
 
 
 class Layer(nn.Module):
     """What a function makes of x, a weight [4, 6] and a bias."""
 
-    def __init__(self, made: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor = BIAS) -> None:
+    def __init__(
+        self, made: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor = BIAS
+    ) -> None:
         super().__init__()
-        self.made, self.weight, self.bias = made, nn.Parameter(WEIGHT.clone()), nn.Parameter(bias.clone())
+        self.made, self.weight, self.bias = (
+            made,
+            nn.Parameter(WEIGHT.clone()),
+            nn.Parameter(bias.clone()),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.made(x, self.weight, self.bias).square().mean()
@@ -39,13 +48,19 @@ def traced(model: nn.Module) -> tuple[Trace, list[fx.Node], list[fx.Node]]:
     torch.testing.assert_close(loss, expected)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
-    return trace, [n for n in calls(trace.graph, ops.dot) if n.meta["phase"] == "forward"], calls(trace.graph, aten.add.Tensor)
+    return (
+        trace,
+        [n for n in calls(trace.graph, ops.dot) if n.meta["phase"] == "forward"],
+        calls(trace.graph, aten.add.Tensor),
+    )
 
 
 ONE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a linear": F.linear,
     "a linear of rows": lambda x, w, b: F.linear(x[0], w, b),
-    "addmm with a weight that lies otherwise": lambda x, w, b: torch.addmm(b, x.view(6, 6), w.reshape(6, 4)),
+    "addmm with a weight that lies otherwise": lambda x, w, b: torch.addmm(
+        b, x.view(6, 6), w.reshape(6, 4)
+    ),
     "a linear after a merging view": lambda x, w, b: F.linear(x.view(1, 6, 6), w, b),
 }
 
@@ -60,7 +75,10 @@ def test_a_linear_with_a_bias_is_one_op_and_its_gradient_a_sum(name: str) -> Non
 
 APART: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]] = {
     "a sum that the model writes": (lambda x, w, b: x @ w.t() + b, BIAS),
-    "a linear of several dims in memory of another order": (lambda x, w, b: F.linear(x.transpose(0, 1), w, b), BIAS),
+    "a linear of several dims in memory of another order": (
+        lambda x, w, b: F.linear(x.transpose(0, 1), w, b),
+        BIAS,
+    ),
     "addmm with one number": (lambda x, w, b: torch.addmm(b, x.view(6, 6), w.t()), BIAS[:1]),
 }
 
@@ -72,23 +90,34 @@ def test_what_torch_adds_apart_is_added_apart(name: str) -> None:
 
 
 def test_addmm_with_a_matrix_is_none_of_these() -> None:
-    trace, products, _ = traced(Layer(lambda x, w, b: torch.addmm(b, x.view(6, 6), w.t()), torch.randn(6, 4, dtype=torch.float64)))
+    trace, products, _ = traced(
+        Layer(
+            lambda x, w, b: torch.addmm(b, x.view(6, 6), w.t()),
+            torch.randn(6, 4, dtype=torch.float64),
+        )
+    )
     assert not products and len(calls(trace.graph, aten.addmm.default)) == 1
 
 
 def test_a_bias_of_columns_that_come_apart_is_seen_with_their_dims() -> None:
-    """A weight of heads: the product keeps heads and features apart, and so does what is added to it."""
+    """A weight of heads: the product keeps heads and features apart, and so does what is added
+    to it."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.bias = (nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((6, 2, 5), (10,)))
+            self.weight, self.bias = (
+                nn.Parameter(torch.randn(shape, dtype=torch.float64))
+                for shape in ((6, 2, 5), (10,))
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.addmm(self.bias, x.view(6, 6), self.weight.view(6, 10)).square().mean()
 
     _, (product,), additions = traced(Heads())
-    assert shape_of(product) == (2, 3, 2, 5) and shape_of(product.args[3]) == (2, 5) and not additions  # type: ignore[arg-type]
+    assert (
+        shape_of(product) == (2, 3, 2, 5) and shape_of(product.args[3]) == (2, 5) and not additions
+    )  # type: ignore[arg-type]
 
 
 def test_under_autocast_the_bias_is_cast_as_torch_casts_it() -> None:
@@ -106,6 +135,8 @@ def test_under_autocast_the_bias_is_cast_as_torch_casts_it() -> None:
         trace = capture(Summed(), (x,))
         expected = model(x)
     product = next(iter(calls(trace.graph, ops.dot)))
-    assert {n.meta["val"].dtype for n in (product, *product.all_input_nodes)} == {torch.bfloat16} and len(product.args) == 4
+    assert {n.meta["val"].dtype for n in (product, *product.all_input_nodes)} == {
+        torch.bfloat16
+    } and len(product.args) == 4
     operands = (x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
     assert torch.equal(ops.dot(product.args[0], *operands), expected)  # type: ignore[arg-type]

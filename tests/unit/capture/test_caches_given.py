@@ -26,8 +26,16 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        n_embd=32, n_head=4, n_layer=2, vocab_size=64, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )  # fmt: skip
+        n_embd=32,
+        n_head=4,
+        n_layer=2,
+        vocab_size=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
@@ -77,7 +85,9 @@ def test_without_the_cache_and_with_its_tokens_the_results_are_those_with_it(
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_use_cache_is_taken_and_the_plan_computes_what_the_model_does(build: Callable[[], nn.Module]) -> None:
+def test_use_cache_is_taken_and_the_plan_computes_what_the_model_does(
+    build: Callable[[], nn.Module],
+) -> None:
     batch = {"input_ids": IDS, "labels": IDS, "use_cache": True}
     plan = autopar.plan(build(), 2, example_inputs=batch, hardware="h100-sxm")
     report = autopar.verify(plan, build(), batch)

@@ -1,4 +1,5 @@
-"""A call that the model itself does not take is refused in the call's words, and the model is not blamed."""
+"""A call that the model itself does not take is refused in the call's words, and the model is
+not blamed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Reading(nn.Module):
 
 
 def batch(samples: int = 8, width: int = 16, labels: int | None = None) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, width), torch.zeros(samples if labels is None else labels, dtype=torch.int64)
+    return torch.randn(samples, width), torch.zeros(
+        samples if labels is None else labels, dtype=torch.int64
+    )
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
@@ -55,7 +58,9 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("args", "kwargs", "says"), WRONG)
-def test_arguments_that_do_not_bind_are_named(args: Any, kwargs: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_that_do_not_bind_are_named(
+    args: Any, kwargs: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(CallError, match=says):
         capture(Net(), args, kwargs)
     module: Any = autopar.compile(Net(), 1, example_inputs=batch(), hardware="cpu-gloo")
@@ -66,15 +71,23 @@ def test_arguments_that_do_not_bind_are_named(args: Any, kwargs: Any, says: str,
 
 def test_a_mapping_that_is_the_one_argument_is_to_be_passed_as_a_tuple() -> None:
     both = {"x": torch.randn(4, 4), "t": torch.randn(4, 4)}
-    with pytest.raises(CallError, match=r"^forward\(\) has no argument 'x': it takes 'batch'[\s\S]*pass \(batch,\)"):
+    with pytest.raises(
+        CallError, match=r"^forward\(\) has no argument 'x': it takes 'batch'[\s\S]*pass \(batch,\)"
+    ):
         autopar.compile(OfBatches(), 1, example_inputs=both, hardware="cpu-gloo")
-    assert autopar.compile(OfBatches(), 1, example_inputs=(both,), hardware="cpu-gloo")(both).ndim == 0
+    assert (
+        autopar.compile(OfBatches(), 1, example_inputs=(both,), hardware="cpu-gloo")(both).ndim == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "says", "shapes"),
     [
-        (batch(labels=7), r"Expected input batch_size \(8\) to match target batch_size \(7\)", "x (8, 16), y (7,)"),
+        (
+            batch(labels=7),
+            r"Expected input batch_size \(8\) to match target batch_size \(7\)",
+            "x (8, 16), y (7,)",
+        ),
         (batch(width=15), r"\[8, 15\] X \[16, 8\]", "x (8, 15), y (8,)"),
     ],
 )
@@ -98,7 +111,9 @@ def test_what_forward_raises_by_itself_is_told_with_its_kind() -> None:
                 raise IndexError("an even number of samples, please")
             return super().forward(x)
 
-    with pytest.raises(CallError, match=r"^forward itself raises IndexError: an even number of samples, please"):
+    with pytest.raises(
+        CallError, match=r"^forward itself raises IndexError: an even number of samples, please"
+    ):
         capture(Checks(4, 4), (torch.randn(3, 4),))
 
 

@@ -1,4 +1,5 @@
-"""What `capture` promises about any model: values, gradients, the border, errors, and the model left alone."""
+"""What `capture` promises about any model: values, gradients, the border, errors, and the model
+left alone."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ class Net(nn.Module):
 
 def _batch(rows: int = 5) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, 6, generator=generator).double(), torch.randn(rows, 6, generator=generator).double()
+    return (
+        torch.randn(rows, 6, generator=generator).double(),
+        torch.randn(rows, 6, generator=generator).double(),
+    )
 
 
 def _net(**settings: Any) -> Net:
@@ -47,15 +51,29 @@ def _net(**settings: Any) -> Net:
         return Net(**settings).double()
 
 
-def _run(trace: Trace, model: nn.Module, *inputs: Tensor, **settings: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    return execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs, **settings)[:2]
+def _run(
+    trace: Trace, model: nn.Module, *inputs: Tensor, **settings: Any
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return execute(
+        trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs, **settings
+    )[:2]
 
 
 def _assert_gradients(gradients: dict[str, Tensor], model: nn.Module) -> None:
-    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert set(gradients) == set(expected)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient,
+            expected[name],
+            rtol=1e-9,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,11 +81,18 @@ def _assert_gradients(gradients: dict[str, Tensor], model: nn.Module) -> None:
     [
         (lambda hidden, loss: loss, [""], "", {}),
         (lambda hidden, loss: (hidden, loss, loss * 2), ["0", "1", "2"], "1", {}),
-        (lambda hidden, loss: {"h": [hidden[:, 1:], None], "loss": loss, "name": "net"}, ["h.0", "loss"], "loss", {1: None, 3: "net"}),
+        (
+            lambda hidden, loss: {"h": [hidden[:, 1:], None], "loss": loss, "name": "net"},
+            ["h.0", "loss"],
+            "loss",
+            {1: None, 3: "net"},
+        ),
     ],
     ids=["scalar", "tuple", "dict"],
 )
-def test_the_loss_is_found_and_outputs_keep_their_structure(returns: Any, paths: list[str], loss: str, constants: dict[int, Any]) -> None:
+def test_the_loss_is_found_and_outputs_keep_their_structure(
+    returns: Any, paths: list[str], loss: str, constants: dict[int, Any]
+) -> None:
     model, (x, y) = _net(returns=returns), _batch()
     trace = capture(model, (x, y))
     assert [output.path for output in trace.outputs] == paths
@@ -76,7 +101,9 @@ def test_the_loss_is_found_and_outputs_keep_their_structure(returns: Any, paths:
     outputs, gradients = _run(trace, model, x, y)
     leaves, spec = torch.utils._pytree.tree_flatten(model(x, y))
     assert spec == trace.out_spec
-    for got, want in zip(outputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True):
+    for got, want in zip(
+        outputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True
+    ):
         torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
     next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0).backward()
     _assert_gradients(gradients, model)
@@ -111,7 +138,10 @@ def test_tied_parameters_are_one_with_a_summed_gradient() -> None:
 
     model, (x, _) = Tied().double(), _batch()
     trace = capture(model, (x,))
-    assert [(entry.name, entry.aliases) for entry in trace.parameters] == [("a.weight", ("b.weight",)), ("a.bias", ("b.bias",))]
+    assert [(entry.name, entry.aliases) for entry in trace.parameters] == [
+        ("a.weight", ("b.weight",)),
+        ("a.bias", ("b.bias",)),
+    ]
     _, gradients = _run(trace, model, x)
     model(x).backward()
     _assert_gradients(gradients, model)
@@ -123,7 +153,10 @@ def test_frozen_and_unused_parameters_have_no_gradient() -> None:
     trace = capture(model, (x, y))
     without = {entry.name for entry in trace.parameters if entry.gradient is None}
     assert without == {"first.weight", "first.bias", "unused.weight", "unused.bias"}
-    assert {entry.name for entry in trace.parameters if not entry.requires_grad} == {"first.weight", "first.bias"}
+    assert {entry.name for entry in trace.parameters if not entry.requires_grad} == {
+        "first.weight",
+        "first.bias",
+    }
     _, gradients = _run(trace, model, x, y)
     model(x, y).backward()
     _assert_gradients(gradients, model)
@@ -131,7 +164,11 @@ def test_frozen_and_unused_parameters_have_no_gradient() -> None:
 
 def test_buffers_that_forward_changes_are_recorded() -> None:
     trace = capture(_net(), _batch())
-    assert set(trace.mutated) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(trace.mutated) == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     assert sorted(trace.mutated.values()) == list(range(len(results) - 3, len(results)))
     model, (x, y) = _net(), _batch()
@@ -141,7 +178,9 @@ def test_buffers_that_forward_changes_are_recorded() -> None:
     values = [dict(model.named_parameters()).get(entry.name) for entry in trace.parameters]
     values += [dict(model.named_buffers())[entry.name] for entry in trace.buffers]
     with torch.no_grad():
-        new = torch.fx.Interpreter(torch.fx.GraphModule({}, trace.graph)).run(*values, x, y, torch.ones((), dtype=x.dtype))
+        new = torch.fx.Interpreter(torch.fx.GraphModule({}, trace.graph)).run(
+            *values, x, y, torch.ones((), dtype=x.dtype)
+        )
     torch.testing.assert_close(new[position], expected.norm.running_mean)
 
 
@@ -165,7 +204,9 @@ def test_execution_in_double_precision_of_a_single_precision_model() -> None:
 
 def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None:
     model = _net()
-    before = {name: (id(t), t.clone()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    before = {
+        name: (id(t), t.clone()) for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
     first = capture(model, _batch())
     other = capture(_net(), _batch(rows=7))
     model.dropout.p = 0.5
@@ -175,7 +216,9 @@ def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None
         capture(model, _batch()[:1])
     again = capture(model, _batch())
     assert first.fingerprint == again.fingerprint != other.fingerprint
-    assert [node.meta["key"] for node in first.graph.nodes] == [node.meta["key"] for node in again.graph.nodes]
+    assert [node.meta["key"] for node in first.graph.nodes] == [
+        node.meta["key"] for node in again.graph.nodes
+    ]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert id(tensor) == before[name][0]
         assert torch.equal(tensor, before[name][1])
@@ -193,11 +236,16 @@ def test_every_node_says_where_it_comes_from() -> None:
     trace = capture(_net(), _batch())
     keys = [node.meta["key"] for node in trace.graph.nodes]
     assert len(set(keys)) == len(keys)
-    assert {"first/dot/forward/0", "first/dot/backward/0", "norm/placeholder/forward/0"} & set(keys) >= {"first/dot/forward/0"}
+    assert {"first/dot/forward/0", "first/dot/backward/0", "norm/placeholder/forward/0"} & set(
+        keys
+    ) >= {"first/dot/forward/0"}
     dot = next(node for node in trace.graph.nodes if node.meta["key"] == "second/dot/backward/0")
     assert dot.meta["phase"] == "backward"
     assert "test_capture.py" in dot.meta["source"] and "self.second(" in dot.meta["source"]
-    assert all(isinstance(node.meta["module"], str) and "L[" not in node.meta["module"] for node in trace.graph.nodes)
+    assert all(
+        isinstance(node.meta["module"], str) and "L[" not in node.meta["module"]
+        for node in trace.graph.nodes
+    )
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -215,9 +263,15 @@ def test_gradient_hooks_of_parameters_are_refused_since_no_program_runs_them(reg
         (nn.BatchNorm1d(4, momentum=None), torch.randn(4, 4), "momentum=None of BatchNorm1d"),
         (nn.LazyLinear(4), torch.randn(4, 4), "'inner.weight' has no shape yet"),
     ],
-    ids=["a table that lookups change", "a momentum that follows the steps", "a module that waits for its shape"],
+    ids=[
+        "a table that lookups change",
+        "a momentum that follows the steps",
+        "a module that waits for its shape",
+    ],
 )
-def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.Module, batch: Tensor, complaint: str) -> None:
+def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(
+    module: nn.Module, batch: Tensor, complaint: str
+) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,15 +287,23 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.
 
 
 def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
-    with pytest.raises(CaptureError, match="forward does not take this call: Unsupported dtype BFloat16") as refused:
-        capture(_net(returns=lambda hidden, loss: torch.fft.rfft(hidden.bfloat16()).abs().mean()), _batch())
+    with pytest.raises(
+        CaptureError, match="forward does not take this call: Unsupported dtype BFloat16"
+    ) as refused:
+        capture(
+            _net(returns=lambda hidden, loss: torch.fft.rfft(hidden.bfloat16()).abs().mean()),
+            _batch(),
+        )
     assert "test_capture.py" in str(refused.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_floats_of_8_bits_are_refused_with_their_place(dtype: torch.dtype) -> None:
     with pytest.raises(CaptureError, match=rf"a tensor of {dtype}(?s:.*)test_capture\.py"):
-        capture(_net(returns=lambda hidden, loss: loss + hidden.to(dtype).to(hidden.dtype).mean()), _batch())
+        capture(
+            _net(returns=lambda hidden, loss: loss + hidden.to(dtype).to(hidden.dtype).mean()),
+            _batch(),
+        )
 
 
 def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storage_are_not() -> None:
@@ -257,7 +319,9 @@ def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storag
     first, second = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
     assert len(capture(Net(first, second), (torch.randn(2, 4),)).parameters) == 2
     assert len(capture(Net(first, first), (torch.randn(2, 4),)).parameters) == 1
-    with pytest.raises(CaptureError, match="'first' and 'second' are two tensors over the same memory"):
+    with pytest.raises(
+        CaptureError, match="'first' and 'second' are two tensors over the same memory"
+    ):
         capture(Net(first, nn.Parameter(first.data)), (torch.randn(2, 4),))
 
 
@@ -268,13 +332,20 @@ def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() ->
             self.layer = nn.Linear(4, 3)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.layer(x), y, weight=torch.tensor([1.0, 2.0, 3.0]))
+            return nn.functional.cross_entropy(
+                self.layer(x), y, weight=torch.tensor([1.0, 2.0, 3.0])
+            )
 
-    with pytest.raises(CaptureError, match=r"float64 \(4,\) when it was captured, torch\.float32(.|\n)*test_capture"):
+    with pytest.raises(
+        CaptureError,
+        match=r"float64 \(4,\) when it was captured, torch\.float32(.|\n)*test_capture",
+    ):
         capture(Net().double(), (torch.randn(4, 4).double(), torch.randint(0, 3, (4,))))
 
 
-def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> None:
+def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> (
+    None
+):
     class Net(nn.Module):
         def __init__(self, **settings: Any) -> None:
             super().__init__()
@@ -289,7 +360,9 @@ def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where
         capture(Net(num_layers=2, dropout=0.5), (x,))
     for net in (Net(num_layers=2), Net(dropout=0.0), Net(num_layers=2, dropout=0.5).eval()):
         trace = capture(net, (x,))
-        assert not any("mkldnn" in str(node.target) for node in trace.graph.nodes), "an op of CPUs alone is no model of a GPU's"
+        assert not any("mkldnn" in str(node.target) for node in trace.graph.nodes), (
+            "an op of CPUs alone is no model of a GPU's"
+        )
 
 
 def test_a_loss_that_torch_decomposes_wrongly_is_refused_with_a_way_out() -> None:
@@ -322,7 +395,9 @@ def test_conjugates_are_computed(changes: Any) -> None:
     _assert_gradients(gradients, model)
 
 
-@pytest.mark.parametrize("checked", [torch.linalg.inv, torch.linalg.cholesky, lambda a: torch.linalg.solve(a, a.sum(-1))])
+@pytest.mark.parametrize(
+    "checked", [torch.linalg.inv, torch.linalg.cholesky, lambda a: torch.linalg.solve(a, a.sum(-1))]
+)
 def test_an_op_that_checks_its_result_is_captured_without_the_check(checked: Any) -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         square: Tensor = hidden.mT @ hidden + torch.eye(hidden.shape[-1])
@@ -349,7 +424,8 @@ def test_control_flow_on_values_is_refused_with_the_line() -> None:
 
 
 class Routed(nn.Module):
-    """Experts that take the rows that pick them, or (`masked`) all rows, those of others with weight 0."""
+    """Experts that take the rows that pick them, or (`masked`) all rows, those of others with
+    weight 0."""
 
     def __init__(self, masked: bool) -> None:
         super().__init__()
@@ -380,15 +456,32 @@ def test_experts_written_as_a_loop_are_computed_of_all_rows_as_those_are_that_ma
 @pytest.mark.parametrize(
     ("returns", "says"),
     [
-        (lambda hidden, loss: hidden[: int(hidden.sum().abs()) + 1].sum(), "do not read a tensor's value"),
+        (
+            lambda hidden, loss: hidden[: int(hidden.sum().abs()) + 1].sum(),
+            "do not read a tensor's value",
+        ),
         (lambda hidden, loss: hidden[hidden > 0].cumsum(0).sum(), "multiply by a mask"),
         (lambda hidden, loss: loss * time.time(), "outside of the model"),
-        (lambda hidden, loss: loss * float(numpy.random.default_rng(0).random()), "torch.manual_seed"),
+        (
+            lambda hidden, loss: loss * float(numpy.random.default_rng(0).random()),
+            "torch.manual_seed",
+        ),
         (lambda hidden, loss: loss * float(numpy.random.rand()), "torch.manual_seed"),
-        (lambda hidden, loss: torch.cond(loss > 0, lambda x: x * 2, lambda x: x * 3, (loss,)), "torch.where"),
+        (
+            lambda hidden, loss: torch.cond(loss > 0, lambda x: x * 2, lambda x: x * 3, (loss,)),
+            "torch.where",
+        ),
         (lambda hidden, loss: loss * len(numpy.array_str(numpy.eye(2))), "fullgraph=True"),
     ],
-    ids=["item", "a mask as index", "a call", "numpy's generator", "numpy's own", "branches", "an error that torch finds too"],
+    ids=[
+        "item",
+        "a mask as index",
+        "a call",
+        "numpy's generator",
+        "numpy's own",
+        "branches",
+        "an error that torch finds too",
+    ],
 )
 def test_the_way_out_of_a_refusal_is_one_of_its_own_cause(returns: Any, says: str) -> None:
     with pytest.raises(CaptureError) as refusal:
@@ -398,13 +491,19 @@ def test_the_way_out_of_a_refusal_is_one_of_its_own_cause(returns: Any, says: st
 
 def test_a_large_constant_is_refused_with_a_remedy() -> None:
     with pytest.raises(CaptureError) as refusal:
-        capture(_net(returns=lambda hidden, loss: (loss * torch.tensor([2.0] * 20000)).sum()), _batch())
+        capture(
+            _net(returns=lambda hidden, loss: (loss * torch.tensor([2.0] * 20000)).sum()), _batch()
+        )
     assert "register_buffer" in refusal.value.remedy
 
 
 def test_a_detached_loss_leaves_nothing_to_differentiate() -> None:
     trace = capture(_net(returns=lambda hidden, loss: loss.detach()), _batch())
-    assert trace.loss is not None and not trace.differentiable and not any(p.gradient for p in trace.parameters)
+    assert (
+        trace.loss is not None
+        and not trace.differentiable
+        and not any(p.gradient for p in trace.parameters)
+    )
 
 
 @pytest.mark.parametrize(
@@ -425,20 +524,30 @@ def test_a_constant_that_forward_builds_is_in_the_graph(scale: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("shape", [(4, 5), (4,)])
-def test_the_cross_entropy_is_exact_with_ignored_labels(reduction: str, shape: tuple[int, ...]) -> None:
+def test_the_cross_entropy_is_exact_with_ignored_labels(
+    reduction: str, shape: tuple[int, ...]
+) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(6, 11)
 
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.linear(x).view(-1, 11), labels.view(-1), ignore_index=3, reduction=reduction)
+            return F.cross_entropy(
+                self.linear(x).view(-1, 11), labels.view(-1), ignore_index=3, reduction=reduction
+            )
 
     model = Head().double()
     x, labels = torch.randn(*shape, 6).double(), torch.randint(0, 11, shape)
-    labels.view(-1)[:2], labels.view(-1)[-1] = 3, 5  # some ignored, never all: a mean of none is nan
+    labels.view(-1)[:2], labels.view(-1)[-1] = (
+        3,
+        5,
+    )  # some ignored, never all: a mean of none is nan
     trace = capture(model, (x, labels))
-    assert not any("log_softmax" in str(node.target) or "nll_loss" in str(node.target) for node in trace.graph.nodes)
+    assert not any(
+        "log_softmax" in str(node.target) or "nll_loss" in str(node.target)
+        for node in trace.graph.nodes
+    )
     outputs, gradients = _run(trace, model, x, labels)
     loss = model(x, labels)
     loss.backward()
@@ -460,7 +569,9 @@ def test_the_fingerprint_tells_models_apart_that_differ_in_an_ops_argument_only(
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is_a_result(in_place: bool) -> None:
+def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is_a_result(
+    in_place: bool,
+) -> None:
     class Average(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -477,11 +588,16 @@ def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is
     if in_place:
         assert set(capture(model, (x,)).mutated) == {"1.mean"}
         return
-    with pytest.raises(CaptureError, match=r"binds a buffer or a parameter to a new tensor(.|\n)*in module 1\n(.|\n)*copy_"):
+    with pytest.raises(
+        CaptureError,
+        match=r"binds a buffer or a parameter to a new tensor(.|\n)*in module 1\n(.|\n)*copy_",
+    ):
         capture(model, (x,))
 
 
-def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as_the_refusal_says() -> None:
+def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as_the_refusal_says() -> (  # noqa: E501
+    None
+):
     class Places(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -499,7 +615,9 @@ def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as
     assert not capture(model, (x,)).mutated
 
 
-def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_model_stays_as_it_was() -> None:
+def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_model_stays_as_it_was() -> (  # noqa: E501
+    None
+):
     class Moved(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -568,14 +686,20 @@ class Returned(OwnBackward):
 
 def test_a_users_backward_may_be_the_first_of_all() -> None:
     model, x = Returned().double(), torch.randn(4, 4).double()
-    plan = autopar.plan(model, 2, example_inputs=(x,), hardware="cpu-gloo", constraints=[autopar.constraints.ddp()])
+    plan = autopar.plan(
+        model, 2, example_inputs=(x,), hardware="cpu-gloo", constraints=[autopar.constraints.ddp()]
+    )
     assert autopar.verify(plan, model, (x,)).ok
 
 
 def test_what_a_users_backward_computes_belongs_to_the_backward() -> None:
     model, x = OwnBackward().double(), torch.randn(3, 4).double()
     trace = capture(model, (x,))
-    phases = {node.meta["phase"] for node in trace.graph.nodes if node.meta.get("source", "").endswith("return 3 * grad * x.square()")}
+    phases = {
+        node.meta["phase"]
+        for node in trace.graph.nodes
+        if node.meta.get("source", "").endswith("return 3 * grad * x.square()")
+    }
     assert phases == {"backward"}
     _, gradients = _run(trace, model, x)
     model(x).backward()

@@ -1,4 +1,5 @@
-"""Inputs that forward changes in place are refused with their name, the line that writes them and what to do instead."""
+"""Inputs that forward changes in place are refused with their name, the line that writes them
+and what to do instead."""
 
 from __future__ import annotations
 
@@ -58,10 +59,22 @@ def _batch() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("forward", "name", "line", "module", "copy"),
     [
-        (_masked, "labels", "labels.masked_fill_(labels == 3, -100)", "", "`labels = labels.clone()`"),
+        (
+            _masked,
+            "labels",
+            "labels.masked_fill_(labels == 3, -100)",
+            "",
+            "`labels = labels.clone()`",
+        ),
         (_part, "x", "first.mul_(2)", "", "`x = x.clone()`"),
         (_within, "x", "net.block(x)", "block.0", "`x = x.clone()`"),
-        (_nested, "labels.held", 'labels["held"][labels["held"] == 3] = -100', "", "`x = x.clone()`"),
+        (
+            _nested,
+            "labels.held",
+            'labels["held"][labels["held"] == 3] = -100',
+            "",
+            "`x = x.clone()`",
+        ),
     ],
 )
 def test_an_input_that_forward_changes_is_refused_by_name(
@@ -79,16 +92,26 @@ def test_an_input_that_forward_changes_is_refused_by_name(
 def test_the_remedy_does() -> None:
     x, labels = _batch()
     model = Net(_of_a_copy).double()
-    report = autopar.verify(autopar.plan(model, autopar.Mesh({"a": 2}), example_inputs=(x.double(), labels)), model, (x.double(), labels))
+    report = autopar.verify(
+        autopar.plan(model, autopar.Mesh({"a": 2}), example_inputs=(x.double(), labels)),
+        model,
+        (x.double(), labels),
+    )
     assert report.ok, report
 
 
 @pytest.mark.parametrize(("method", "args"), [("t_", ()), ("unsqueeze_", (0,))])
-def test_an_input_that_forward_reshapes_in_place_is_refused_by_name(method: str, args: tuple[int, ...]) -> None:
+def test_an_input_that_forward_reshapes_in_place_is_refused_by_name(
+    method: str, args: tuple[int, ...]
+) -> None:
     def reshaped(net: Any, x: Tensor, labels: Any) -> Tensor:
         getattr(x, method)(*args)
         return net.layer(x).sum()  # type: ignore[no-any-return]
 
-    with pytest.raises(CaptureError, match=f"gives its input 'x' another shape in place \\(x.{method}\\(\\)\\)") as refused:
+    with pytest.raises(
+        CaptureError, match=f"gives its input 'x' another shape in place \\(x.{method}\\(\\)\\)"
+    ) as refused:
         capture(Net(reshaped), _batch())
-    assert f"x = x.{method[:-1]}(...)" in refused.value.remedy and "test_changed_inputs.py" in str(refused.value)
+    assert f"x = x.{method[:-1]}(...)" in refused.value.remedy and "test_changed_inputs.py" in str(
+        refused.value
+    )

@@ -1,4 +1,5 @@
-"""Refusals name the culprit: what forward calls, raises or returns, with the line and what to do."""
+"""Refusals name the culprit: what forward calls, raises or returns, with the line and what to
+do."""
 
 from __future__ import annotations
 
@@ -46,11 +47,18 @@ def _misses_a_name(x: Tensor) -> Tensor:
 
 
 def _ctc(x: Tensor) -> Tensor:
-    return torch.ctc_loss(x.view(4, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])).mean()
+    return torch.ctc_loss(
+        x.view(4, 1, 4).log_softmax(-1),
+        torch.tensor([[1, 2]]),
+        torch.tensor([4]),
+        torch.tensor([2]),
+    ).mean()
 
 
 def _packs(x: Tensor) -> Tensor:
-    return nn.utils.rnn.pack_padded_sequence(x.unsqueeze(-1), torch.tensor([4, 3, 2, 1]), batch_first=True).data
+    return nn.utils.rnn.pack_padded_sequence(
+        x.unsqueeze(-1), torch.tensor([4, 3, 2, 1]), batch_first=True
+    ).data
 
 
 def _refusal(model: nn.Module) -> Any:
@@ -62,15 +70,37 @@ def _refusal(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("does", "what", "line", "remedy"),
     [
-        (lambda x: x * random.random(), "Python's generator (random", "random.random()", "torch.rand"),
-        (lambda x: x * random.randint(1, 9), "Python's generator (random)", "random.randint(1, 9)", "torch.rand"),
-        (lambda x: x * time.time(), "forward calls time.time", "time.time()", "outside of the model"),
-        (_packs, "forward calls pack_padded_sequence", "pack_padded_sequence(", "run the recurrent layer on the padded batch"),
+        (
+            lambda x: x * random.random(),
+            "Python's generator (random",
+            "random.random()",
+            "torch.rand",
+        ),
+        (
+            lambda x: x * random.randint(1, 9),
+            "Python's generator (random)",
+            "random.randint(1, 9)",
+            "torch.rand",
+        ),
+        (
+            lambda x: x * time.time(),
+            "forward calls time.time",
+            "time.time()",
+            "outside of the model",
+        ),
+        (
+            _packs,
+            "forward calls pack_padded_sequence",
+            "pack_padded_sequence(",
+            "run the recurrent layer on the padded batch",
+        ),
         (_ctc, "torch.ctc_loss", "torch.ctc_loss(", "call F.ctc_loss"),
     ],
     ids=["random", "randint", "time", "packed", "ctc"],
 )
-def test_what_forward_calls_is_named(does: Callable[[Tensor], Any], what: str, line: str, remedy: str) -> None:
+def test_what_forward_calls_is_named(
+    does: Callable[[Tensor], Any], what: str, line: str, remedy: str
+) -> None:
     refusal = _refusal(Net(does))
     assert what in refusal.what and line in refusal.where.source and remedy in refusal.remedy
     assert not isinstance(refusal, CallError)
@@ -80,12 +110,22 @@ def test_what_forward_calls_is_named(does: Callable[[Tensor], Any], what: str, l
     ("does", "what", "line"),
     [
         (_raises, "forward itself raises ValueError: user error", 'raise ValueError("user error")'),
-        (_raises_its_own, "forward itself raises OwnError: of a class of its own", "raise OwnError("),
+        (
+            _raises_its_own,
+            "forward itself raises OwnError: of a class of its own",
+            "raise OwnError(",
+        ),
         (_asserts, "forward itself raises AssertionError: five columns", "assert x.shape[1] == 5"),
-        (_misses_a_name, "forward itself raises NameError: name 'scale' is not defined", "return x * scale"),
+        (
+            _misses_a_name,
+            "forward itself raises NameError: name 'scale' is not defined",
+            "return x * scale",
+        ),
     ],
 )
-def test_what_forward_raises_itself_is_its_own_error_and_the_line_is_told(does: Callable[[Tensor], Any], what: str, line: str) -> None:
+def test_what_forward_raises_itself_is_its_own_error_and_the_line_is_told(
+    does: Callable[[Tensor], Any], what: str, line: str
+) -> None:
     refusal = _refusal(Net(does))
     assert isinstance(refusal, CallError) and what == refusal.what
     assert line in str(refusal.where) and "x (4, 4)" in refusal.remedy
@@ -97,15 +137,27 @@ def test_a_forward_that_returns_no_tensor_is_refused_as_such(returned: Any) -> N
     assert refusal.what == "forward returns no tensor" and "loss" in refusal.remedy
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(4, 4))])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(4, 4))]
+)
 @pytest.mark.parametrize("path", ["", "1"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_module_of_torchscript_is_refused_by_its_path(make: Callable[[nn.Module], nn.Module], path: str) -> None:
+def test_a_module_of_torchscript_is_refused_by_its_path(
+    make: Callable[[nn.Module], nn.Module], path: str
+) -> None:
     scripted = make(nn.Linear(4, 4))
     refusal = _refusal(nn.Sequential(nn.Linear(4, 4), scripted) if path else scripted)
-    assert "TorchScript" in refusal.what and refusal.where.module == path and "nn.Module" in refusal.remedy
+    assert (
+        "TorchScript" in refusal.what
+        and refusal.where.module == path
+        and "nn.Module" in refusal.remedy
+    )
 
 
-def test_of_a_model_that_torch_compile_made_the_model_itself_is_asked_for_and_compiled_parts_are_captured() -> None:
+def test_of_a_model_that_torch_compile_made_the_model_itself_is_asked_for_and_compiled_parts_are_captured() -> (  # noqa: E501
+    None
+):
     assert "model._orig_mod" in _refusal(torch.compile(nn.Linear(4, 4))).remedy
-    assert capture(nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4)), (torch.randn(4, 4),)).graph.nodes
+    assert capture(
+        nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4)), (torch.randn(4, 4),)
+    ).graph.nodes

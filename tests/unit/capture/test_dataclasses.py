@@ -66,24 +66,44 @@ class Classifier(nn.Module):
     def forward(self, batch: Batch) -> Result:
         hidden = self.first(batch.x)
         logits = self.second(hidden)
-        return Result(logits, F.cross_entropy(logits, batch.y) * batch.factor, 3, Parts([hidden, hidden * 2]))
+        return Result(
+            logits, F.cross_entropy(logits, batch.y) * batch.factor, 3, Parts([hidden, hidden * 2])
+        )
 
 
 def test_dataclasses_go_in_and_come_out_by_their_fields_and_as_they_were() -> None:
     model, batch = Classifier(), Batch(torch.randn(3, 6), torch.tensor([0, 2, 3]))
     trace = capture(model, (batch,))
     assert [entry.path for entry in trace.inputs] == ["0.x", "0.y"]
-    assert {entry.path for entry in trace.outputs} == {"logits", "loss", "parts.hidden.0", "parts.hidden.1"}
+    assert {entry.path for entry in trace.outputs} == {
+        "logits",
+        "loss",
+        "parts.hidden.0",
+        "parts.hidden.1",
+    }
     assert [entry.path for entry in trace.outputs if entry.is_loss] == ["loss"]
     outputs, gradients, _ = execute(trace, dict(model.named_parameters()), {}, (batch.x, batch.y))
     expected = model(batch)
     expected.loss.backward()
     tensors = {entry.path: value for entry, value in zip(trace.outputs, outputs, strict=True)}
-    leaves = [tensors[path] for path in ("logits", "loss")] + [trace.constants[2], *(tensors[f"parts.hidden.{i}"] for i in (0, 1))]
+    leaves = [tensors[path] for path in ("logits", "loss")] + [
+        trace.constants[2],
+        *(tensors[f"parts.hidden.{i}"] for i in (0, 1)),
+    ]
     made = unflatten(leaves, trace.out_spec)
-    assert type(made) is Result and type(made.parts) is Parts and made.number == 3 and made.missing is None
-    torch.testing.assert_close([made.loss, made.logits, *made.parts.hidden], [expected.loss, expected.logits, *expected.parts.hidden])  # type: ignore[union-attr]
-    torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
+    assert (
+        type(made) is Result
+        and type(made.parts) is Parts
+        and made.number == 3
+        and made.missing is None
+    )
+    torch.testing.assert_close(
+        [made.loss, made.logits, *made.parts.hidden],
+        [expected.loss, expected.logits, *expected.parts.hidden],
+    )  # type: ignore[union-attr]
+    torch.testing.assert_close(
+        gradients, {name: parameter.grad for name, parameter in model.named_parameters()}
+    )
 
 
 class Named(OrderedDict[str, Any]):
@@ -97,7 +117,11 @@ class Row:
         self.items = items
 
 
-pytree.register_pytree_node(Named, lambda x: (list(x.values()), list(x)), lambda values, names: Named(zip(names, values, strict=True)))
+pytree.register_pytree_node(
+    Named,
+    lambda x: (list(x.values()), list(x)),
+    lambda values, names: Named(zip(names, values, strict=True)),
+)
 pytree.register_pytree_node(Row, lambda x: (list(x.items), None), lambda values, _: Row(*values))
 
 

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, Independent, LogNormal, Normal, kl, kl_divergence
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    LogNormal,
+    Normal,
+    kl,
+    kl_divergence,
+)
 
 import autopar
 
@@ -15,7 +23,8 @@ MESH = autopar.Mesh({"data": 2})
 
 
 class Encoder(nn.Module):
-    """The mean and the deviation of each sample, then what `loss` makes of the normal distribution that they have."""
+    """The mean and the deviation of each sample, then what `loss` makes of the normal
+    distribution that they have."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -46,7 +55,8 @@ def _of_subclasses(mean: Tensor, deviation: Tensor, x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process() -> Iterator[None]:
-    """torch.compile turns the validation of arguments off for good, and the first divergence of two classes is remembered."""
+    """torch.compile turns the validation of arguments off for good, and the first divergence of
+    two classes is remembered."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(True)
     kl._KL_MEMOIZE.clear()
@@ -55,7 +65,9 @@ def as_in_a_new_process() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("loss", [_elbo, _likelihoods, _of_subclasses])
-def test_a_model_that_makes_distributions_computes_what_the_plain_one_does(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def test_a_model_that_makes_distributions_computes_what_the_plain_one_does(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
     torch.manual_seed(0)
     model, batch = Encoder(loss).double(), (torch.randn(4, 4, dtype=torch.float64),)
     plan = autopar.plan(model, MESH, example_inputs=batch)

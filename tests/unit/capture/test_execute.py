@@ -1,4 +1,5 @@
-"""Running a normal-form graph: views of values that another op has laid out differently, and dtypes that nobody stated."""
+"""Running a normal-form graph: views of values that another op has laid out differently, and
+dtypes that nobody stated."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ aten = torch.ops.aten
 
 
 def viewed(stride: tuple[int, ...]) -> list[object]:
-    """The ops of a graph that views a [2, 3] placeholder of these strides as [6], after propagation."""
+    """The ops of a graph that views a [2, 3] placeholder of these strides as [6], after
+    propagation."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty_strided((2, 3), stride, device="meta")
@@ -22,7 +24,9 @@ def viewed(stride: tuple[int, ...]) -> list[object]:
     propagate(graph)
     graph.lint()
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    assert calls[-1].meta["val"].shape == (6,) and all(node.meta["module"] == "here" for node in calls)
+    assert calls[-1].meta["val"].shape == (6,) and all(
+        node.meta["module"] == "here" for node in calls
+    )
     return [node.target for node in calls]
 
 
@@ -41,7 +45,9 @@ def test_what_forward_makes_has_the_dtype_it_had_at_capture_whatever_the_default
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.linear(x) * (1 - torch.ones(4) / 3) + torch.full((4,), 0.1) + torch.zeros(4)).sum()
+            return (
+                self.linear(x) * (1 - torch.ones(4) / 3) + torch.full((4,), 0.1) + torch.zeros(4)
+            ).sum()
 
     model, x = Masked(), torch.randn(3, 4)
     trace = capture(model, (x,))

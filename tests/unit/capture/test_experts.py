@@ -1,4 +1,5 @@
-"""Layers of experts under capture: what takes the place of transformers' own functions, and where it does not."""
+"""Layers of experts under capture: what takes the place of transformers' own functions, and
+where it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, use_expert
 
 from autopar import ops
 from autopar.capture import capture
-from autopar.capture._transformers import _experts_as_one_op
+from autopar.capture.hugging_face import _experts_as_one_op
 
 E, H, F, T, K = 4, 6, 5, 7, 2
 CONFIG = SimpleNamespace(_experts_implementation="batched_mm")
@@ -26,16 +27,23 @@ def experts(*, act: str = "SiLU", odd_gate: bool = False, **how: bool) -> nn.Mod
             super().__init__()
             self.num_experts, self.act_fn = E, getattr(nn, act)()
             shapes = (E, H, 2 * F), (E, F, H)
-            up, down = (torch.randn(s if how.get("is_transposed") else (s[0], s[2], s[1])) for s in shapes)
+            up, down = (
+                torch.randn(s if how.get("is_transposed") else (s[0], s[2], s[1])) for s in shapes
+            )
             if how.get("has_gate", True):
                 self.gate_up_proj = nn.Parameter(up)
             else:
                 self.up_proj = nn.Parameter(up)
             self.down_proj = nn.Parameter(down)
             if how.get("has_bias"):
-                self.gate_up_proj_bias, self.down_proj_bias = nn.Parameter(torch.randn(E, 2 * F)), nn.Parameter(torch.randn(E, H))
+                self.gate_up_proj_bias, self.down_proj_bias = (
+                    nn.Parameter(torch.randn(E, 2 * F)),
+                    nn.Parameter(torch.randn(E, H)),
+                )
 
-        def forward(self, hidden: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, hidden: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor
+        ) -> torch.Tensor:
             raise NotImplementedError
 
     if odd_gate:
@@ -51,13 +59,17 @@ def batch() -> tuple[torch.Tensor, ...]:
 
 
 COMMON: dict[str, dict[str, Any]] = {
-    "gated": {}, "transposed": {"is_transposed": True}, "ungated": {"has_gate": False},
+    "gated": {},
+    "transposed": {"is_transposed": True},
+    "ungated": {"has_gate": False},
     "transposed relu": {"is_transposed": True, "act": "ReLU"},
-}  # fmt: skip
+}
 OTHERS: dict[str, dict[str, Any]] = {
-    "biases": {"has_bias": True}, "a gate of its own": {"odd_gate": True}, "another activation": {"act": "Tanh"},
+    "biases": {"has_bias": True},
+    "a gate of its own": {"odd_gate": True},
+    "another activation": {"act": "Tanh"},
     "interleaved": {"is_concatenated": False},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", COMMON)
@@ -96,7 +108,9 @@ def test_a_gated_weight_is_seen_with_a_dim_for_its_two_parts() -> None:
     views = {p.name: (p.shape, p.view) for p in trace.parameters}
     assert views["layer.gate_up_proj"] == ((E, 2 * F, H), (E, 2, F, H))
     assert views["layer.down_proj"] == ((E, H, F), (E, H, F))
-    assert [n.target for n in trace.graph.nodes if n.target in (ops.experts, ops.experts_backward)] == [ops.experts, ops.experts_backward]
+    assert [
+        n.target for n in trace.graph.nodes if n.target in (ops.experts, ops.experts_backward)
+    ] == [ops.experts, ops.experts_backward]
 
 
 def test_a_weight_that_something_else_reads_too_stays_as_it_is() -> None:

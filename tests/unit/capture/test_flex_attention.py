@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar import ops
 from autopar.capture import Trace, capture
-from autopar.capture._torch.flex import flex_attention_eager
+from autopar.capture.dynamo.flex_attention import flex_attention_eager
 from autopar.capture.execute import execute
 from autopar.errors import CaptureError
 
@@ -122,9 +122,14 @@ def test_a_call_that_the_model_checkpoints_is_captured_like_any_other() -> None:
 def test_a_transformers_model_is_captured_without_a_compiler(packed: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=16,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=16,
         attn_implementation="flex_attention",
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model, ids = transformers.LlamaForCausalLM(config).double(), torch.randint(0, 16, (2, 128))
     batch = {"input_ids": ids, "labels": ids}

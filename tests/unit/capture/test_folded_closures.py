@@ -1,4 +1,5 @@
-"""Variables of closures that layers hold are constants of the program, in the layers that were not captured, too."""
+"""Variables of closures that layers hold are constants of the program, in the layers that were
+not captured, too."""
 
 from __future__ import annotations
 
@@ -45,7 +46,13 @@ class Layer(nn.Module):
         self.linear, self.held = nn.Linear(4, 4), held
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self.held[0] if isinstance(self.held, list) else self.held["f"] if isinstance(self.held, dict) else self.held
+        held = (
+            self.held[0]
+            if isinstance(self.held, list)
+            else self.held["f"]
+            if isinstance(self.held, dict)
+            else self.held
+        )
         return x + held(self.linear(x))
 
 
@@ -75,7 +82,11 @@ HELD: dict[str, Callable[[int], Any]] = {
 def _variables(model: nn.Module, *, fold: bool) -> set[tuple[Any, ...]]:
     trace = capture(model, (X,), fold=fold)
     assert bool(trace.folding.runs) == fold, trace.folding
-    return {(each.name, id(each.holder), each.steps, each.value) for each in trace.attributes if isinstance(each, OutsideValue)}
+    return {
+        (each.name, id(each.holder), each.steps, each.value)
+        for each in trace.attributes
+        if isinstance(each, OutsideValue)
+    }
 
 
 @pytest.mark.parametrize("how", HELD)
@@ -93,7 +104,10 @@ def test_a_variable_of_any_layer_that_changes_is_refused(position: int) -> None:
     module(X)
     held: Any = model.layers[position].held
     held.set_scale(3.0)
-    with pytest.raises(RuntimeStateError, match=r"variable scale around scaled\.<locals>\.activation is 3\.0, and was 2\.0"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"variable scale around scaled\.<locals>\.activation is 3\.0, and was 2\.0",
+    ):
         module(X)
     held.set_scale(2.0)
     assert module(X).item() == pytest.approx(model(X).item(), rel=1e-6)

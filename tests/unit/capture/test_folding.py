@@ -1,4 +1,5 @@
-"""Folded capture of models that try to break it: each is captured as it is, folded or in full, and says which."""
+"""Folded capture of models that try to break it: each is captured as it is, folded or in full,
+and says which."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from same_trace import assert_same_trace, differs
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture._torch.preparing import prepared
+from autopar.capture.dynamo.preparing import prepared
 from autopar.capture.folding import NotFoldable, capture_shortened, shortened
 from autopar.capture.folding.runs import find_runs
 from autopar.errors import CaptureError
@@ -38,13 +39,17 @@ class Scaled(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A residual block; `index` counts the layers, and forward does not read it unless `reads_index`."""
+    """A residual block; `index` counts the layers, and forward does not read it unless
+    `reads_index`."""
 
     def __init__(self, index: int, **settings: Any) -> None:
         super().__init__()
         self.index = index
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
-        self.reads_index, self.gradient_scale = settings.get("reads_index", False), settings.get("gradient_scale")
+        self.reads_index, self.gradient_scale = (
+            settings.get("reads_index", False),
+            settings.get("gradient_scale"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         update = torch.tanh(self.linear(self.norm(x)))
@@ -148,11 +153,26 @@ def weighed(model: Stack, x: Tensor) -> Tensor:
     return plain(model, x) * sum(layer.linear.weight.sum() for layer in model.layers)
 
 
-CENTRAL = ("plain", "by index", "a value for all from before", "half of the layers frozen", "dropout", "a list of kinds beside the layers")
-ALSO_WRONG = ("a change at layer 6", "two layers detached", "two layers without gradients", "a hook on a tensor")
+CENTRAL = (
+    "plain",
+    "by index",
+    "a value for all from before",
+    "half of the layers frozen",
+    "dropout",
+    "a list of kinds beside the layers",
+)
+ALSO_WRONG = (
+    "a change at layer 6",
+    "two layers detached",
+    "two layers without gradients",
+    "a hook on a tensor",
+)
 # What a shortened model does not show; then what is refused.
 SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
-    "a change at layer 6": (at(6, lambda x: x * 2), "layer 6 of layers differs from its like in aten.mul.Tensor"),
+    "a change at layer 6": (
+        at(6, lambda x: x * 2),
+        "layer 6 of layers differs from its like in aten.mul.Tensor",
+    ),
     "a change at half depth": (
         step_by_step(lambda model, number, x: x * 2 if number >= len(model.layers) / 2 else x),
         "layer 2 of layers lacks aten.mul.Tensor",
@@ -162,7 +182,10 @@ SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
         "layer 4 of layers differs from its like in aten.detach.default",
     ),
     "two layers without gradients": (without_gradient, "layer 4 of layers differs"),
-    "a skip from layer 7": (skip_from(7), "outside of the layers reads what layer 7 of layers makes"),
+    "a skip from layer 7": (
+        skip_from(7),
+        "outside of the layers reads what layer 7 of layers makes",
+    ),
     "a change at layer 6 that no exception leaves": (swallowed, "layer 6 of layers differs"),
     "a hook on a tensor": (at(6, hooked), "a hook on a tensor"),
     "another gradient in one layer": (
@@ -172,27 +195,49 @@ SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
 }
 # What is refused whether or not the full model is looked at.
 REFUSED: dict[str, tuple[Walk, str]] = {
-    "every third layer": (step_by_step(lambda model, number, x: x * 2 if number % 3 == 0 else x), "layer 3 of layers differs"),
-    "a fading factor": (step_by_step(lambda model, number, x: x * (1 - number / N)), "layer 3 of layers differs"),
+    "every third layer": (
+        step_by_step(lambda model, number, x: x * 2 if number % 3 == 0 else x),
+        "layer 3 of layers differs",
+    ),
+    "a fading factor": (
+        step_by_step(lambda model, number, x: x * (1 - number / N)),
+        "layer 3 of layers differs",
+    ),
     "all hidden states": (collected, "outside of the layers reads what layer 1 of layers makes"),
-    "a layer used twice": (lambda model, x: model.layers[0](plain(model, x)), "layers.0 is not called in turn"),
-    "a skip from layer 1": (skip_from(1), "outside of the layers reads what layer 1 of layers makes"),
+    "a layer used twice": (
+        lambda model, x: model.layers[0](plain(model, x)),
+        "layers.0 is not called in turn",
+    ),
+    "a skip from layer 1": (
+        skip_from(1),
+        "outside of the layers reads what layer 1 of layers makes",
+    ),
     "a skip from layer 2": (skip_from(2), "outside of the layers reads what layer"),
     "weights read from outside": (weighed, "outside of the layers"),
     "no layer called": (lambda model, x: x, "forward does not call the layers"),
 }
 FOLDED: dict[str, Walk] = {
     "plain": plain,
-    "the last layer differs": step_by_step(lambda model, number, x: x * 2 if number == len(model.layers) - 1 else x),
-    "by index": lambda model, x: [x := model.layers[number](x) for number in range(model.num_layers)][-1],
+    "the last layer differs": step_by_step(
+        lambda model, number, x: x * 2 if number == len(model.layers) - 1 else x
+    ),
+    "by index": lambda model, x: [
+        x := model.layers[number](x) for number in range(model.num_layers)
+    ][-1],
     "the layers reversed": lambda model, x: [x := layer(x) for layer in reversed(model.layers)][-1],
-    "a layer called first": lambda model, x: [x := model.layers[number](x) for number in (3, 0, 1, 2, *range(4, N))][-1],
+    "a layer called first": lambda model, x: [
+        x := model.layers[number](x) for number in (3, 0, 1, 2, *range(4, N))
+    ][-1],
     "the number of layers": lambda model, x: plain(model, x) / len(model.layers),
-    "two slices": lambda model, x: [x := layer(x) for part in (model.layers[:6], model.layers[6:]) for layer in part][-1],
+    "two slices": lambda model, x: [
+        x := layer(x) for part in (model.layers[:6], model.layers[6:]) for layer in part
+    ][-1],
     "a slice": lambda model, x: [x := layer(x) for layer in model.layers[: model.num_layers]][-1],
     "a constant in each": step_by_step(lambda model, number, x: x * torch.tensor(0.5)),
     "the same gradient in each": step_by_step(lambda model, number, x: Scaled.apply(x, 2.0)),
-    "a value for all from before": lambda model, x: step_by_step(lambda _, number, y: y * x)(model, x.sin()),
+    "a value for all from before": lambda model, x: step_by_step(lambda _, number, y: y * x)(
+        model, x.sin()
+    ),
 }
 
 
@@ -211,9 +256,15 @@ def test_the_check_refuses_what_the_shortened_model_does_not_show(name: str) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["a skip from layer 7", "another gradient in one layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO_WRONG)],
+    [
+        "a skip from layer 7",
+        "another gradient in one layer",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO_WRONG),
+    ],
 )
-def test_without_the_check_the_trace_would_be_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_check_the_trace_would_be_wrong(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = stack(SEEN_BY_THE_CHECK[name][0])
     full = capture(model, (X,), fold=False)
     monkeypatch.setattr(shortened, "compare", lambda *_: None)
@@ -227,9 +278,14 @@ def test_what_cannot_be_repeated_is_refused(name: str) -> None:
     assert says in refusal_of(stack(walk))
 
 
-def test_the_graph_shows_readers_outside_where_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_shows_readers_outside_where_nothing_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shortened, "compare", lambda *_: None)
-    assert "from outside" in capture(stack(REFUSED["weights read from outside"][0]), (X,)).folding.refusal
+    assert (
+        "from outside"
+        in capture(stack(REFUSED["weights read from outside"][0]), (X,)).folding.refusal
+    )
 
 
 def test_layers_before_one_that_is_unlike_the_rest_are_folded() -> None:
@@ -246,7 +302,10 @@ def test_what_is_refused_is_captured_in_full_and_the_trace_says_why() -> None:
     assert_same_trace(folded, capture(model, (X,), fold=False))
 
 
-@pytest.mark.parametrize("name", [name if name in CENTRAL else pytest.param(name, marks=pytest.mark.slow) for name in FOLDED])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in CENTRAL else pytest.param(name, marks=pytest.mark.slow) for name in FOLDED],
+)
 def test_what_can_be_repeated_is_folded(name: str) -> None:
     model = stack(FOLDED[name])
     folded = capture(model, (X,))
@@ -295,23 +354,41 @@ def nest(model: Stack) -> None:
 
 
 CHANGED: dict[str, tuple[Stack, str]] = {
-    "one layer of another eps": (changed(lambda model: setattr(model.layers[1].norm, "eps", 0.1)), "8 layers"),
+    "one layer of another eps": (
+        changed(lambda model: setattr(model.layers[1].norm, "eps", 0.1)),
+        "8 layers",
+    ),
     "one layer frozen": (changed(lambda model: freeze([model.layers[1]])), "8 layers"),
-    "one layer hooked": (changed(lambda model: model.layers[1].register_forward_hook(lambda *_: None)), "8 layers"),
-    "half of the layers frozen": (changed(lambda model: freeze(model.layers[:7]), num_layers=14), "7 layers of layers; 7 layers of layers"),
+    "one layer hooked": (
+        changed(lambda model: model.layers[1].register_forward_hook(lambda *_: None)),
+        "8 layers",
+    ),
+    "half of the layers frozen": (
+        changed(lambda model: freeze(model.layers[:7]), num_layers=14),
+        "7 layers of layers; 7 layers of layers",
+    ),
     "all layers frozen": (changed(lambda model: freeze(model.layers)), "10 layers"),
     "batch statistics": (changed(normalise_batches), "10 layers"),
     "dropout": (changed(drop), "10 layers"),
     "lists within layers": (changed(nest), "10 layers of layers"),
     "layers of two kinds": (
-        changed(lambda model: [setattr(layer.norm, "eps", 0.1) for layer in model.layers[::2]], num_layers=12),
+        changed(
+            lambda model: [setattr(layer.norm, "eps", 0.1) for layer in model.layers[::2]],
+            num_layers=12,
+        ),
         "2 kinds",
     ),
-    "a list of kinds beside the layers": (changed(set_kinds, step_by_step(by_kind), num_layers=12), "12 layers of layers, 2 kinds in turn"),
+    "a list of kinds beside the layers": (
+        changed(set_kinds, step_by_step(by_kind), num_layers=12),
+        "12 layers of layers, 2 kinds in turn",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [name if name in CENTRAL else pytest.param(name, marks=pytest.mark.slow) for name in CHANGED])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in CENTRAL else pytest.param(name, marks=pytest.mark.slow) for name in CHANGED],
+)
 def test_layers_that_differ_stay_as_they_are_beside_those_that_are_folded(name: str) -> None:
     model, says = CHANGED[name]
     folded = capture(model, (X,))
@@ -324,23 +401,39 @@ def test_layers_that_differ_stay_as_they_are_beside_those_that_are_folded(name: 
     [
         (changed(tie), "layers 7 and 8 of layers differ in 'linear.weight (tied)'"),
         (stack(reads_index=True), "layer 2 of layers differs from its like in aten.div.Tensor"),
-        (stack(gradient_scale=float), "layer 2 of layers differs from its like in autograd function"),
-        (changed(lambda model: [setattr(layer, "scale", number * 0.5) for number, layer in enumerate(model.layers)]), "differ in 'scale'"),
+        (
+            stack(gradient_scale=float),
+            "layer 2 of layers differs from its like in autograd function",
+        ),
+        (
+            changed(
+                lambda model: [
+                    setattr(layer, "scale", number * 0.5)
+                    for number, layer in enumerate(model.layers)
+                ]
+            ),
+            "differ in 'scale'",
+        ),
         (stack(num_layers=5), "no list of modules is long enough to fold"),
     ],
     ids=["tied", "the index in forward", "the index in backward", "a number of each", "few"],
 )
-def test_layers_that_are_not_alike_are_captured_in_full_and_it_says_why(model: Stack, says: str) -> None:
+def test_layers_that_are_not_alike_are_captured_in_full_and_it_says_why(
+    model: Stack, says: str
+) -> None:
     assert says in refusal_of(model)
 
 
 class Recording(Stack):
-    """Changes itself at every call, in all the ways that Dynamo puts up with or that only an eager forward does."""
+    """Changes itself at every call, in all the ways that Dynamo puts up with or that only an
+    eager forward does."""
 
     def __init__(self, walk: Walk = plain, **settings: Any) -> None:
         super().__init__(walk, **settings)
         self.calls, self.seen, self.by_name = 0, [1, 2], {"a": 1}
-        self.config = SimpleNamespace(num_layers=N, layer_types=["full"] * N, text_config=SimpleNamespace(depth=N))
+        self.config = SimpleNamespace(
+            num_layers=N, layer_types=["full"] * N, text_config=SimpleNamespace(depth=N)
+        )
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
@@ -351,18 +444,40 @@ class Recording(Stack):
 
 def snapshot(model: nn.Module) -> list[Any]:
     """Everything that a model holds: tensors by identity and value, the rest by value."""
-    tensors = [(name, id(t), t.tolist(), t.requires_grad) for name, t in (*model.named_parameters(), *model.named_buffers())]
-    modules = [(name, id(module), list(module._modules), module.training) for name, module in model.named_modules()]
+    tensors = [
+        (name, id(t), t.tolist(), t.requires_grad)
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    ]
+    modules = [
+        (name, id(module), list(module._modules), module.training)
+        for name, module in model.named_modules()
+    ]
     rest = [
-        (name, {key: copy.copy(value) for key, value in vars(module).items() if not key.startswith("_") and not callable(value)})
+        (
+            name,
+            {
+                key: copy.copy(value)
+                for key, value in vars(module).items()
+                if not key.startswith("_") and not callable(value)
+            },
+        )
         for name, module in model.named_modules()
     ]
     config = getattr(model, "config", SimpleNamespace(text_config=None))
-    return [tensors, modules, rest, copy.deepcopy(vars(config)), id(config), id(vars(config).get("layer_types"))]
+    return [
+        tensors,
+        modules,
+        rest,
+        copy.deepcopy(vars(config)),
+        id(config),
+        id(vars(config).get("layer_types")),
+    ]
 
 
 @pytest.mark.parametrize(
-    "walk", [plain, FOLDED["by index"], SEEN_BY_THE_CHECK["a skip from layer 7"][0]], ids=["folded", "counted", "refused"]
+    "walk",
+    [plain, FOLDED["by index"], SEEN_BY_THE_CHECK["a skip from layer 7"][0]],
+    ids=["folded", "counted", "refused"],
 )
 def test_a_model_with_weights_is_as_before(walk: Walk) -> None:
     model = Recording(walk)
@@ -401,7 +516,9 @@ def fail(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [read_value, fail], ids=["data-dependent", "fails"])
 @pytest.mark.parametrize("number", [6, N - 1])
-def test_a_model_that_cannot_be_captured_is_as_before(change: Callable[[Tensor], Tensor], number: int) -> None:
+def test_a_model_that_cannot_be_captured_is_as_before(
+    change: Callable[[Tensor], Tensor], number: int
+) -> None:
     model = Recording(at(number, change))
     freeze([model.last])
     before = snapshot(model)
@@ -411,10 +528,16 @@ def test_a_model_that_cannot_be_captured_is_as_before(change: Callable[[Tensor],
 
 
 def test_hooks_for_the_check_are_gone_afterwards() -> None:
-    seen = len(torch.nn.modules.module._global_forward_pre_hooks), len(torch.nn.modules.module._global_forward_hooks)
+    seen = (
+        len(torch.nn.modules.module._global_forward_pre_hooks),
+        len(torch.nn.modules.module._global_forward_hooks),
+    )
     apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
     capture(stack(), (X,))
-    assert seen == (len(torch.nn.modules.module._global_forward_pre_hooks), len(torch.nn.modules.module._global_forward_hooks))
+    assert seen == (
+        len(torch.nn.modules.module._global_forward_pre_hooks),
+        len(torch.nn.modules.module._global_forward_hooks),
+    )
     assert torch.autograd.Function.__dict__["apply"] is apply and Tensor.register_hook is hook
     assert not torch.compiler.is_compiling()
     assert gc.isenabled()
@@ -435,8 +558,15 @@ def test_a_model_that_is_itself_a_list_is_folded() -> None:
 
 def lists(**kinds: str) -> nn.Module:
     """Lists of linears, a letter for each; equal letters are equal layers."""
-    layers = {letter: number + 1 for number, letter in enumerate(sorted(set("".join(kinds.values()))))}
-    return nn.ModuleDict({name: nn.ModuleList(nn.Linear(2, layers[letter]) for letter in word) for name, word in kinds.items()})
+    layers = {
+        letter: number + 1 for number, letter in enumerate(sorted(set("".join(kinds.values()))))
+    }
+    return nn.ModuleDict(
+        {
+            name: nn.ModuleList(nn.Linear(2, layers[letter]) for letter in word)
+            for name, word in kinds.items()
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -454,7 +584,9 @@ def lists(**kinds: str) -> nn.Module:
 )
 def test_runs_are_found_with_their_period(word: str, runs: list[tuple[int, int, int]]) -> None:
     found, reason = find_runs(lists(layers=word))
-    assert [(int(run.layers[0].rpartition(".")[2]), run.period, run.num_units) for run in found] == runs
+    assert [
+        (int(run.layers[0].rpartition(".")[2]), run.period, run.num_units) for run in found
+    ] == runs
     assert bool(reason) == (not runs)
 
 

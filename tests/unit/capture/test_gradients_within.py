@@ -1,4 +1,5 @@
-"""Gradients that forward takes itself, as penalties and equations of physics do: backward goes through them."""
+"""Gradients that forward takes itself, as penalties and equations of physics do: backward goes
+through them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from autopar.constraints import fsdp
 from autopar.errors import CaptureError
 
 MESH = autopar.Mesh({"data": 2})
-of_tensors = pytest.mark.skipif(torch.__version__ < (2, 13), reason="no gradient of what forward computes")
+of_tensors = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="no gradient of what forward computes"
+)
 
 
 class Net(nn.Module):
@@ -23,7 +26,9 @@ class Net(nn.Module):
 
     def __init__(self, loss: Callable[[nn.Module, Tensor], Any], num_layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(num_layers)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(num_layers))
+        )
         self.head, self.loss = nn.Linear(4, 1), loss
 
     def score(self, x: Tensor) -> Tensor:
@@ -37,7 +42,9 @@ class Net(nn.Module):
 def _penalty(net: Any, x: Tensor) -> Tensor:
     between = (0.3 * x + 0.7 * x.flip(1)).requires_grad_(True)
     score = net.score(between)
-    (gradient,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True, retain_graph=True)
+    (gradient,) = torch.autograd.grad(
+        score, between, torch.ones_like(score), create_graph=True, retain_graph=True
+    )
     penalty: Tensor = (gradient.norm(2, dim=1) - 1).square().mean() - net.score(x).mean()
     return penalty
 
@@ -53,7 +60,13 @@ def _equation(net: Any, x: Tensor) -> Tensor:
 
 def _unused(net: Any, x: Tensor) -> Tensor:
     read, other = x.detach().requires_grad_(True), x.detach().requires_grad_(True)
-    given = torch.autograd.grad(net.score(read).sum(), (read, other), create_graph=True, allow_unused=True, materialize_grads=True)
+    given = torch.autograd.grad(
+        net.score(read).sum(),
+        (read, other),
+        create_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return (given[0].square() + given[1]).mean()
 
 
@@ -65,7 +78,9 @@ def _made_here(net: Any, x: Tensor) -> Tensor:
 
 
 def _of_parameters(net: Any, x: Tensor) -> Tensor:
-    gradients = torch.autograd.grad(net.score(x).square().mean(), list(net.head.parameters()), create_graph=True)
+    gradients = torch.autograd.grad(
+        net.score(x).square().mean(), list(net.head.parameters()), create_graph=True
+    )
     return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
 
 
@@ -95,19 +110,32 @@ def _twice(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "loss", [_of_parameters, *(pytest.param(each, marks=of_tensors) for each in (_penalty, _equation, _unused, _forces, _made_here))]
+    "loss",
+    [
+        _of_parameters,
+        *(
+            pytest.param(each, marks=of_tensors)
+            for each in (_penalty, _equation, _unused, _forces, _made_here)
+        ),
+    ],
 )
-def test_backward_goes_through_the_gradients_that_forward_takes(loss: Callable[[nn.Module, Tensor], Any]) -> None:
+def test_backward_goes_through_the_gradients_that_forward_takes(
+    loss: Callable[[nn.Module, Tensor], Any],
+) -> None:
     torch.manual_seed(0)
     model, batch = Net(loss).double(), (torch.randn(4, 4, dtype=torch.float64),)
-    report = autopar.verify(autopar.plan(model, MESH, example_inputs=batch, constraints=[fsdp()]), model, batch)
+    report = autopar.verify(
+        autopar.plan(model, MESH, example_inputs=batch, constraints=[fsdp()]), model, batch
+    )
     assert report.ok, report
 
 
 @of_tensors
 def test_they_are_there_in_inference_too() -> None:
     model, batch = Net(_forces).double(), (torch.randn(4, 4, dtype=torch.float64),)
-    report = autopar.verify(autopar.plan(model, MESH, example_inputs=batch, inference=True), model, batch)
+    report = autopar.verify(
+        autopar.plan(model, MESH, example_inputs=batch, inference=True), model, batch
+    )
     assert report.ok, report
 
 
@@ -115,7 +143,12 @@ def test_they_are_there_in_inference_too() -> None:
 @pytest.mark.parametrize(
     ("loss", "complaint", "line", "remedy"),
     [
-        (_backward, "Tensor.backward", "net.score(x).mean().backward()", "torch.autograd.grad(..., create_graph=True)"),
+        (
+            _backward,
+            "Tensor.backward",
+            "net.score(x).mean().backward()",
+            "torch.autograd.grad(..., create_graph=True)",
+        ),
         (_of_the_input, "requires_grad_", "x.requires_grad_(True)", "x.detach().requires_grad_()"),
         (_twice, "autograd.grad consumed", "torch.autograd.grad(score", "create_graph=True"),
     ],

@@ -1,4 +1,5 @@
-"""Inputs that describe the structure of a batch: where forward reads them, the graph is for what the batch holds; data are not read."""
+"""Inputs that describe the structure of a batch: where forward reads them, the graph is for what
+the batch holds; data are not read."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def numbers(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
 
 
 def batch(sizes: list[list[int]] = SIZES) -> tuple[Tensor, Tensor]:
-    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.tensor(sizes)
+    return torch.randn(
+        12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ), torch.tensor(sizes)
 
 
 def net(does: Callable[..., Tensor], num_layers: int = 1) -> Net:
@@ -74,7 +77,13 @@ def net(does: Callable[..., Tensor], num_layers: int = 1) -> Net:
 @pytest.mark.parametrize("does", [splits, splits_by_tensors, branches, numbers])
 def test_shapes_and_branches_may_follow_from_rows_of_sizes(does: Callable[..., Tensor]) -> None:
     model = net(does)
-    plan = autopar.plan(model, 2, example_inputs=batch(), hardware="cpu-gloo", constraints=[autopar.constraints.fsdp()])
+    plan = autopar.plan(
+        model,
+        2,
+        example_inputs=batch(),
+        hardware="cpu-gloo",
+        constraints=[autopar.constraints.fsdp()],
+    )
     assert autopar.verify(plan, model, batch()).ok
 
 
@@ -101,12 +110,18 @@ def test_a_plan_is_for_its_sizes_though_the_graph_be_the_same() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [torch.tensor([[4.0, 8.0]]), torch.tensor([[4, 8, 1, 1, 1]] * 3), torch.tensor([[4, 8]], device="meta")],
+    [
+        torch.tensor([[4.0, 8.0]]),
+        torch.tensor([[4, 8, 1, 1, 1]] * 3),
+        torch.tensor([[4, 8]], device="meta"),
+    ],
     ids=["floats", "tokens", "without values"],
 )
 def test_of_other_inputs_nothing_is_known(sizes: Tensor) -> None:
     def splits_first(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
-        return torch.stack([part.std() for part in layers[0].linear(x).split(sizes.reshape(-1)[:2].int().tolist())]).sum()
+        return torch.stack(
+            [part.std() for part in layers[0].linear(x).split(sizes.reshape(-1)[:2].int().tolist())]
+        ).sum()
 
     with pytest.raises(CaptureError, match="reads the value"):
         capture(net(splits_first), (batch()[0], sizes))
@@ -125,7 +140,10 @@ def test_what_masks_of_data_pick_is_not_read() -> None:
         return layers[0].linear(x)[sizes[:, 0] > 1].cumsum(0).sum()
 
     with pytest.raises(CaptureError, match="shape of a result"):
-        capture(net(picks), (torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 5, dtype=torch.int64)))
+        capture(
+            net(picks),
+            (torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 5, dtype=torch.int64)),
+        )
 
 
 def test_sizes_that_nothing_follows_from_stay_data() -> None:
@@ -147,6 +165,8 @@ def test_a_refusal_tells_which_inputs_the_values_follow_from() -> None:
         y = layers[0].linear(x)
         return y * 2 if (sizes > 3).any() else y
 
-    with pytest.raises(CaptureError, match="branching; it follows from the values of 'sizes' alone") as refused:
+    with pytest.raises(
+        CaptureError, match="branching; it follows from the values of 'sizes' alone"
+    ) as refused:
         capture(net(reads_tokens), (batch()[0], torch.arange(15).view(3, 5)))
     assert refused.value.remedy.endswith("or pass in what forward makes of 'sizes' there")

@@ -1,4 +1,5 @@
-"""Values that forward makes of plain numbers are known where it reads them; all others are refused, or stay tensors."""
+"""Values that forward makes of plain numbers are known where it reads them; all others are
+refused, or stay tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar.capture import capture
-from autopar.capture._torch import constants, python
+from autopar.capture.dynamo import constants, python_forms
 from autopar.errors import CaptureError
 
 SIZES = [1, 2, 3]
@@ -78,12 +79,29 @@ def writes_to_what_it_picked(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "does", [splits, orders_by_windows, counts_in_place, branches, changes_what_it_picked, repeats, writes_to_what_it_picked]
+    "does",
+    [
+        splits,
+        orders_by_windows,
+        counts_in_place,
+        branches,
+        changes_what_it_picked,
+        repeats,
+        writes_to_what_it_picked,
+    ],
 )
-def test_shapes_and_branches_may_follow_from_numbers_that_forward_makes_a_tensor_of(does: Callable[..., Tensor]) -> None:
+def test_shapes_and_branches_may_follow_from_numbers_that_forward_makes_a_tensor_of(
+    does: Callable[..., Tensor],
+) -> None:
     torch.manual_seed(0)
     model, batch = Net(does).double(), (torch.randn(6, 4, dtype=torch.float64), SIZES)
-    plan = autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo", constraints=[autopar.constraints.fsdp()])
+    plan = autopar.plan(
+        model,
+        2,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=[autopar.constraints.fsdp()],
+    )
     assert autopar.verify(plan, model, batch).ok
 
 
@@ -130,13 +148,15 @@ class Doubling(TorchFunctionMode):
 MODE = Doubling()
 
 
-def test_operators_within_a_mode_of_functions_are_captured_the_first_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_within_a_mode_of_functions_are_captured_the_first_time_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def under_a_mode(x: Tensor, sizes: Sequence[int]) -> Tensor:
         with MODE:
             return (torch.tanh(x) * (x >= 0)).sum()
 
-    monkeypatch.setattr(python.builtin, "BUILTIN_TO_TENSOR_FN_MAP", {})
-    monkeypatch.setattr(python.builtin, "BUILTIN_TO_TENSOR_RFN_MAP", {})
+    monkeypatch.setattr(python_forms.builtin, "BUILTIN_TO_TENSOR_FN_MAP", {})
+    monkeypatch.setattr(python_forms.builtin, "BUILTIN_TO_TENSOR_RFN_MAP", {})
     torch._dynamo.reset()
     model, batch = Net(under_a_mode), (torch.randn(6, 4), SIZES)
     plan = autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo")

@@ -1,4 +1,5 @@
-"""Likelihoods that are no cross entropy over the last dim: in pieces, equal to torch's, ignored labels and class weights included."""
+"""Likelihoods that are no cross entropy over the last dim: in pieces, equal to torch's, ignored
+labels and class weights included."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from autopar.capture import capture, execute
 
 aten = torch.ops.aten
 WHOLE = {
-    aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
-}  # fmt: skip
+    aten.nll_loss_forward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_backward.default,
+}
 
 
 Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -37,7 +41,9 @@ def check(shape: tuple[int, ...], labels: Tensor, loss: Loss, weight: Tensor | N
     model = Model(shape, loss, weight)
     trace = capture(model, (labels,), {})
     assert not WHOLE & {node.target for node in trace.graph.nodes}
-    outputs, gradients = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), [labels])[:2]
+    outputs, gradients = execute(
+        trace, dict(model.named_parameters()), dict(model.named_buffers()), [labels]
+    )[:2]
     expected = model(labels)
     expected.backward()
     torch.testing.assert_close(outputs[0], expected.detach(), equal_nan=True)
@@ -51,21 +57,39 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.25], dtype=torch.float64)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_a_class_per_pixel(reduction: str, weight: Tensor | None) -> None:
-    check((2, 5, 2, 3), PIXELS, lambda x, y, w: F.cross_entropy(x, y, w, reduction=reduction), weight)
+    check(
+        (2, 5, 2, 3), PIXELS, lambda x, y, w: F.cross_entropy(x, y, w, reduction=reduction), weight
+    )
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_label_smoothing(weight: Tensor | None) -> None:
-    check((4, 5), torch.tensor([0, 3, -100, 4]), lambda x, y, w: F.cross_entropy(x, y, w, label_smoothing=0.1), weight)
+    check(
+        (4, 5),
+        torch.tensor([0, 3, -100, 4]),
+        lambda x, y, w: F.cross_entropy(x, y, w, label_smoothing=0.1),
+        weight,
+    )
 
 
 def test_losses_one_by_one() -> None:
-    check((2, 5, 2, 3), PIXELS, lambda x, y, _: (F.cross_entropy(x, y, reduction="none") * torch.arange(3.0).double()).sum())
+    check(
+        (2, 5, 2, 3),
+        PIXELS,
+        lambda x, y, _: (
+            F.cross_entropy(x, y, reduction="none") * torch.arange(3.0).double()
+        ).sum(),
+    )
 
 
 def test_an_ignored_row_may_hold_an_impossible_class() -> None:
     impossible = torch.tensor([[0.0, 0, 0], [-torch.inf, 0, 0]], dtype=torch.float64)
-    check((2, 3), torch.tensor([1, -100]), lambda x, y, w: F.nll_loss(x.log_softmax(1) + w, y), impossible)
+    check(
+        (2, 3),
+        torch.tensor([1, -100]),
+        lambda x, y, w: F.nll_loss(x.log_softmax(1) + w, y),
+        impossible,
+    )
 
 
 def test_no_label_at_all_gives_torchs_nan_and_gradient() -> None:
@@ -73,9 +97,14 @@ def test_no_label_at_all_gives_torchs_nan_and_gradient() -> None:
 
 
 def test_labels_that_count_are_counted_in_the_dtype_of_the_sum_at_once() -> None:
-    """In bfloat16 there may be more of them than it has numbers, and a second cast would be a kernel for nothing."""
+    """In bfloat16 there may be more of them than it has numbers, and a second cast would be a
+    kernel for nothing."""
     model = Model((2, 5, 2, 3), lambda x, y, _: F.cross_entropy(x.to(torch.bfloat16), y), None)
-    nodes = [node for node in capture(model, (PIXELS,), {}).graph.nodes if node.target is aten._to_copy.default]
+    nodes = [
+        node
+        for node in capture(model, (PIXELS,), {}).graph.nodes
+        if node.target is aten._to_copy.default
+    ]
     counted = [node for node in nodes if node.args[0].meta["val"].dtype == torch.bool]
     assert [node.meta["val"].dtype for node in counted] == [torch.float32]
     assert not any(node.target is aten._to_copy.default for cast in counted for node in cast.users)

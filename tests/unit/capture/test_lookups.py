@@ -1,4 +1,5 @@
-"""Bags, masked rows and parts put together again: the graph computes what the model computes, without the ops that make a dim whole."""
+"""Bags, masked rows and parts put together again: the graph computes what the model computes,
+without the ops that make a dim whole."""
 
 from __future__ import annotations
 
@@ -33,9 +34,15 @@ def captured(step: Callable[..., Tensor], **replaced: Tensor) -> Trace:
     """The trace, after its outputs and gradient were found equal to the model's."""
     torch.manual_seed(0)
     model = Model(step)
-    batch = {"x": torch.randn(4, 3, 6, dtype=torch.float64), "ids": torch.randint(0, 12, (4, 3)), **replaced}
+    batch = {
+        "x": torch.randn(4, 3, 6, dtype=torch.float64),
+        "ids": torch.randint(0, 12, (4, 3)),
+        **replaced,
+    }
     trace = capture(model, (), batch)
-    outputs, gradients = execute(trace, dict(model.named_parameters()), {}, [batch[entry.path] for entry in trace.inputs])[:2]
+    outputs, gradients = execute(
+        trace, dict(model.named_parameters()), {}, [batch[entry.path] for entry in trace.inputs]
+    )[:2]
     loss = model(**batch)
     loss.backward()
     torch.testing.assert_close(outputs[0], loss.detach())
@@ -49,18 +56,28 @@ def targets(trace: Trace) -> set[Any]:
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags_of_equal_length_are_lookups_that_are_pooled(mode: str) -> None:
-    found = targets(captured(lambda table, x, ids: F.embedding_bag(ids, table, mode=mode) * x[:, 0]))
+    found = targets(
+        captured(lambda table, x, ids: F.embedding_bag(ids, table, mode=mode) * x[:, 0])
+    )
     assert {ops.embedding, ops.embedding_backward} <= found
     assert not {aten._embedding_bag.default, aten._embedding_bag_backward.default} & found
 
 
-@pytest.mark.parametrize("settings", [{"mode": "max"}, {"padding_idx": 3}, {"mode": "sum", "scale_grad_by_freq": True}])
+@pytest.mark.parametrize(
+    "settings", [{"mode": "max"}, {"padding_idx": 3}, {"mode": "sum", "scale_grad_by_freq": True}]
+)
 def test_other_bags_stay(settings: dict[str, Any]) -> None:
-    assert aten._embedding_bag.default in targets(captured(lambda table, x, ids: F.embedding_bag(ids, table, **settings) * x[:, 0]))
+    assert aten._embedding_bag.default in targets(
+        captured(lambda table, x, ids: F.embedding_bag(ids, table, **settings) * x[:, 0])
+    )
 
 
 def test_bags_that_begin_where_the_batch_says_stay() -> None:
-    trace = captured(lambda table, x, ids: F.embedding_bag(ids.flatten(), table, x.abs().long()[:, 0, 0].cumsum(0) * 0, mode="sum"))
+    trace = captured(
+        lambda table, x, ids: F.embedding_bag(
+            ids.flatten(), table, x.abs().long()[:, 0, 0].cumsum(0) * 0, mode="sum"
+        )
+    )
     assert aten._embedding_bag.default in targets(trace)
 
 
@@ -80,7 +97,13 @@ def test_elements_scattered_one_by_one_stay() -> None:
     assert aten.masked_scatter.default in targets(trace)
 
 
-_PARTS = {aten.select.int, aten.select_backward.default, aten.unbind.int, aten.cat.default, aten.stack.default}
+_PARTS = {
+    aten.select.int,
+    aten.select_backward.default,
+    aten.unbind.int,
+    aten.cat.default,
+    aten.stack.default,
+}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +121,9 @@ def test_a_tensor_taken_apart_and_put_together_is_itself(loop: Callable[[Tensor]
 
 
 def test_slices_stacked_are_a_view() -> None:
-    assert aten.stack.default not in targets(captured(lambda table, x, ids: torch.stack([(y := table[:4, None] * x)[:2], y[2:]]) * 3))
+    assert aten.stack.default not in targets(
+        captured(lambda table, x, ids: torch.stack([(y := table[:4, None] * x)[:2], y[2:]]) * 3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,17 +142,25 @@ def test_parts_in_another_order_or_number_stay_parts(loop: Callable[[Tensor], Te
 
 
 def test_strides_that_read_a_contiguous_tensor_in_order_are_a_view() -> None:
-    found = targets(captured(lambda table, x, ids: (table * 2).as_strided((6, 12), (12, 1)) * x.sum()))
+    found = targets(
+        captured(lambda table, x, ids: (table * 2).as_strided((6, 12), (12, 1)) * x.sum())
+    )
     assert aten.as_strided.default not in found and aten.view.default in found
 
 
-@pytest.mark.parametrize(("size", "stride"), [((6, 12), (1, 6)), ((6, 6), (6, 1)), ((10, 6), (6, 1))])
+@pytest.mark.parametrize(
+    ("size", "stride"), [((6, 12), (1, 6)), ((6, 6), (6, 1)), ((10, 6), (6, 1))]
+)
 def test_other_strides_stay(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     trace = captured(lambda table, x, ids: (table * 2).as_strided(size, stride) * x.sum())
     assert aten.as_strided.default in targets(trace)
 
 
 def test_bags_of_forward_alone_are_lookups_too() -> None:
-    trace = capture(nn.EmbeddingBag(10, 4, mode="sum"), (torch.tensor([[1, 2, 3], [0, 9, 9]]),), inference=True)
+    trace = capture(
+        nn.EmbeddingBag(10, 4, mode="sum"), (torch.tensor([[1, 2, 3], [0, 9, 9]]),), inference=True
+    )
     targets = {node.target for node in trace.graph.nodes}
-    assert ops.embedding in targets and not any("embedding_bag" in str(target) for target in targets)
+    assert ops.embedding in targets and not any(
+        "embedding_bag" in str(target) for target in targets
+    )

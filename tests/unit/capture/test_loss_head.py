@@ -1,4 +1,5 @@
-"""A trace whose loss goes by rows computes what the trace does; what cannot go by rows is told why."""
+"""A trace whose loss goes by rows computes what the trace does; what cannot go by rows is told
+why."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from torch.nn import functional
 
 from autopar import ops
 from autopar.capture import Trace, capture
+from autopar.capture.chunked_loss import heads_of, loss_alone, loss_by_rows
 from autopar.capture.execute import execute
 from autopar.capture.graphs import calls
-from autopar.capture.loss_head import heads_of, loss_alone, loss_by_rows
 from autopar.errors import CaptureError
 
 VOCABULARY, WIDTH = 24, 8
@@ -24,7 +25,13 @@ VOCABULARY, WIDTH = 24, 8
 class Head(nn.Module):
     """A table of rows, a linear layer, and a loss of their logits."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], *, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
@@ -50,8 +57,16 @@ def tokens() -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def results(trace: Trace, model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None = torch.float64) -> Any:
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+def results(
+    trace: Trace,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    dtype: torch.dtype | None = torch.float64,
+) -> Any:
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers()),
+    }
     inputs = [batch[i.path] for i in trace.inputs]
     tangent = torch.tensor(3.0, dtype=dtype or trace.outputs[0].dtype)
     return execute(trace, tensors, tensors, inputs, tangent, dtype=dtype)
@@ -66,7 +81,9 @@ def test_loss_and_gradients_by_rows_are_those_at_once(kind: str, rows: int) -> N
         assert not heads_of(whole)[0]
         return
     by_rows = loss_by_rows(whole, rows)
-    assert len(calls(by_rows.graph, ops.linear_cross_entropy)) == 1 and not calls(by_rows.graph, ops.sum_exp, ops.cross_entropy_backward)
+    assert len(calls(by_rows.graph, ops.linear_cross_entropy)) == 1 and not calls(
+        by_rows.graph, ops.sum_exp, ops.cross_entropy_backward
+    )
     (loss,), gradients, _ = results(whole, model, batch)
     (ours,), mine, _ = results(by_rows, model, batch)
     torch.testing.assert_close(ours, loss, rtol=1e-13, atol=0)
@@ -85,8 +102,13 @@ WIDENED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", WIDENED)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
-def test_reductions_and_dtypes(reduction: str, how: str, dtype: torch.dtype, tolerance: float) -> None:
-    model = Head(lambda x, y: functional.cross_entropy(WIDENED[how](x), y.flatten(), reduction=reduction), dtype=dtype)
+def test_reductions_and_dtypes(
+    reduction: str, how: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = Head(
+        lambda x, y: functional.cross_entropy(WIDENED[how](x), y.flatten(), reduction=reduction),
+        dtype=dtype,
+    )
     batch = tokens()
     whole = traced(model, batch)
     (loss,), gradients, _ = results(whole, model, batch, None)
@@ -94,7 +116,9 @@ def test_reductions_and_dtypes(reduction: str, how: str, dtype: torch.dtype, tol
     torch.testing.assert_close(ours, loss, rtol=tolerance, atol=0)
     for name, gradient in gradients.items():
         assert mine[name].dtype == dtype
-        torch.testing.assert_close(mine[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            mine[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
+        )
 
 
 def test_the_trace_itself_stays_as_it_was() -> None:
@@ -111,23 +135,38 @@ def test_the_loss_alone_leaves_none_for_other_outputs() -> None:
     model, batch = zoo_small.gpt2()
     trace = traced(model, batch)
     alone = loss_alone(trace)
-    assert [o.path for o in trace.outputs] == ["loss", "logits"] and [o.path for o in alone.outputs] == ["loss"]
+    assert [o.path for o in trace.outputs] == ["loss", "logits"] and [
+        o.path for o in alone.outputs
+    ] == ["loss"]
     assert set(alone.constants.values()) == {None} and loss_alone(alone) is alone
     (loss, _), gradients, _ = results(trace, model, batch)
     (ours,), mine, _ = results(alone, model, batch)
-    assert torch.equal(ours, loss) and all(torch.equal(mine[name], g) for name, g in gradients.items())
+    assert torch.equal(ours, loss) and all(
+        torch.equal(mine[name], g) for name, g in gradients.items()
+    )
 
 
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a bias": (Head(plain, bias=True), "the linear layer that makes the logits of head has a bias"),
-    "capped logits": (Head(lambda x, y: plain(30 * torch.tanh(x / 30), y)), "not by a linear layer alone"),
+    "capped logits": (
+        Head(lambda x, y: plain(30 * torch.tanh(x / 30), y)),
+        "not by a linear layer alone",
+    ),
     "weights of rows": (
-        Head(lambda x, y: (functional.cross_entropy(x.flatten(0, -2), y.flatten(), reduction="none") * torch.arange(10.0)).mean()),
+        Head(
+            lambda x, y: (
+                functional.cross_entropy(x.flatten(0, -2), y.flatten(), reduction="none")
+                * torch.arange(10.0)
+            ).mean()
+        ),
         "",  # torch spells it without the pieces
     ),
     "float16": (Head(plain, dtype=torch.float16), "could overflow"),
     "a second reader": (Head(lambda x, y: plain(x, y) + 1e-3 * x.square().mean()), "also read by"),
-    "a penalty of the normalizer": (Head(lambda x, y: plain(x, y) + 1e-3 * x.logsumexp(-1).square().mean()), "also read by"),
+    "a penalty of the normalizer": (
+        Head(lambda x, y: plain(x, y) + 1e-3 * x.logsumexp(-1).square().mean()),
+        "also read by",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""The normal form of the four model families: it computes what the model computes, and nothing is flattened in it."""
+"""The normal form of the four model families: it computes what the model computes, and nothing
+is flattened in it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ ZOO = _zoo()
 
 
 @lru_cache
-def _captured(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor], Trace]:
+def _captured(
+    family: str, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, dict[str, Tensor], Trace]:
     model, batch = getattr(ZOO, family)(dtype=dtype)
     return model, batch, capture(model, (), batch)
 
@@ -43,25 +46,39 @@ def _max_rel(got: Tensor, want: Tensor, floor: float) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    # The families cast to float32 in norms or the loss even in a double model, but for BERT and ViT.
+    # The families cast to float32 in norms or the loss even in a double model, but for BERT and
+    # ViT.
     ("dtype", "tolerance", "exact"),
     [(torch.float32, 1e-5, 1e-5), (torch.float64, 2e-6, 1e-9), (torch.bfloat16, 4e-2, 4e-2)],
     ids=["float32", "float64", "bfloat16"],
 )
-def test_loss_outputs_and_every_gradient_equal_the_models(family: str, dtype: torch.dtype, tolerance: float, exact: float) -> None:
+def test_loss_outputs_and_every_gradient_equal_the_models(
+    family: str, dtype: torch.dtype, tolerance: float, exact: float
+) -> None:
     model, batch, trace = _captured(family, dtype)
     limit = exact if family in ("bert", "vit") else tolerance
     model.zero_grad()
     expected = model(**batch)
     expected.loss.backward()
     inputs = [batch[entry.path] for entry in trace.inputs]
-    outputs, gradients, _ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+    outputs, gradients, _ = execute(
+        trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs
+    )
     for entry, output in zip(trace.outputs, outputs, strict=True):
         assert _max_rel(output, expected[entry.path].detach(), 1e-6) < limit, entry.path
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    wanted = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert set(gradients) == set(wanted)
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    for name, gradient in gradients.items():  # key biases have a true gradient of zero: the floor is relative to the largest
+    for (
+        name,
+        gradient,
+    ) in (
+        gradients.items()
+    ):  # key biases have a true gradient of zero: the floor is relative to the largest
         assert gradient.shape == wanted[name].shape and gradient.dtype == wanted[name].dtype
         assert _max_rel(gradient, wanted[name], 1e-2 * largest) < limit, name
 
@@ -78,14 +95,39 @@ def test_no_view_merges_batch_and_sequence(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_ops_of_the_normal_form_are_left(family: str) -> None:
     _, _, trace = _captured(family, torch.bfloat16)
-    gone = {aten.mm, aten.addmm, aten.bmm, aten.t, aten._unsafe_view, aten.reshape, aten.detach, aten.alias, aten.embedding}
-    gone |= {aten._log_softmax, aten.nll_loss_forward, aten.nll_loss_backward, aten._scaled_dot_product_flash_attention_for_cpu, aten.split}
+    gone = {
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.t,
+        aten._unsafe_view,
+        aten.reshape,
+        aten.detach,
+        aten.alias,
+        aten.embedding,
+    }
+    gone |= {
+        aten._log_softmax,
+        aten.nll_loss_forward,
+        aten.nll_loss_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten.split,
+    }
     left = {getattr(node.target, "overloadpacket", node.target) for node in trace.graph.nodes}
     assert not left & gone
-    assert {ops.dot, ops.attention, ops.attention_backward, ops.sum_exp, ops.pick, ops.cross_entropy_backward} <= left
+    assert {
+        ops.dot,
+        ops.attention,
+        ops.attention_backward,
+        ops.sum_exp,
+        ops.pick,
+        ops.cross_entropy_backward,
+    } <= left
     for node in trace.graph.nodes:
         if node.target in (aten.view.default, aten.expand.default):
-            assert all(isinstance(size, int) and size >= 0 for size in node.args[1]), node.meta["key"]
+            assert all(isinstance(size, int) and size >= 0 for size in node.args[1]), node.meta[
+                "key"
+            ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,20 +137,34 @@ def test_weight_gradients_come_in_the_parameters_orientation(family: str) -> Non
     for entry in trace.parameters:
         if entry.gradient is not None:
             assert tuple(results[entry.gradient].meta["val"].shape) == entry.view
-            assert results[entry.gradient].target not in (aten.transpose.int, aten.view.default), entry.name
+            assert results[entry.gradient].target not in (aten.transpose.int, aten.view.default), (
+                entry.name
+            )
 
 
 def test_gpt2_fused_projections_are_seen_by_their_parts() -> None:
     _, _, trace = _captured("gpt2")
-    views = {entry.name: (entry.shape, entry.view) for entry in trace.parameters if entry.shape != entry.view}
+    views = {
+        entry.name: (entry.shape, entry.view)
+        for entry in trace.parameters
+        if entry.shape != entry.view
+    }
     assert views == {
         f"transformer.h.{layer}.attn.c_attn.{name}": shapes
         for layer in range(2)
         for name, shapes in (("weight", ((32, 96), (32, 3, 32))), ("bias", ((96,), (3, 32))))
     }
-    equations = [node.args[0] for node in trace.graph.nodes if node.target is ops.dot and "h.0.attn.c_attn" in node.meta["module"]]
-    assert [len(term) for equation in equations for term in equation.replace("->", ",").split(",")] == [3, 3, 4, 4, 3, 3, 3, 4, 3]
-    assert not any(node.target in (aten.split.Tensor, aten.cat.default) for node in trace.graph.nodes)
+    equations = [
+        node.args[0]
+        for node in trace.graph.nodes
+        if node.target is ops.dot and "h.0.attn.c_attn" in node.meta["module"]
+    ]
+    assert [
+        len(term) for equation in equations for term in equation.replace("->", ",").split(",")
+    ] == [3, 3, 4, 4, 3, 3, 3, 4, 3]
+    assert not any(
+        node.target in (aten.split.Tensor, aten.cat.default) for node in trace.graph.nodes
+    )
 
 
 def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its_parts() -> None:
@@ -123,7 +179,9 @@ def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its
 
     model, x = GateUp().double(), torch.randn(2, 3, 6).double()
     trace = capture(model, (x,))
-    assert [(entry.name, entry.view) for entry in trace.parameters if entry.shape != entry.view] == [("gate_up.weight", (2, 8, 6))]
+    assert [
+        (entry.name, entry.view) for entry in trace.parameters if entry.shape != entry.view
+    ] == [("gate_up.weight", (2, 8, 6))]
     _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     torch.testing.assert_close(gradients["gate_up.weight"], model.gate_up.weight.grad)
@@ -153,11 +211,16 @@ class Sliced(nn.Module):
     ],
     ids=["in order", "out of order", "overlapping", "twice"],
 )
-def test_slices_that_are_the_parts_of_a_fused_projection_are_its_parts(cuts: tuple[tuple[int, int], ...], bias: bool, seen: bool) -> None:
+def test_slices_that_are_the_parts_of_a_fused_projection_are_its_parts(
+    cuts: tuple[tuple[int, int], ...], bias: bool, seen: bool
+) -> None:
     model, x = Sliced(bias, cuts).double(), torch.randn(2, 3, 6).double()
     trace = capture(model, (x,))
     assert any(entry.shape != entry.view for entry in trace.parameters) == seen
-    assert not any(node.target is aten.slice_backward.default for node in trace.graph.nodes) or not seen
+    assert (
+        not any(node.target is aten.slice_backward.default for node in trace.graph.nodes)
+        or not seen
+    )
     _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     for name, parameter in model.named_parameters():
@@ -212,7 +275,9 @@ def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
     mask[1, :4] = 0
     masked = capture(model, (), {**batch, "attention_mask": mask})
     inputs = [{**batch, "attention_mask": mask}[entry.path] for entry in masked.inputs]
-    outputs, *_ = execute(masked, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+    outputs, *_ = execute(
+        masked, dict(model.named_parameters()), dict(model.named_buffers()), inputs
+    )
     torch.testing.assert_close(outputs[0], model(**batch, attention_mask=mask).loss.detach())
     assert not torch.allclose(outputs[0], model(**batch).loss.detach(), rtol=1e-4)
 
@@ -230,17 +295,33 @@ def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) 
     inner, batch = ZOO.llama(num_layers=1)
     positions = torch.arange(12).remainder(6).expand(4, 12).contiguous()
     model = Outer(inner) if how == "inside a module" else inner
-    named = {"by name": {**batch, "position_ids": positions}, "inside a module": {**batch, "positions": positions}}
-    args, kwargs = ((batch["input_ids"], None, positions), {"labels": batch["labels"]}) if how == "by position" else ((), named[how])
+    named = {
+        "by name": {**batch, "position_ids": positions},
+        "inside a module": {**batch, "positions": positions},
+    }
+    args, kwargs = (
+        ((batch["input_ids"], None, positions), {"labels": batch["labels"]})
+        if how == "by position"
+        else ((), named[how])
+    )
     trace = capture(model, args, kwargs)
     known = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-    outputs, *_ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), [known[entry.path] for entry in trace.inputs])
+    outputs, *_ = execute(
+        trace,
+        dict(model.named_parameters()),
+        dict(model.named_buffers()),
+        [known[entry.path] for entry in trace.inputs],
+    )
     torch.testing.assert_close(outputs[0], inner(**batch, position_ids=positions).loss.detach())
 
 
 def test_a_llama_layer_is_small() -> None:
     _, _, trace = _captured("llama", torch.bfloat16)
-    layers = Counter(".".join(node.meta["module"].split(".")[:3]) for node in trace.graph.nodes if node.op == "call_function")
+    layers = Counter(
+        ".".join(node.meta["module"].split(".")[:3])
+        for node in trace.graph.nodes
+        if node.op == "call_function"
+    )
     assert layers["model.layers.0"] == layers["model.layers.1"] < 150
 
 
@@ -249,7 +330,9 @@ def test_a_model_on_meta_gives_the_same_graph_and_stays_on_meta() -> None:
     real, _ = ZOO.llama()
     model = type(real)(real.config).train().to("meta")
     on_meta = capture(model, (), {name: tensor.to("meta") for name, tensor in batch.items()})
-    assert [node.format_node() for node in on_meta.graph.nodes] == [node.format_node() for node in trace.graph.nodes]
+    assert [node.format_node() for node in on_meta.graph.nodes] == [
+        node.format_node() for node in trace.graph.nodes
+    ]
     assert on_meta.fingerprint == trace.fingerprint
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
@@ -263,9 +346,18 @@ def test_caches_are_off_in_the_graph_and_the_config_is_as_before() -> None:
 
 def test_nodes_carry_the_models_module_paths() -> None:
     model, _, trace = _captured("llama")
-    known = {"", *dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())}
+    known = {
+        "",
+        *dict(model.named_modules()),
+        *dict(model.named_parameters()),
+        *dict(model.named_buffers()),
+    }
     assert {node.meta["module"] for node in trace.graph.nodes} <= known
-    unlabelled = [n for n in trace.graph.nodes if n.target is aten.add.Tensor and n.meta["phase"] == "backward" and not n.meta["module"]]
+    unlabelled = [
+        n
+        for n in trace.graph.nodes
+        if n.target is aten.add.Tensor and n.meta["phase"] == "backward" and not n.meta["module"]
+    ]
     assert not unlabelled
 
 
@@ -286,7 +378,10 @@ class _Gates(nn.Module):
 def test_two_fused_projections_of_one_activation_are_each_seen_by_their_parts() -> None:
     model, x = _Gates().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     trace = capture(model, (x,))
-    assert {e.name for e in trace.parameters if e.view == (2, 4, 8)} == {"left.weight", "right.weight"}
+    assert {e.name for e in trace.parameters if e.view == (2, 4, 8)} == {
+        "left.weight",
+        "right.weight",
+    }
     _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     for name, parameter in model.named_parameters():
@@ -303,7 +398,9 @@ def test_where_every_label_is_ignored_the_loss_is_nan_and_its_gradient_zero_as_i
             return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
     model, batch = Classifier(), (torch.randn(4, 6, 8), torch.full((4, 6), -100))
-    (loss,), gradients, _ = execute(capture(model, batch), dict(model.named_parameters()), {}, batch)
+    (loss,), gradients, _ = execute(
+        capture(model, batch), dict(model.named_parameters()), {}, batch
+    )
     model(*batch).backward()
     assert loss.isnan()
     assert model.head.weight.grad is not None and not model.head.weight.grad.any()

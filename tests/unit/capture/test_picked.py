@@ -1,4 +1,5 @@
-"""Rows that a mask picks: what is computed of them is what the model computes, in loss and gradients, on fixed shapes."""
+"""Rows that a mask picks: what is computed of them is what the model computes, in loss and
+gradients, on fixed shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture import capture
 from autopar.capture.execute import execute
+from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError
-from autopar.mesh import Mesh
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 4, 5, 6, 7
 
@@ -36,7 +37,9 @@ def batch(none: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator)
     mask = torch.rand(SAMPLES, LENGTH, generator=generator) > 0.5
     mask[0, 0] = False
-    labels = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator).masked_fill(~mask, -100)
+    labels = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator).masked_fill(
+        ~mask, -100
+    )
     return x, mask & (not none), labels
 
 
@@ -53,7 +56,8 @@ def put_numbers(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
 
 
 def routed(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """Experts as they are written out: a loop over them, each of which takes the rows that pick it."""
+    """Experts as they are written out: a loop over them, each of which takes the rows that pick
+    it."""
     tokens = x.flatten(0, 1)
     weights, picks = net.up(tokens).softmax(-1).topk(2)
     made = torch.zeros(len(tokens), CLASSES, dtype=x.dtype)
@@ -82,7 +86,10 @@ def mask_made_twice(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor
     hidden = net.up(x).clone()
     hidden[~mask] = net.norm(hidden[~mask])
     hidden[labels == 3] += net.up(x[labels == 3]).tanh()
-    return hidden.square().mean() + (net.up(x)[labels > 2] - net.norm(hidden)[labels > 2]).square().mean()
+    return (
+        hidden.square().mean()
+        + (net.up(x)[labels > 2] - net.norm(hidden)[labels > 2]).square().mean()
+    )
 
 
 def mask_changed_between(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
@@ -107,39 +114,72 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "repeated": repeated,
     "cross entropy": lambda net, x, m, y: F.cross_entropy(net.up(x)[m], y[m]),
     "cross entropy, smoothed and weighted": lambda net, x, m, y: F.cross_entropy(
-        net.up(x)[m], y[m], weight=torch.arange(1.0, CLASSES + 1, dtype=x.dtype), label_smoothing=0.1
+        net.up(x)[m],
+        y[m],
+        weight=torch.arange(1.0, CLASSES + 1, dtype=x.dtype),
+        label_smoothing=0.1,
     ),
-    "cross entropy, summed": lambda net, x, m, y: F.cross_entropy(net.up(x)[m], y[m], reduction="sum") / m.sum(),
+    "cross entropy, summed": lambda net, x, m, y: (
+        F.cross_entropy(net.up(x)[m], y[m], reduction="sum") / m.sum()
+    ),
     "likelihood": lambda net, x, m, y: F.nll_loss(net.up(x)[m].log_softmax(-1), y[m]),
     "squares": lambda net, x, m, y: F.mse_loss(net.back(net.up(x))[m], x[m]),
-    "squares, one number a row": lambda net, x, m, y: F.mse_loss(net.up(x)[m][:, 0], y[m].to(x.dtype), reduction="none").mean(),
-    "divergence": lambda net, x, m, y: F.kl_div(net.up(x)[m].log_softmax(-1), net.table(y[m]).softmax(-1), reduction="batchmean"),
-    "binary": lambda net, x, m, y: F.binary_cross_entropy_with_logits(net.back(net.up(x))[m], (x[m] > 0).to(x.dtype)),
-    "cosines": lambda net, x, m, y: F.cosine_embedding_loss(net.up(x)[m], net.table(y[m]), torch.ones_like(y[m])),
+    "squares, one number a row": lambda net, x, m, y: F.mse_loss(
+        net.up(x)[m][:, 0], y[m].to(x.dtype), reduction="none"
+    ).mean(),
+    "divergence": lambda net, x, m, y: F.kl_div(
+        net.up(x)[m].log_softmax(-1), net.table(y[m]).softmax(-1), reduction="batchmean"
+    ),
+    "binary": lambda net, x, m, y: F.binary_cross_entropy_with_logits(
+        net.back(net.up(x))[m], (x[m] > 0).to(x.dtype)
+    ),
+    "cosines": lambda net, x, m, y: F.cosine_embedding_loss(
+        net.up(x)[m], net.table(y[m]), torch.ones_like(y[m])
+    ),
     "mean": lambda net, x, m, y: net.up(x[m]).square().mean(),
     "mean of rows, then of columns": lambda net, x, m, y: net.up(x[m]).square().mean(0).mean(),
     "columns, then rows": lambda net, x, m, y: net.up(x[m]).square().mean(-1).sum() / m.sum(),
     "number of rows": lambda net, x, m, y: net.up(x[m]).square().sum() / x[m].shape[0],
     "largest": lambda net, x, m, y: net.up(x[m]).max() + net.up(x[m]).amin(0).sum(),
-    "largest label": lambda net, x, m, y: net.up(x).square().mean() * (y[m].max() - y[m].min() + (y[m] > 0).any()),
+    "largest label": lambda net, x, m, y: (
+        net.up(x).square().mean() * (y[m].max() - y[m].min() + (y[m] > 0).any())
+    ),
     "labels": lambda net, x, m, y: net.table(y[m]).square().mean(),
     "flattened": lambda net, x, m, y: F.l1_loss(net.back(net.up(x))[m].flatten(), x[m].flatten()),
-    "heads": lambda net, x, m, y: (lambda h: h.view(h.shape[0], 2, 3) @ h.view(-1, 3, 2))(net.back(net.up(x[m]))).square().mean(),
-    "attention": lambda net, x, m, y: F.scaled_dot_product_attention(*[net.up(x[m.any(1)])] * 3).square().mean(),
+    "heads": lambda net, x, m, y: (
+        (lambda h: h.view(h.shape[0], 2, 3) @ h.view(-1, 3, 2))(net.back(net.up(x[m])))
+        .square()
+        .mean()
+    ),
+    "attention": lambda net, x, m, y: (
+        F.scaled_dot_product_attention(*[net.up(x[m.any(1)])] * 3).square().mean()
+    ),
     "selected": lambda net, x, m, y: net.up(x).masked_select(m[..., None]).square().mean(),
-    "numbers": lambda net, x, m, y: net.up(x.flatten(0, 1)[m.flatten().nonzero().squeeze(1)]).square().mean(),
+    "numbers": lambda net, x, m, y: (
+        net.up(x.flatten(0, 1)[m.flatten().nonzero().squeeze(1)]).square().mean()
+    ),
     "pairs of numbers": lambda net, x, m, y: net.up(x[m.nonzero(as_tuple=True)]).square().mean(),
-    "some columns": lambda net, x, m, y: net.up(x)[m, 1:3].square().mean() + net.up(x)[m][..., :2].square().mean(),
-    "joined": lambda net, x, m, y: net.up(torch.cat([x[m][:, :3], x[m][:, 3:]], -1)).square().mean(),
-    "logarithms of what is positive": lambda net, x, m, y: (lambda h: h[h > 0].log().mean())(net.up(x)),
-    "a linear of logarithms": lambda net, x, m, y: net.up(x.masked_fill(~m[..., None], 0).abs()[m].log()).square().mean(),
-    "roots of what is positive": lambda net, x, m, y: (lambda h: (h[h > 0.5] - 0.5).sqrt().sum())(net.up(x)),
+    "some columns": lambda net, x, m, y: (
+        net.up(x)[m, 1:3].square().mean() + net.up(x)[m][..., :2].square().mean()
+    ),
+    "joined": lambda net, x, m, y: (
+        net.up(torch.cat([x[m][:, :3], x[m][:, 3:]], -1)).square().mean()
+    ),
+    "logarithms of what is positive": lambda net, x, m, y: (lambda h: h[h > 0].log().mean())(
+        net.up(x)
+    ),
+    "a linear of logarithms": lambda net, x, m, y: (
+        net.up(x.masked_fill(~m[..., None], 0).abs()[m].log()).square().mean()
+    ),
+    "roots of what is positive": lambda net, x, m, y: (lambda h: (h[h > 0.5] - 0.5).sqrt().sum())(
+        net.up(x)
+    ),
     "put back": put,
     "put back by numbers": put_numbers,
     "experts": routed,
     "scattered": scattered,
     "apart": normed_apart,
-}  # fmt: skip
+}
 
 
 def compared(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
@@ -159,10 +199,16 @@ def compared(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
 NUMBERS: dict[str, Callable[..., Tensor]] = {
     "a count": lambda net, x, m, y: (net.up(x) * m[..., None]).sum() / m.sum().item(),
     "a share": lambda net, x, m, y: net.up(x).square().mean() * (m.sum().item() / 3 + 1),
-    "a scale": lambda net, x, m, y: net.up(x).square().mean() * float(net.up(x).detach().abs().max()),
-    "a scale with a gradient": lambda net, x, m, y: net.up(x).square().mean() * float(net.up(x).abs().max()),
+    "a scale": lambda net, x, m, y: (
+        net.up(x).square().mean() * float(net.up(x).detach().abs().max())
+    ),
+    "a scale with a gradient": lambda net, x, m, y: (
+        net.up(x).square().mean() * float(net.up(x).abs().max())
+    ),
     "an int": lambda net, x, m, y: net.up(x).square().mean() * (2 - int(m.sum())),
-    "a threshold": lambda net, x, m, y: (net.up(x) * (x.sum(-1, keepdim=True) > x.mean().item())).square().mean(),
+    "a threshold": lambda net, x, m, y: (
+        (net.up(x) * (x.sum(-1, keepdim=True) > x.mean().item())).square().mean()
+    ),
 }
 
 
@@ -177,20 +223,26 @@ def test_what_is_computed_of_picked_rows_is_the_models(way: str) -> None:
     compared(WAYS[way], batch())
 
 
-@pytest.mark.parametrize("way", ["columns, then rows", "cross entropy, summed", "put back", "experts", "labels"])
+@pytest.mark.parametrize(
+    "way", ["columns, then rows", "cross entropy, summed", "put back", "experts", "labels"]
+)
 def test_where_nothing_is_picked_it_is_the_models_too(way: str) -> None:
     x, mask, labels = batch(none=True)
     if way in ("columns, then rows", "cross entropy, summed"):
         compared(lambda net, x, m, y: WAYS[way](net, x, m, y).nan_to_num(), (x, mask, labels))
     elif way == "labels":  # the mean of nothing is no number
         net = Net(WAYS[way])
-        outputs, *_ = execute(capture(net, (x, mask, labels)), dict(net.named_parameters()), {}, (x, mask, labels))
+        outputs, *_ = execute(
+            capture(net, (x, mask, labels)), dict(net.named_parameters()), {}, (x, mask, labels)
+        )
         assert outputs[0].isnan() and net(x, mask, labels).isnan()
     else:
         compared(WAYS[way], (x, mask, labels))
 
 
-@pytest.mark.parametrize("way", ["cross entropy", "mean", "put back", "experts", "logarithms of what is positive"])
+@pytest.mark.parametrize(
+    "way", ["cross entropy", "mean", "put back", "experts", "logarithms of what is positive"]
+)
 def test_every_part_of_a_split_batch_leaves_out_what_was_not_picked(way: str) -> None:
     torch.manual_seed(0)
     net, inputs = Net(WAYS[way]), batch()
@@ -208,10 +260,15 @@ def test_a_batch_may_be_cut_where_no_row_can_do_harm(way: str) -> None:
     assert "2 microbatches" in str(plan) and autopar.verify(plan, net, inputs).ok
 
 
-def test_the_log_says_where_and_how_many_rows_are_computed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_where_and_how_many_rows_are_computed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, logger="autopar"):
         capture(Net(put), batch())
-    assert "hidden[mask] = net.norm" in caplog.text and f"computes all {SAMPLES * LENGTH}," in caplog.text
+    assert (
+        "hidden[mask] = net.norm" in caplog.text
+        and f"computes all {SAMPLES * LENGTH}," in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,13 +281,25 @@ def test_the_log_says_where_and_how_many_rows_are_computed(caplog: pytest.LogCap
         (lambda net, x, m, y: net.up(x[m]).repeat(2, 1).square().mean(), "op repeat"),
         (lambda net, x, m, y: (net.up(x)[m] * net.up(x)[~m]).mean(), "op mul"),
         (lambda net, x, m, y: F.dropout(net.up(x[m]), 0.5).mean(), "op dropout"),
-        (lambda net, x, m, y: net.up(x[m])[net.up(x[m])[:, 0].argsort()][:, 1].mean(), "op argsort"),
+        (
+            lambda net, x, m, y: net.up(x[m])[net.up(x[m])[:, 0].argsort()][:, 1].mean(),
+            "op argsort",
+        ),
         (lambda net, x, m, y: net.up(x[m]).mean() * torch.unique(y).numel(), "op unique"),
         (lambda net, x, m, y: net.up(x)[m], "op getitem"),
-        (lambda net, x, m, y: net.up(x).masked_scatter(~m[..., None], net.up(x)[m]).mean(), "op masked_scatter"),
+        (
+            lambda net, x, m, y: net.up(x).masked_scatter(~m[..., None], net.up(x)[m]).mean(),
+            "op masked_scatter",
+        ),
     ],
 )
-def test_what_does_not_treat_rows_apart_is_refused_with_op_and_line(loss: Callable[..., Tensor], op: str) -> None:
+def test_what_does_not_treat_rows_apart_is_refused_with_op_and_line(
+    loss: Callable[..., Tensor], op: str
+) -> None:
     with pytest.raises(CaptureError, match="depends on the values of a tensor") as refusal:
         capture(Net(loss), batch())
-    assert op in str(refusal.value) and "test_picked.py" in str(refusal.value) and "multiply by a mask" in refusal.value.remedy
+    assert (
+        op in str(refusal.value)
+        and "test_picked.py" in str(refusal.value)
+        and "multiply by a mask" in refusal.value.remedy
+    )

@@ -1,4 +1,5 @@
-"""Look-ups by position: the graph computes what the model computes, by ops that can work on a part of the samples."""
+"""Look-ups by position: the graph computes what the model computes, by ops that can work on a
+part of the samples."""
 
 from __future__ import annotations
 
@@ -33,9 +34,15 @@ def targets(step: Callable[..., Tensor], **replaced: Tensor) -> set[Any]:
     """The ops of the trace, after its outputs and gradients were found equal to the model's."""
     torch.manual_seed(0)
     model = Model(step)
-    batch = {"x": torch.randn(N, S, WIDTH, dtype=torch.float64), "ids": torch.randint(-S, S, (N,)), **replaced}
+    batch = {
+        "x": torch.randn(N, S, WIDTH, dtype=torch.float64),
+        "ids": torch.randint(-S, S, (N,)),
+        **replaced,
+    }
     trace = capture(model, (), batch)
-    outputs, gradients = execute(trace, dict(model.named_parameters()), {}, [batch[entry.path] for entry in trace.inputs])[:2]
+    outputs, gradients = execute(
+        trace, dict(model.named_parameters()), {}, [batch[entry.path] for entry in trace.inputs]
+    )[:2]
     loss = model(**batch)
     loss.backward()
     torch.testing.assert_close(outputs[0], loss.detach())
@@ -66,7 +73,9 @@ def test_places_that_count_from_the_end_and_ids_of_the_batch_stay() -> None:
 PICKS: dict[str, Callable[..., Tensor]] = {
     "a row": lambda table, x, ids: (x * table[:S])[torch.arange(N), ids],
     "an element": lambda table, x, ids: (x * table[:S]).sum(-1)[torch.arange(N), ids],
-    "a matrix": lambda table, x, ids: (x * table[:S]).unsqueeze(-1).expand(N, S, WIDTH, 2).cos()[torch.arange(N), ids],
+    "a matrix": lambda table, x, ids: (
+        (x * table[:S]).unsqueeze(-1).expand(N, S, WIDTH, 2).cos()[torch.arange(N), ids]
+    ),
     "the largest": lambda table, x, ids: (x * table[:S])[torch.arange(N), x.sum(-1).argmax(-1)],
 }
 

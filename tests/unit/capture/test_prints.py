@@ -1,4 +1,5 @@
-"""What forward prints, logs and appends, and functions of its own that get one tensor twice: no reason to refuse a model."""
+"""What forward prints, logs and appends, and functions of its own that get one tensor twice: no
+reason to refuse a model."""
 
 from __future__ import annotations
 
@@ -29,13 +30,19 @@ def prints(y: Tensor) -> Tensor:
     return y
 
 
-def test_what_forward_prints_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_forward_prints_is_left_out_and_said_once(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = capture(Net(prints), (torch.randn(3, 4),))
     assert not capsys.readouterr().out
     assert not any("max" in node.name for node in trace.graph.nodes)
     (record,) = caplog.records
     lines = [prints.__code__.co_firstlineno + 1, prints.__code__.co_firstlineno + 2]
-    assert record.getMessage() == f"forward prints ({', '.join(f'{__file__}:{line}' for line in lines)}), which a compiled call does not"
+    assert (
+        record.getMessage()
+        == f"forward prints ({', '.join(f'{__file__}:{line}' for line in lines)}), which a compiled"
+        " call does not"
+    )
 
 
 class Product(torch.autograd.Function):
@@ -48,13 +55,24 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         a, b, _ = ctx.saved_tensors
-        return grads[0] * b * ctx.scale, 3 * grads[0] * a * ctx.scale, None, grads[0] * 5  # each another, so that none is lost unseen
+        return (
+            grads[0] * b * ctx.scale,
+            3 * grads[0] * a * ctx.scale,
+            None,
+            grads[0] * 5,
+        )  # each another, so that none is lost unseen
 
 
 def test_a_function_of_the_users_own_may_get_one_tensor_several_times() -> None:
     torch.manual_seed(0)
     model, batch = Net(lambda y: Product.apply(y, y, 2.0, y)), (torch.randn(4, 4),)  # type: ignore[no-untyped-call]
-    plan = autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo", constraints=[autopar.constraints.fsdp()])
+    plan = autopar.plan(
+        model,
+        2,
+        example_inputs=batch,
+        hardware="cpu-gloo",
+        constraints=[autopar.constraints.fsdp()],
+    )
     assert autopar.verify(plan, model, batch).ok
 
 

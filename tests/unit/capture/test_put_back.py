@@ -1,4 +1,5 @@
-"""Attributes that forward leaves as it found them, and settings whose class does not give all away, as those of layers that differ do."""
+"""Attributes that forward leaves as it found them, and settings whose class does not give all
+away, as those of layers that differ do."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture._torch import joint
+from autopar.capture.dynamo import joint
 from autopar.capture.execute import execute
 
 
@@ -56,7 +57,9 @@ class Busy(nn.Module):
         return y * 2 if self.busy else y
 
 
-def test_what_forward_puts_back_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_forward_puts_back_is_not_looked_at_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def again(*_: Any) -> None:
         raise AssertionError("captured once more")
 

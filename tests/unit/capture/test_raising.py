@@ -1,4 +1,5 @@
-"""Branches on values that do nothing but raise are left out, as assertions are, and the log names their lines."""
+"""Branches on values that do nothing but raise are left out, as assertions are, and the log
+names their lines."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def likelihood(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("check", "num"), [(largest, 1), (item, 1), (several, 2), (likelihood, 1)])
-def test_what_only_raises_is_left_out_and_named(check: Any, num: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_raises_is_left_out_and_named(
+    check: Any, num: int, caplog: pytest.LogCaptureFixture
+) -> None:
     net, x = Net(check), torch.randn(2, 4)
     with caplog.at_level(logging.WARNING, logger="autopar"):
         trace = capture(net, (x,))

@@ -30,11 +30,17 @@ PARTS: list[tuple[nn.Module, Tensor, str]] = [
     (nn.Embedding(10, 4, max_norm=1.0), torch.tensor([1, 1, 2, 3]), "max_norm=1.0 of Embedding"),
     (nn.BatchNorm1d(4, momentum=None), torch.randn(4, 4), "momentum=None of BatchNorm1d"),
     (nn.Embedding(10, 4, sparse=True), torch.tensor([1, 1, 2, 3]), "sparse=True"),
-    (nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), torch.ones(4, 2, dtype=torch.int64), "sparse=True"),
+    (
+        nn.EmbeddingBag(10, 4, sparse=True, mode="sum"),
+        torch.ones(4, 2, dtype=torch.int64),
+        "sparse=True",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("inner", "batch", "complaint"), PARTS, ids=["max_norm", "momentum", "sparse", "sparse bag"])
+@pytest.mark.parametrize(
+    ("inner", "batch", "complaint"), PARTS, ids=["max_norm", "momentum", "sparse", "sparse bag"]
+)
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_module_that_no_program_runs_is_refused_where_forward_calls_it(
     inner: nn.Module, batch: Tensor, complaint: str, calls: bool
@@ -51,4 +57,6 @@ def test_a_module_that_no_program_runs_is_refused_where_forward_calls_it(
 
 
 def test_in_inference_an_embedding_with_sparse_gradients_is_one_like_others() -> None:
-    assert capture(Net(nn.Embedding(10, 4, sparse=True), True), (torch.arange(4),), inference=True).graph.nodes
+    assert capture(
+        Net(nn.Embedding(10, 4, sparse=True), True), (torch.arange(4),), inference=True
+    ).graph.nodes

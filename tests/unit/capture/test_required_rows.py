@@ -1,4 +1,5 @@
-"""Rows that a mask picks beside as many rows that are given: their number is no question of values."""
+"""Rows that a mask picks beside as many rows that are given: their number is no question of
+values."""
 
 from __future__ import annotations
 
@@ -56,5 +57,10 @@ def test_they_are_computed_as_the_model_computes_them(does: Callable[..., Tensor
     mask[0, 1:4] = mask[2, :2] = mask[3, 5] = True  # six, not as many in each sample
     model: Any = Net(does)
     batch = torch.randn(SAMPLES, LENGTH, WIDTH), mask, torch.randn(6, 2)
-    plan = autopar.plan(model, {"a": 2, "b": 2}, example_inputs=batch, hardware=load_profile("cpu-gloo-frictionless"))
+    plan = autopar.plan(
+        model,
+        {"a": 2, "b": 2},
+        example_inputs=batch,
+        hardware=load_profile("cpu-gloo-frictionless"),
+    )
     assert autopar.verify(plan, model, batch).ok

@@ -13,8 +13,8 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 import autopar
 from autopar import ops
 from autopar.capture import Trace, capture
-from autopar.capture.norms import join_norms
-from autopar.ops import blocks, rms
+from autopar.capture.formulas import join_norms
+from autopar.ops import blocks, norms
 
 WIDTH, EPS = 10, 1e-5
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,9 @@ def t5(x: Tensor, weight: Tensor) -> Tensor:
 
 def gemma(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * (1.0 + weight.float())).type_as(x)
+    return (
+        wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * (1.0 + weight.float())
+    ).type_as(x)
 
 
 def _without_gradient(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,10 +67,16 @@ WRITTEN_OUT: dict[str, Function] = {
     "llama": llama,
     "t5": t5,
     "gemma": gemma,
-    "a method and a square": lambda x, w: x.mul(x.square().mean(dim=-1, keepdim=True).add(EPS).rsqrt()).mul(w),
+    "a method and a square": lambda x, w: x.mul(
+        x.square().mean(dim=-1, keepdim=True).add(EPS).rsqrt()
+    ).mul(w),
     "a product with itself": lambda x, w: w * (torch.rsqrt(EPS + (x * x).mean(1, True)) * x),
-    "divided by a root": lambda x, w: x / torch.sqrt(torch.mean(x**2, dim=[-1], keepdim=True) + EPS) * w,
-    "a power of minus one half": lambda x, w: x * torch.pow(x.pow(2).mean(-1, keepdim=True) + EPS, -0.5) * w,
+    "divided by a root": lambda x, w: (
+        x / torch.sqrt(torch.mean(x**2, dim=[-1], keepdim=True) + EPS) * w
+    ),
+    "a power of minus one half": lambda x, w: (
+        x * torch.pow(x.pow(2).mean(-1, keepdim=True) + EPS, -0.5) * w
+    ),
     "torch's own": lambda x, w: nn.functional.rms_norm(x, (WIDTH,), w, EPS),
     "torch's own, without a weight": lambda x, w: nn.functional.rms_norm(x, (WIDTH,), eps=EPS) + w,
     "no weight": lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) + w,
@@ -79,12 +87,18 @@ OTHERWISE: dict[str, Function] = {
     "a mean over rows": lambda x, w: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + EPS) * w,
     "a sum": lambda x, w: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS) * w,
     "a cube": lambda x, w: x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS) * w,
-    "of another tensor": lambda x, w: (x + 1.0) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w,
-    "two epsilons": lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w[:1].square()) * w,
+    "of another tensor": lambda x, w: (
+        (x + 1.0) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w
+    ),
+    "two epsilons": lambda x, w: (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w[:1].square()) * w
+    ),
     "multiplied by a root": lambda x, w: x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w,
     "the root divided": lambda x, w: torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) / x * w,
     "without gradient of its scale": _without_gradient,
-    "a detached scale": lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS).detach() * w,
+    "a detached scale": lambda x, w: (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS).detach() * w
+    ),
     "epsilon of torch's own unknown": lambda x, w: nn.functional.rms_norm(x, (WIDTH,), w),
 }
 
@@ -101,11 +115,17 @@ def targets(trace: Trace) -> list[object]:
 
 @pytest.mark.parametrize("how", WRITTEN_OUT)
 def test_what_is_written_out_is_in_pieces_and_computes_the_same(how: str) -> None:
-    model, x, trace = traced(WRITTEN_OUT[how], torch.float32 if how == "t5" else torch.float64)  # of float64 t5 rounds the scale alone
+    model, x, trace = traced(
+        WRITTEN_OUT[how], torch.float32 if how == "t5" else torch.float64
+    )  # of float64 t5 rounds the scale alone
     found = targets(trace)
     assert all(found.count(piece) == 1 for piece in PIECES)
-    assert (ops.rms_weight_gradient in found) == (how not in ("no weight", "torch's own, without a weight", "used between"))
-    assert not any(str(target).startswith(("aten.rsqrt", "aten.sqrt", "aten.mean")) for target in found)
+    assert (ops.rms_weight_gradient in found) == (
+        how not in ("no weight", "torch's own, without a weight", "used between")
+    )
+    assert not any(
+        str(target).startswith(("aten.rsqrt", "aten.sqrt", "aten.mean")) for target in found
+    )
     plan = autopar.plan(model, 2, example_inputs=(x,))
     assert autopar.verify(plan, model, (x,)).ok
 
@@ -121,7 +141,8 @@ def test_what_only_looks_like_one_stays_and_computes_the_same(how: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("how", ["llama", "t5", "gemma"])
 def test_numbers_are_rounded_where_the_model_rounds_them(how: str, dtype: torch.dtype) -> None:
-    """In 16 bits forward is the formula's to the last bit; gradients, which round once, are nearer to the exact ones than the formula's."""
+    """In 16 bits forward is the formula's to the last bit; gradients, which round once, are
+    nearer to the exact ones than the formula's."""
     torch.manual_seed(1)
     function, shape = WRITTEN_OUT[how], (5, 7, WIDTH)
     x, weight, grad = ((3 * torch.randn(size)).to(dtype) for size in (shape, (WIDTH,), shape))
@@ -132,9 +153,17 @@ def test_numbers_are_rounded_where_the_model_rounds_them(how: str, dtype: torch.
 
     written = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     formula = function(*written)
-    assert torch.equal(result, formula) if dtype.itemsize == 2 else torch.allclose(result, formula, rtol=1e-6, atol=0)
+    assert (
+        torch.equal(result, formula)
+        if dtype.itemsize == 2
+        else torch.allclose(result, formula, rtol=1e-6, atol=0)
+    )
     exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    same = exact[0] * torch.rsqrt(exact[0].pow(2).mean(-1, keepdim=True) + EPS) * (exact[1] + (how == "gemma"))
+    same = (
+        exact[0]
+        * torch.rsqrt(exact[0].pow(2).mean(-1, keepdim=True) + EPS)
+        * (exact[1] + (how == "gemma"))
+    )
     for each in (result, formula, same):
         each.backward(grad.to(each.dtype))
     for ours, theirs, best in zip(operands, written, exact, strict=True):
@@ -147,12 +176,19 @@ def test_numbers_are_rounded_where_the_model_rounds_them(how: str, dtype: torch.
     "function",
     [
         lambda x, w: llama(x.float(), w.float()).bfloat16().float(),
-        lambda x, w: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)).bfloat16().float() * w.float(),
+        lambda x, w: (
+            (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS))
+            .bfloat16()
+            .float()
+            * w.float()
+        ),
         lambda x, w: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)).float() * w.float(),
     ],
     ids=["behind the weight", "before it", "computed so"],
 )
-def test_what_is_rounded_and_then_cast_back_stays_rounded(function: Function, dtype: torch.dtype) -> None:
+def test_what_is_rounded_and_then_cast_back_stays_rounded(
+    function: Function, dtype: torch.dtype
+) -> None:
     torch.manual_seed(2)
     x, weight = (3 * torch.randn(5, 7, WIDTH)).to(dtype), torch.randn(WIDTH).to(dtype)
     module = captured(function, x, weight)
@@ -160,8 +196,12 @@ def test_what_is_rounded_and_then_cast_back_stays_rounded(function: Function, dt
     assert any(node.target is ops.normed for node in module.graph.nodes)
     module.recompile()
     ours, theirs = module(x, weight), function(x, weight)
-    assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
-    assert torch.equal(ours.bfloat16().float(), ours) == torch.equal(theirs.bfloat16().float(), theirs)
+    assert ours.dtype == theirs.dtype and torch.allclose(
+        ours, theirs, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0
+    )
+    assert torch.equal(ours.bfloat16().float(), ours) == torch.equal(
+        theirs.bfloat16().float(), theirs
+    )
 
 
 def captured(function: Function, x: Tensor, weight: Tensor) -> torch.fx.GraphModule:
@@ -191,7 +231,10 @@ def test_a_norm_over_heads_of_a_transposed_tensor_lies_as_the_graph_says() -> No
 
         def forward(self, x: Tensor) -> Tensor:
             heads = llama(self.up(x).view(3, 5, 4, 6).transpose(1, 2), self.weight)
-            return heads.reshape(3, 4, 30).square().mean() + heads.transpose(1, 2).reshape(15, 24).sum()
+            return (
+                heads.reshape(3, 4, 30).square().mean()
+                + heads.transpose(1, 2).reshape(15, 24).sum()
+            )
 
     model, x = Heads(), torch.randn(3, 5, 8)
     plan = autopar.plan(model, 2, example_inputs=(x,))
@@ -203,13 +246,16 @@ def test_rows_of_many_blocks_are_those_of_one() -> None:
     weight, settings = torch.rand(6, dtype=torch.float64), (6, EPS, torch.float64)
 
     def all_pieces() -> list[Tensor]:
-        squares, product = ops.square_sum(x, torch.float64), ops.rms_product(grad, x, weight, torch.float64)
+        squares, product = (
+            ops.square_sum(x, torch.float64),
+            ops.rms_product(grad, x, weight, torch.float64),
+        )
         normed = ops.rms_norm(x, squares, weight, *settings, torch.float64, torch.float64)
         d_x = ops.rms_norm_backward(grad, x, squares, product, weight, *settings)
         return [squares, product, normed, d_x, ops.rms_weight_gradient(grad, x, squares, *settings)]
 
     many = all_pieces()
-    with mock.patch.object(rms, "row_blocks", lambda x: [slice(None)]):
+    with mock.patch.object(norms, "row_blocks", lambda x: [slice(None)]):
         for some, whole in zip(many, all_pieces(), strict=True):
             assert torch.allclose(some, whole, rtol=1e-14, atol=1e-14)
     with mock.patch.object(blocks, "_BLOCK", 12), mock.patch.object(blocks, "_MOST_BLOCKS", 1000):

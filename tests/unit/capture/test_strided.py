@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
 from autopar.verification import verify_program
 from benchmarks.random_plans import prepare, random_plan
 
 
 class Windows(nn.Module):
-    """Windows that overlap, as in local attention, of what lies in another order than its dims say."""
+    """Windows that overlap, as in local attention, of what lies in another order than its dims
+    say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +40,15 @@ def test_a_program_reads_what_the_model_reads(seed: int) -> None:
 
 def test_the_memory_that_is_read_is_a_copy_in_the_captured_order() -> None:
     trace = capture(Windows(), (torch.randn(4, 8, 4),))
-    (read,) = (node for node in trace.graph.nodes if node.target is torch.ops.aten.as_strided.default and node.meta["phase"] == "forward")
+    (read,) = (
+        node
+        for node in trace.graph.nodes
+        if node.target is torch.ops.aten.as_strided.default and node.meta["phase"] == "forward"
+    )
     assert read.args[0].target is torch.ops.aten.clone.default
-    assert read.args[0].kwargs == {"memory_format": torch.contiguous_format} and tuple(read.args[0].meta["val"].shape) == (4, 8, 4)
+    assert read.args[0].kwargs == {"memory_format": torch.contiguous_format} and tuple(
+        read.args[0].meta["val"].shape
+    ) == (4, 8, 4)
 
 
 def test_what_lies_apart_is_refused() -> None:

@@ -27,7 +27,8 @@ ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Net(nn.Module):
-    """What `attribute` makes of the input, a parameter and a buffer, returned as it is beside what is computed of it."""
+    """What `attribute` makes of the input, a parameter and a buffer, returned as it is beside
+    what is computed of it."""
 
     def __init__(self, attribute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -36,7 +37,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         input_, table = self.attribute(x), self.attribute(self.table)
-        return {"input": input_, "table": table, "weight": self.attribute(self.layer.weight.to(x.dtype)), "sum": (table * input_).sum()}
+        return {
+            "input": input_,
+            "table": table,
+            "weight": self.attribute(self.layer.weight.to(x.dtype)),
+            "sum": (table * input_).sum(),
+        }
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -86,8 +92,12 @@ def test_what_is_added_to_a_returned_attribute_goes_on_through_the_input() -> No
     torch.testing.assert_close(x.grad, same.grad)
 
 
-@pytest.mark.parametrize("returned", [lambda x: x.shape[0], lambda x: None], ids=["a size", "nothing"])
-def test_a_forward_that_computes_nothing_is_refused_as_that(returned: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "returned", [lambda x: x.shape[0], lambda x: None], ids=["a size", "nothing"]
+)
+def test_a_forward_that_computes_nothing_is_refused_as_that(
+    returned: Callable[[Tensor], Any],
+) -> None:
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return returned(x)

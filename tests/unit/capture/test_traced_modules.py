@@ -1,4 +1,5 @@
-"""Models that are fx.GraphModules: what torch.fx and torch.export made of a module is compiled as the module is."""
+"""Models that are fx.GraphModules: what torch.fx and torch.export made of a module is compiled
+as the module is."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ import torch
 from torch import fx, nn
 
 import autopar
-from autopar.mesh import Mesh
+from autopar.core.mesh import Mesh
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16, bias=False)
+        self.up, self.norm, self.down = (
+            nn.Linear(16, 32),
+            nn.BatchNorm1d(32),
+            nn.Linear(32, 16, bias=False),
+        )
         self.down.weight = nn.Parameter(torch.randn(16, 32))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -37,7 +42,9 @@ def exported(net: nn.Module) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("made", [traced, exported])
-def test_what_torch_made_of_a_module_has_the_modules_names_loss_gradients_and_statistics(made: object) -> None:
+def test_what_torch_made_of_a_module_has_the_modules_names_loss_gradients_and_statistics(
+    made: object,
+) -> None:
     torch.manual_seed(0)
     net = Net()
     assert callable(made)
@@ -45,7 +52,11 @@ def test_what_torch_made_of_a_module_has_the_modules_names_loss_gradients_and_st
     how = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}
     plan = autopar.plan(model, Mesh({"a": 2, "b": 2}), example_inputs=example, **how)
     found = autopar.verify(plan, model, example)
-    assert found.ok and found.num_collectives and set(found.gradients) == dict(net.named_parameters()).keys()
+    assert (
+        found.ok
+        and found.num_collectives
+        and set(found.gradients) == dict(net.named_parameters()).keys()
+    )
     assert any("running_mean" in name for name in found.buffers)
 
     pm = autopar.compile(model, example_inputs=example)

@@ -1,4 +1,5 @@
-"""Models whose forward looks at values, holds plain tensors or changes parameters: what is captured, and what is refused where."""
+"""Models whose forward looks at values, holds plain tensors or changes parameters: what is
+captured, and what is refused where."""
 
 from __future__ import annotations
 
@@ -87,8 +88,12 @@ def _verified(does: Any) -> None:
     assert autopar.verify(plan, model, batch).ok
 
 
-@pytest.mark.parametrize("does", [_guarded, _guarded_twice, _guarded_at_once], ids=["isfinite", "isnan, isinf", "at once"])
-def test_of_a_branch_on_whether_values_are_finite_a_program_has_the_one_for_finite_values_and_says_so(
+@pytest.mark.parametrize(
+    "does",
+    [_guarded, _guarded_twice, _guarded_at_once],
+    ids=["isfinite", "isnan, isinf", "at once"],
+)
+def test_of_a_branch_on_whether_values_are_finite_a_program_has_the_one_for_finite_values_and_says_so(  # noqa: E501
     does: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="autopar"):
@@ -99,11 +104,16 @@ def test_of_a_branch_on_whether_values_are_finite_a_program_has_the_one_for_fini
 def test_what_a_branch_on_finite_values_needs_is_not_there_afterwards() -> None:
     capture(Outer(_guarded), (torch.ones(2, 4),))
     assert torch.isfinite(torch.tensor(1.0)).all().item() is True
-    assert torch.isnan(torch.tensor(float("nan"))).item() and torch.isinf(torch.tensor(float("inf"))).item()
+    assert (
+        torch.isnan(torch.tensor(float("nan"))).item()
+        and torch.isinf(torch.tensor(float("inf"))).item()
+    )
 
 
 @pytest.mark.parametrize("does", [_weighed, _masked])
-def test_where_the_answer_is_computed_with_as_well_the_model_stays_refused(does: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_answer_is_computed_with_as_well_the_model_stays_refused(
+    does: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(CaptureError):
         capture(Outer(does), (torch.ones(2, 4),))
     assert not any("the branch for those" in text for text in caplog.messages)
@@ -113,7 +123,9 @@ def test_other_control_flow_on_values_is_refused_with_module_and_line_and_way_ou
     with pytest.raises(CaptureError, match="Data-dependent") as caught:
         capture(Outer(_positive), (torch.ones(2, 4),))
     assert caught.value.where is not None and not isinstance(caught.value.where, str)
-    assert caught.value.where.module == "layers.1" and "if (x > 0).all():" in caught.value.where.source
+    assert (
+        caught.value.where.module == "layers.1" and "if (x > 0).all():" in caught.value.where.source
+    )
     assert "torch.where" in caught.value.remedy
 
 
@@ -121,34 +133,60 @@ def test_a_plain_tensor_that_is_a_view_is_captured_as_any_other() -> None:
     _verified(lambda module, x: x + module.table.type_as(x))
 
 
-def test_a_distribution_is_made_in_forward_without_a_look_at_its_values_and_looks_again_afterwards() -> None:
-    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile in another test turns it off for good
-    _verified(lambda module, x: x * torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75, dtype=x.dtype)))
+def test_a_distribution_is_made_in_forward_without_a_look_at_its_values_and_looks_again_afterwards() -> (  # noqa: E501
+    None
+):
+    torch.distributions.Distribution.set_default_validate_args(
+        True
+    )  # torch.compile in another test turns it off for good
+    _verified(
+        lambda module, x: (
+            x * torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75, dtype=x.dtype))
+        )
+    )
     with pytest.raises(ValueError, match="constraint"):
         torch.distributions.Normal(0.0, -1.0)
 
 
 def test_a_parameter_that_forward_changes_in_place_is_refused_with_its_name_and_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"changes the parameter 'layers\.1\.linear\.bias'") as caught:
+    with pytest.raises(
+        CaptureError, match=r"changes the parameter 'layers\.1\.linear\.bias'"
+    ) as caught:
         capture(Outer(_clamped), (torch.ones(2, 4),))
     assert "clamp_(-0.5, 0.5)" in str(caught.value) and "optimizer.step()" in caught.value.remedy
 
 
 def _small(kind: str, **settings: Any) -> Any:
-    text = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 96}
-    vision = {**text, "num_hidden_layers": 2, "image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
+    text = {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "vocab_size": 96,
+    }
+    vision = {
+        **text,
+        "num_hidden_layers": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "model_type": "clip_vision_model",
+    }
     del vision["vocab_size"]
     towers = {"text_config": {**text, "model_type": "llama"}, "vision_config": vision}
-    spec = f"{kind}/AutoModelForImageTextToText:{json.dumps({**towers, 'image_token_index': 95, **settings})}"
+    spec = f"{kind}/AutoModelForImageTextToText:{json.dumps({**towers, 'image_token_index': 95, **settings})}"  # noqa: E501
     return hf.build(spec, device="cpu", batch=4, seq=20)
 
 
-def test_a_model_that_computes_with_sizes_of_images_by_numpy_and_binds_signatures_is_captured() -> None:
+def test_a_model_that_computes_with_sizes_of_images_by_numpy_and_binds_signatures_is_captured() -> (
+    None
+):
     model, batch = _small("llava_next", image_grid_pinpoints=[[16, 16]])
     assert capture(model, (), batch).loss is not None
 
 
 def test_a_part_of_a_model_that_was_called_on_its_own_records_its_outputs_once() -> None:
     model, batch = _small("llava")
-    model.model.vision_tower(batch["pixel_values"], output_hidden_states=True)  # which makes it record
+    model.model.vision_tower(
+        batch["pixel_values"], output_hidden_states=True
+    )  # which makes it record
     assert capture(model, (), batch).loss is not None

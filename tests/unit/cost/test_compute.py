@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.analysis.work import Work, WorkKind
-from autopar.cost.compute import compute_time
+from autopar.core.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
+from autopar.cost.op_times import compute_time
 from autopar.errors import HardwareError
-from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
 
 H100 = HardwareProfile.load("h100-sxm")
 LOCAL = HardwareProfile.load("cpu-gloo")
@@ -30,7 +30,9 @@ def test_a_large_matmul_runs_at_the_profile_s_efficiency() -> None:
 
 def test_a_matmul_of_the_half_size_runs_at_half_that_speed() -> None:
     half = H100.matmul_half_flops
-    time_s = compute_time(Work(int(half), 0, "matmul"), torch.bfloat16, H100) - H100.launch_overhead_s
+    time_s = (
+        compute_time(Work(int(half), 0, "matmul"), torch.bfloat16, H100) - H100.launch_overhead_s
+    )
     assert half / time_s == pytest.approx(0.75 * 989.4e12 / 2, rel=1e-6)
 
 
@@ -61,7 +63,9 @@ def test_a_dtype_the_profile_does_not_know_is_refused_only_where_it_matters() ->
 def test_measured_points_are_met() -> None:
     curve = LOCAL.curves["matmul", "float32"]
     flops, time_s = curve.sizes[-1], curve.times[-1]
-    assert compute_time(Work(int(flops), 0, "matmul"), torch.float32, LOCAL) == pytest.approx(time_s)
+    assert compute_time(Work(int(flops), 0, "matmul"), torch.float32, LOCAL) == pytest.approx(
+        time_s
+    )
 
 
 amounts = st.tuples(st.integers(0, 2**50), st.integers(0, 2**40))
@@ -79,6 +83,9 @@ def test_more_flops_or_bytes_never_take_less_time(
 ) -> None:
     profile = HardwareProfile.load(name)
     less, more = tuple(map(min, first, second)), tuple(map(max, first, second))
-    fast, slow = (compute_time(Work(flops, num_bytes, kind), dtype, profile) for flops, num_bytes in (less, more))
+    fast, slow = (
+        compute_time(Work(flops, num_bytes, kind), dtype, profile)
+        for flops, num_bytes in (less, more)
+    )
     assert 0 < fast <= slow * (1 + 1e-12)
     assert math.isfinite(slow)

@@ -1,12 +1,13 @@
-"""What a sum and its wide copy take while it is reduced, of tensors whose layouts are written out."""
+"""What a sum and its wide copy take while it is reduced, of tensors whose layouts are written
+out."""
 
 from __future__ import annotations
 
-from autopar.collective import Collective
-from autopar.cost.widening import widened_bytes
-from autopar.layout import Layout, Strategy
-from autopar.layout_graph import Arc, LayoutGraph
-from autopar.problem import Op, OpStrategy, Problem, Use, Value, Variant
+from autopar.core.collective import Collective
+from autopar.core.layout import Layout, Strategy
+from autopar.core.layout_graph import Arc, LayoutGraph
+from autopar.core.problem import Op, OpStrategy, Problem, Use, Value, Variant
+from autopar.cost.gradient_dtypes import widened_bytes
 
 P, S, R = (Layout.parse(text) for text in ("P", "S(0)", "R"))
 NUM_BYTES = 64  # of the sum, in 16 bits
@@ -18,11 +19,32 @@ def problem(*reads: Layout, reduced_in: str = "float32") -> tuple[Problem, Value
     kinds = ("reduce_scatter", 0), ("all_reduce", -1)
     reductions = [Collective(kind, 0, dim, -1, "sum", reduced_in, size) for kind, dim in kinds]
     arcs = tuple(Arc(0, i + 1, reduction, 1.0) for i, reduction in enumerate(reductions))
-    graph = LayoutGraph(layouts, (NUM_BYTES, NUM_BYTES // 2, NUM_BYTES), arcs, {layout: i for i, layout in enumerate(layouts)})
-    maker = Op("maker", "compute", "backward", 1, (0,), tuple(OpStrategy(Strategy((), (made,)), 1.0) for made in (P, R)))
-    reader = Op("reader", "parameter", "backward", 1, (), tuple(OpStrategy(Strategy((read,), ()), 0.0) for read in reads))
+    graph = LayoutGraph(
+        layouts,
+        (NUM_BYTES, NUM_BYTES // 2, NUM_BYTES),
+        arcs,
+        {layout: i for i, layout in enumerate(layouts)},
+    )
+    maker = Op(
+        "maker",
+        "compute",
+        "backward",
+        1,
+        (0,),
+        tuple(OpStrategy(Strategy((), (made,)), 1.0) for made in (P, R)),
+    )
+    reader = Op(
+        "reader",
+        "parameter",
+        "backward",
+        1,
+        (),
+        tuple(OpStrategy(Strategy((read,), ()), 0.0) for read in reads),
+    )
     value = Value("sum", 0, 0, "backward", graph)
-    return Problem((maker, reader), (value,), (Variant(0, 1, (Use(1, 0, "backward"),)),), 2**40), value
+    return Problem(
+        (maker, reader), (value,), (Variant(0, 1, (Use(1, 0, "backward"),)),), 2**40
+    ), value
 
 
 def test_a_sum_is_there_beside_its_wide_copy_while_it_is_reduced() -> None:

@@ -14,14 +14,14 @@ from made_plan import strategy
 from torch import fx
 
 from autopar.capture import Trace, capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import EmissionError, PlanError
-from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.plans import Overlap, Plan
-from autopar.run.memory import trace_peak
+from autopar.program.memory import trace_peak
 
 MESH = Mesh({"a": 2, "b": 2})
 
@@ -34,7 +34,9 @@ def planned() -> tuple[Trace, Planned]:
     return trace, make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
 
 
-def test_the_predicted_peak_is_that_of_the_emitted_program_and_within_the_budget(planned: tuple[Trace, Planned]) -> None:
+def test_the_predicted_peak_is_that_of_the_emitted_program_and_within_the_budget(
+    planned: tuple[Trace, Planned],
+) -> None:
     _, made = planned
     assert made.program.collectives
     optimizer = made.plan.prediction.memory_bytes["optimizer"]
@@ -42,36 +44,49 @@ def test_the_predicted_peak_is_that_of_the_emitted_program_and_within_the_budget
     assert made.plan.prediction.peak_bytes == peak <= made.plan.options["memory_bytes"]
 
 
-def test_emission_from_the_saved_plan_gives_the_same_program(planned: tuple[Trace, Planned], tmp_path: Path) -> None:
+def test_emission_from_the_saved_plan_gives_the_same_program(
+    planned: tuple[Trace, Planned], tmp_path: Path
+) -> None:
     trace, made = planned
     made.plan.save(tmp_path / "plan.json")
     again = emit(trace, Plan.load(tmp_path / "plan.json"))
-    for ours, theirs in ((made.program.forward, again.forward), (made.program.backward, again.backward)):
+    for ours, theirs in (
+        (made.program.forward, again.forward),
+        (made.program.backward, again.backward),
+    ):
         assert str(ours.graph) == str(theirs.graph)
     assert again.collectives == made.program.collectives
     assert again.plan_hash == made.program.plan_hash == made.plan.hash
     assert emit(trace, made.plan, named=False).plan_hash == ""
 
 
-def test_forward_ends_with_saved_values_and_backward_begins_with_them(planned: tuple[Trace, Planned]) -> None:
+def test_forward_ends_with_saved_values_and_backward_begins_with_them(
+    planned: tuple[Trace, Planned],
+) -> None:
     _, made = planned
     placeholders = [n for n in made.program.backward.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == made.program.num_saved + 1
     results = next(iter(reversed(made.program.forward.graph.nodes))).args[0]
     assert isinstance(results, tuple)
-    assert len(results) == len(made.program.outputs) + len(made.program.mutated) + made.program.num_saved
+    assert (
+        len(results)
+        == len(made.program.outputs) + len(made.program.mutated) + made.program.num_saved
+    )
     assert all(isinstance(r, fx.Node) for r in results)
 
 
 def test_every_emitted_node_knows_its_module_and_phase(planned: tuple[Trace, Planned]) -> None:
     _, made = planned
-    for phase, graph in (("forward", made.program.forward.graph), ("backward", made.program.backward.graph)):
+    for phase, graph in (
+        ("forward", made.program.forward.graph),
+        ("backward", made.program.backward.graph),
+    ):
         named = [n for n in graph.nodes if n.op == "call_function" and "key" in n.meta]
         assert named
         assert all(n.meta["phase"] == phase and "module" in n.meta for n in named)
 
 
-def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_partial_sum_exists_and_a_gather_when_it_is_first_read(
+def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_partial_sum_exists_and_a_gather_when_it_is_first_read(  # noqa: E501
     planned: tuple[Trace, Planned],
 ) -> None:
     trace, made = planned
@@ -83,11 +98,17 @@ def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_
             if node.target in (steps.reduce_scatter, steps.all_reduce):
                 begun = nodes.index(node.args[0])
                 between = nodes[begun + 1 : at]
-                assert all(n.target in (*steps.STEPS, torch.ops.aten._to_copy.default, operator.getitem) for n in between)
+                assert all(
+                    n.target in (*steps.STEPS, torch.ops.aten._to_copy.default, operator.getitem)
+                    for n in between
+                )
                 early += 1
             elif node.target is steps.all_gather and node.users:
                 read = min(nodes.index(user) for user in node.users if user.op != "output")
-                assert all(n.target in (*steps.STEPS, *steps.PLACES, torch.ops.aten._to_copy.default) for n in nodes[at + 1 : read])
+                assert all(
+                    n.target in (*steps.STEPS, *steps.PLACES, torch.ops.aten._to_copy.default)
+                    for n in nodes[at + 1 : read]
+                )
                 late += 1
     assert early and late
 
@@ -101,7 +122,9 @@ def test_a_plan_of_another_model_is_refused_by_name(planned: tuple[Trace, Planne
         emit(capture(model, (), batch), made.plan)
 
 
-def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(planned: tuple[Trace, Planned]) -> None:
+def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(
+    planned: tuple[Trace, Planned],
+) -> None:
     trace, made = planned
     for missing in made.plan.communications:
         others = tuple(c for c in made.plan.communications if c is not missing)
@@ -109,21 +132,31 @@ def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(planned
             emit(trace, replace(made.plan, communications=others))
 
 
-def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(planned: tuple[Trace, Planned]) -> None:
+def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(
+    planned: tuple[Trace, Planned],
+) -> None:
     trace, made = planned
     assert made.plan.kept
     with pytest.raises(EmissionError, match="nothing in the plan makes it"):
         emit(trace, replace(made.plan, kept=()))
 
 
-def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_sums_in_their_own_dtype() -> None:
+def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_sums_in_their_own_dtype() -> (  # noqa: E501
+    None
+):
     model, batch = zoo_small.llama(dtype=torch.bfloat16)
     options = PlanOptions(constraints=expert.llama(fsdp=True))
     trace = capture(model, (), batch)
     made = make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
     program = emit(trace, replace(made.plan, buckets=()))
-    reduced = [n for n in program.backward.graph.nodes if "collective" in n.meta and n.meta["collective"].reduce_op]
-    weights = [n for n in reduced if n.meta["collective"].axis == 0]  # over data only gradients are reduced
+    reduced = [
+        n
+        for n in program.backward.graph.nodes
+        if "collective" in n.meta and n.meta["collective"].reduce_op
+    ]
+    weights = [
+        n for n in reduced if n.meta["collective"].axis == 0
+    ]  # over data only gradients are reduced
     assert {n.meta["collective"].dtype for n in weights} == {"float32"}
     matrices = [n for n in weights if "/dot/" in n.meta["key"]]
     assert len(matrices) == 2 * 7 + 1
@@ -150,18 +183,44 @@ def test_a_strategy_that_the_ops_rule_does_not_offer_is_refused_with_the_users_l
     trace = capture(Model(), (torch.randn(4, 6, 8),))
     plan = make_plan(trace, Mesh({"a": 2}), HardwareProfile.load("cpu-gloo"), PlanOptions()).plan
     emit(trace, plan)
-    position, entry = next((i, e) for i, e in enumerate(plan.entries) if any("_softmax/" in n.node for n in e.nodes))
-    along = tuple(replace(n, strategy=strategy("S(1) -> S(1)")) if "_softmax/" in n.node else n for n in entry.nodes)
-    wrong = replace(plan, entries=(*plan.entries[:position], replace(entry, nodes=along), *plan.entries[position + 1 :]))
-    with pytest.raises(PlanError, match=r"_softmax/forward/0 cannot run as S\(1\) -> S\(1\)(.|\n)*test_emit\.py:\d+: .*softmax\(1\)"):
+    position, entry = next(
+        (i, e) for i, e in enumerate(plan.entries) if any("_softmax/" in n.node for n in e.nodes)
+    )
+    along = tuple(
+        replace(n, strategy=strategy("S(1) -> S(1)")) if "_softmax/" in n.node else n
+        for n in entry.nodes
+    )
+    wrong = replace(
+        plan,
+        entries=(
+            *plan.entries[:position],
+            replace(entry, nodes=along),
+            *plan.entries[position + 1 :],
+        ),
+    )
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"_softmax/forward/0 cannot run as S\(1\) -> S\(1\)(.|\n)*test_emit\.py:\d+:"
+            r" .*softmax\(1\)"
+        ),
+    ):
         emit(trace, wrong)
 
 
-def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(planned: tuple[Trace, Planned]) -> None:
+def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(
+    planned: tuple[Trace, Planned],
+) -> None:
     trace, made = planned
     step = next(c for c in made.plan.communications if c.collective.kind == "all_gather")
     others = tuple(c for c in made.plan.communications if c is not step)
-    changes = ({"axis": 1 - step.collective.axis}, {"dim": 1 - step.collective.dim}, {"kind": "slice"}, {"bytes": 1}, {"dtype": "int8"})
+    changes = (
+        {"axis": 1 - step.collective.axis},
+        {"dim": 1 - step.collective.dim},
+        {"kind": "slice"},
+        {"bytes": 1},
+        {"dtype": "int8"},
+    )
     for change in changes:
         wrong = replace(step, collective=replace(step.collective, **change))
         with pytest.raises(PlanError, match=r"leads from .* to .* for"):
@@ -172,6 +231,21 @@ def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planne
     trace, made = planned
     position, entry = next((i, e) for i, e in enumerate(made.plan.entries) if e.kind == "parameter")
     for layout in ("S(7) R", "P R", "S(0)"):
-        wrong = replace(entry, nodes=tuple(replace(n, strategy=strategy(f"{layout} -> {layout}")) for n in entry.nodes))
+        wrong = replace(
+            entry,
+            nodes=tuple(
+                replace(n, strategy=strategy(f"{layout} -> {layout}")) for n in entry.nodes
+            ),
+        )
         with pytest.raises(PlanError, match="cannot lie as"):
-            emit(trace, replace(made.plan, entries=(*made.plan.entries[:position], wrong, *made.plan.entries[position + 1 :])))
+            emit(
+                trace,
+                replace(
+                    made.plan,
+                    entries=(
+                        *made.plan.entries[:position],
+                        wrong,
+                        *made.plan.entries[position + 1 :],
+                    ),
+                ),
+            )

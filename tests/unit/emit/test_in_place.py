@@ -1,4 +1,5 @@
-"""The gradient of logits is written into the logits where nothing else has them; the peak is the less by so much."""
+"""The gradient of logits is written into the logits where nothing else has them; the peak is the
+less by so much."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import ops
-from autopar.analysis import in_place
+from autopar.analysis import gradients as in_place
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
+from autopar.capture.chunked_loss import loss_alone
 from autopar.capture.graphs import IN_PLACE
-from autopar.capture.loss_head import loss_alone
-from autopar.collective import Collective
 from autopar.constraints import megatron
+from autopar.core.collective import Collective
 from autopar.emit import emit
-from autopar.emit import in_place as emit_in_place
+from autopar.emit import phase as emit_in_place
 from autopar.kernels import collectives
-from autopar.run.memory import node_peaks
-from autopar.run.program import Program
+from autopar.program.memory import node_peaks
+from autopar.program.program import Program
 
 ROWS, CLASSES = 12, 512
 
@@ -31,19 +32,34 @@ ROWS, CLASSES = 12, 512
 class Head(nn.Module):
     """A classifier that returns its loss and what `more` makes of its logits."""
 
-    def __init__(self, more: Callable[[Tensor], dict[str, Tensor]], extra: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        more: Callable[[Tensor], dict[str, Tensor]],
+        extra: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.up, self.head, self.more, self.extra = nn.Linear(8, 8), nn.Linear(8, CLASSES, bias=False), more, extra
+        self.up, self.head, self.more, self.extra = (
+            nn.Linear(8, 8),
+            nn.Linear(8, CLASSES, bias=False),
+            more,
+            extra,
+        )
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.head(torch.tanh(self.up(x)))
         loss = F.cross_entropy(logits, labels)
-        return {"loss": loss if self.extra is None else loss + self.extra(logits), **self.more(logits)}
+        return {
+            "loss": loss if self.extra is None else loss + self.extra(logits),
+            **self.more(logits),
+        }
 
 
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(ROWS, 8, generator=generator), "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator)}
+    return {
+        "x": torch.randn(ROWS, 8, generator=generator),
+        "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator),
+    }
 
 
 CASES: dict[str, tuple[Head, bool]] = {
@@ -64,7 +80,9 @@ def step(model: nn.Module, **how: object) -> tuple[dict[str, Tensor], dict[str, 
     outputs["loss"].backward()
     gradients = {name: p.grad for name, p in made.named_parameters()}
     made.zero_grad(set_to_none=True)
-    return {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in outputs.items()}, gradients
+    return {
+        name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in outputs.items()
+    }, gradients
 
 
 @pytest.mark.parametrize("returns", CASES)
@@ -78,7 +96,9 @@ def test_it_is_where_nothing_else_has_them_and_outputs_stay_what_they_were(retur
         torch.testing.assert_close(outputs[name], each)
     for name, each in reference.items():
         found = gradients[name]
-        torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, each)
+        torch.testing.assert_close(
+            found.full_tensor() if hasattr(found, "full_tensor") else found, each
+        )
 
 
 def targets(program: Program) -> set[object]:
@@ -90,21 +110,39 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
     trace, made = plan_model(model, 1, example_inputs=batch(), hardware="cpu-gloo")
 
     def peak(program: Program) -> int:
-        (found,) = (p.peak_bytes for p in node_peaks(program) if p.node.target in (ops.cross_entropy_backward, ops.cross_entropy_backward_))
+        (found,) = (
+            p.peak_bytes
+            for p in node_peaks(program)
+            if p.node.target in (ops.cross_entropy_backward, ops.cross_entropy_backward_)
+        )
         return found
 
     once = peak(made.stage_program())
     monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
     twice = peak(emit(trace, made.plan))
-    assert abs(twice - once - ROWS * CLASSES * 4) <= 8 * ROWS  # labels' places, which are made sooner or later
+    assert (
+        abs(twice - once - ROWS * CLASSES * 4) <= 8 * ROWS
+    )  # labels' places, which are made sooner or later
 
 
-@pytest.mark.parametrize("force", [{"tp": 2, "dp": 2}, {"dp": 2, "tp": 2, "microbatches": 2}, {"pp": 2, "dp": 2, "microbatches": 2}])
+@pytest.mark.parametrize(
+    "force",
+    [
+        {"tp": 2, "dp": 2},
+        {"dp": 2, "tp": 2, "microbatches": 2},
+        {"pp": 2, "dp": 2, "microbatches": 2},
+    ],
+)
 def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, int]) -> None:
     model, data = zoo_small.llama()
     axes = {name: size for name, size in force.items() if name != "microbatches"}
     _, made = plan_model(
-        model, autopar.Mesh(axes), example_inputs=data, hardware="h100-sxm", outputs="loss", constraints=(megatron(**force),)
+        model,
+        autopar.Mesh(axes),
+        example_inputs=data,
+        hardware="h100-sxm",
+        outputs="loss",
+        constraints=(megatron(**force),),
     )
     stages = [made.program] if isinstance(made.program, Program) else list(made.program.stages)
     assert any(ops.cross_entropy_backward_ in targets(stage) for stage in stages)
@@ -123,7 +161,9 @@ def gradient(trace: Trace) -> torch.fx.Node:
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, True), (1, False)])
-def test_what_a_step_hands_on_along_an_axis_of_one_device_is_left(size: int, expected: bool) -> None:
+def test_what_a_step_hands_on_along_an_axis_of_one_device_is_left(
+    size: int, expected: bool
+) -> None:
     graph = torch.fx.Graph()
     x = graph.call_function(torch.ops.aten.exp.default, (graph.placeholder("x"),))
     step = graph.call_function(collectives.all_reduce, (x, "sum", 0))

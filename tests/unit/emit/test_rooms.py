@@ -6,13 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from autopar.emit.rooms import Room, places
+from autopar.emit.overlap import Room, places
 
-PIECES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), max_size=6, unique_by=lambda piece: piece[0]).map(sorted).map(tuple)
+PIECES = (
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 20)),
+        max_size=6,
+        unique_by=lambda piece: piece[0],
+    )
+    .map(sorted)
+    .map(tuple)
+)
 
 
 @given(st.integers(0, 20), PIECES, st.integers(0, 35), st.integers(0, 35))
-def test_room_between_two_places_is_the_least_of_each(most: int, pieces: tuple[tuple[int, int], ...], a: int, b: int) -> None:
+def test_room_between_two_places_is_the_least_of_each(
+    most: int, pieces: tuple[tuple[int, int], ...], a: int, b: int
+) -> None:
     room, (first, last) = Room(most, pieces), sorted((a, b))
 
     def at(place: int) -> int:

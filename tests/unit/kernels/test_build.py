@@ -18,11 +18,13 @@ from native import needs_host, needs_nvcc
 
 from autopar.errors import KernelError
 from autopar.kernels import build, library
-from autopar.kernels.buckets import BucketLayout
-from autopar.kernels.packing import pack, reference_pack
+from autopar.kernels.packing import BucketLayout, pack, reference_pack
 
 ROOT = Path(__file__).parents[3]
-SOURCE = '#include "include/a.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+SOURCE = (
+    '#include "include/a.h"\nextern "C" __attribute__((visibility("default"))) int answer() {'
+    " return ANSWER; }\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -64,26 +66,43 @@ def test_a_declaration_has_as_many_arguments_as_the_function() -> None:
 
 
 @needs_host
-@pytest.mark.skipif(shutil.which("nm") is None, reason="there is no nm to list what a library holds")
+@pytest.mark.skipif(
+    shutil.which("nm") is None, reason="there is no nm to list what a library holds"
+)
 def test_the_host_library_holds_the_functions_of_the_table_and_no_others() -> None:
-    assert exported(build.build_library("host").path) == {name for name in library.SIGNATURES if name.endswith("_host")}
+    assert exported(build.build_library("host").path) == {
+        name for name in library.SIGNATURES if name.endswith("_host")
+    }
 
 
 def exported(path: Path) -> set[str]:
-    said = subprocess.run(["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True)
-    return {line.split()[-1] for line in said.stdout.splitlines() if line.split()[-1].startswith("ap_")}
+    said = subprocess.run(
+        ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
+    )
+    return {
+        line.split()[-1] for line in said.stdout.splitlines() if line.split()[-1].startswith("ap_")
+    }
 
 
 @pytest.mark.slow
 @needs_nvcc
-@pytest.mark.skipif(shutil.which("nm") is None, reason="there is no nm to list what a library holds")
+@pytest.mark.skipif(
+    shutil.which("nm") is None, reason="there is no nm to list what a library holds"
+)
 def test_the_cuda_library_holds_the_functions_of_the_table_and_no_others() -> None:
-    assert exported(build.build_library("cuda").path) == {name for name in library.SIGNATURES if name.endswith("_cuda")}
+    assert exported(build.build_library("cuda").path) == {
+        name for name in library.SIGNATURES if name.endswith("_cuda")
+    }
 
 
 def test_dtypes_have_the_numbers_of_the_header() -> None:
     header = (build.SOURCES / "include" / "common.h").read_text(encoding="utf-8")
-    names = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+    names = {
+        torch.float32: "F32",
+        torch.float64: "F64",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+    }
     names |= {torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8"}
     for dtype, name in names.items():
         assert f"AP_{name} = {library.code_of(dtype)}" in header
@@ -111,7 +130,12 @@ def test_what_was_compiled_once_is_taken_from_the_cache(folder: Path) -> None:
     second = build.build_library("host", folder=folder)
     assert first.build_s > 0 == second.build_s
     assert first.path == second.path and first.path.is_file()
-    assert sorted(path.suffix for path in first.path.parent.iterdir()) == [".lock", ".log", ".sha256", ".so"]
+    assert sorted(path.suffix for path in first.path.parent.iterdir()) == [
+        ".lock",
+        ".log",
+        ".sha256",
+        ".so",
+    ]
 
 
 @needs_host
@@ -128,14 +152,20 @@ def test_a_library_that_is_not_as_it_was_written_is_compiled_again(
         path.write_bytes(path.read_bytes()[:20] if damage == "cut" else b"\xff other")
     again = build.build_library("host", folder=folder)
     changed = damage == "gone" or (kind, damage) != ("log", "cut")  # the report is empty
-    assert again.path == first.path and (again.build_s > 0) == changed and first.path.read_bytes() == wanted
+    assert (
+        again.path == first.path
+        and (again.build_s > 0) == changed
+        and first.path.read_bytes() == wanted
+    )
     assert damage == "gone" or not changed or "compiled again" in caplog.text
 
 
 @needs_host
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
 @pytest.mark.parametrize("whose", ["folder", "library", "above"])
-def test_a_library_of_another_user_is_not_loaded(folder: Path, whose: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_of_another_user_is_not_loaded(
+    folder: Path, whose: str, caplog: pytest.LogCaptureFixture
+) -> None:
     first = build.build_library("host", folder=folder)
     planted = {"folder": first.path.parent, "library": first.path, "above": folder.parent}[whose]
     os.chown(planted, 12345, -1)
@@ -143,12 +173,16 @@ def test_a_library_of_another_user_is_not_loaded(folder: Path, whose: str, caplo
     assert again.build_s > 0 and "belongs to user 12345" in caplog.text
     assert again.path.stat().st_uid == again.path.parent.stat().st_uid == 0
     assert (again.path == first.path) == (whose == "library")
-    assert build.build_library("host", folder=folder).build_s == 0, "this process keeps what it built"
+    assert build.build_library("host", folder=folder).build_s == 0, (
+        "this process keeps what it built"
+    )
 
 
 @needs_host
 def test_another_header_source_or_variant_is_another_library(folder: Path) -> None:
-    paths = {build.build_library("host", variant, folder=folder).path for variant in ("release", "debug")}
+    paths = {
+        build.build_library("host", variant, folder=folder).path for variant in ("release", "debug")
+    }
     (folder / "include" / "a.h").write_text("#define ANSWER 43\n")
     paths.add(build.build_library("host", folder=folder).path)
     (folder / "a.cu").write_text(SOURCE + "// and more\n")
@@ -165,7 +199,9 @@ def test_of_several_that_build_at_once_one_compiles(folder: Path) -> None:
 
 
 @needs_host
-def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_behind(folder: Path) -> None:
+def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_behind(
+    folder: Path,
+) -> None:
     (folder / "a.cu").write_text("int broken( {\n")
     with pytest.raises(KernelError, match=r"(?s)did not compile.*-std=c\+\+17.*a\.cu.*error"):
         build.build_library("host", folder=folder)
@@ -173,7 +209,9 @@ def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_b
 
 
 @needs_host
-def test_a_build_that_takes_long_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_that_takes_long_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(build, "_QUIET_S", 0.0)
     build.build_library("host", folder=folder)
     assert "compiling autopar's kernels (host-release), once" in capsys.readouterr().err
@@ -181,7 +219,9 @@ def test_a_build_that_takes_long_says_so(folder: Path, monkeypatch: pytest.Monke
     assert capsys.readouterr().err == ""
 
 
-def test_a_compiler_that_does_not_end_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_end_is_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = folder / "compiler"
     script.write_text('#!/bin/sh\n[ "$2" = "" ] && exit 0\nexec sleep 60\n')
     script.chmod(0o755)
@@ -193,13 +233,17 @@ def test_a_compiler_that_does_not_end_is_stopped(folder: Path, monkeypatch: pyte
 
 
 @needs_host
-def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOPAR_KERNEL_CACHE", str(folder / "a.cu" / "cache"))
     with pytest.raises(KernelError, match="AUTOPAR_KERNEL_CACHE"):
         build.build_library("host", folder=folder)
 
 
-def test_without_kernels_there_is_nothing_to_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_there_is_nothing_to_build(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "true")
     (folder / "a.cu").unlink()
     with pytest.raises(KernelError, match="no kernels"):
@@ -228,7 +272,12 @@ def test_without_a_compiler_the_reference_runs_and_the_log_says_so(
     assert [record.getMessage() for record in caplog.records] == [
         f"autopar's host kernels run as their references in torch: {library.why_not()}"
     ]
-    assert all(torch.equal(a, b) for a, b in zip(packed, reference_pack([tensor], layout, torch.float32, 0, 2, 1.0, True), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            packed, reference_pack([tensor], layout, torch.float32, 0, 2, 1.0, True), strict=True
+        )
+    )
     with pytest.raises(KernelError, match="no-compiler"):
         library.function("host", "ap_pack_bucket_host")
 
@@ -241,8 +290,13 @@ def test_a_gpu_that_is_too_old_runs_the_references_and_the_log_says_so(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     library.forget()
     assert library.cuda() is None
-    assert library.why_not("cuda") == "they are for GPUs of compute capability 8.0 and later, this one has 7.5"
-    assert [record.getMessage().count("run as their references in torch") for record in caplog.records] == [1]
+    assert (
+        library.why_not("cuda")
+        == "they are for GPUs of compute capability 8.0 and later, this one has 7.5"
+    )
+    assert [
+        record.getMessage().count("run as their references in torch") for record in caplog.records
+    ] == [1]
     library.forget()
 
 

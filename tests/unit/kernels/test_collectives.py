@@ -11,9 +11,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.core.mesh import Mesh
 from autopar.errors import LayoutError, RuntimeStateError
-from autopar.kernels import bound
-from autopar.kernels.binding import bind
+from autopar.kernels import bound_ops as bound
+from autopar.kernels.bind import bind
 from autopar.kernels.collectives import (
     STEPS,
     all_gather,
@@ -29,7 +30,6 @@ from autopar.kernels.collectives import (
     swap,
     use_groups,
 )
-from autopar.mesh import Mesh
 
 MESH = Mesh({"data": 2, "tensor": 4})
 CALLS = {
@@ -50,7 +50,9 @@ def graph_of(target: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(step: Callable[..., torch.Tensor]) -> None:
+def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(
+    step: Callable[..., torch.Tensor],
+) -> None:
     arguments, shape = CALLS[step]
     with FakeTensorMode(), use_groups(fake_groups(MESH)):
         result = step(torch.empty(8, 8, 4), *arguments)
@@ -69,10 +71,16 @@ STRIDED = [
 @pytest.mark.parametrize(("step", "shape", "permutation"), STRIDED)
 @pytest.mark.parametrize("dim", range(4))
 def test_results_are_contiguous_whatever_the_strides_and_lengths_of_the_operand(
-    step: Callable[..., torch.Tensor], shape: tuple[int, ...], permutation: tuple[int, ...], dim: int
+    step: Callable[..., torch.Tensor],
+    shape: tuple[int, ...],
+    permutation: tuple[int, ...],
+    dim: int,
 ) -> None:
-    """Kernels of ops assume strides. The lockstep interpreter, which verifies plans, returns contiguous tensors."""
-    x = torch.empty([shape[i] for i in permutation]).permute([permutation.index(i) for i in range(4)])
+    """Kernels of ops assume strides. The lockstep interpreter, which verifies plans, returns
+    contiguous tensors."""
+    x = torch.empty([shape[i] for i in permutation]).permute(
+        [permutation.index(i) for i in range(4)]
+    )
     assert x.shape == shape
     settings: dict[Any, list[tuple[Any, ...]]] = {
         all_gather: [(dim, 1)],
@@ -94,8 +102,12 @@ def test_results_are_contiguous_whatever_the_strides_and_lengths_of_the_operand(
         assert result.stride() == torch.empty(result.shape).stride(), arguments
 
 
-@pytest.mark.parametrize("step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__)
-def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(step: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__
+)
+def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(
+    step: Callable[..., torch.Tensor],
+) -> None:
     arguments, shape = CALLS[step]
     with FakeTensorMode(), use_groups(fake_groups(MESH)):
         started = start(torch.empty(8, 8, 4), step.__name__, *arguments)
@@ -105,11 +117,21 @@ def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(step
     assert not started
 
 
-@pytest.mark.parametrize("step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__)
-def test_start_and_finish_are_bound_like_the_step_and_vanish_along_an_axis_of_size_1(step: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__
+)
+def test_start_and_finish_are_bound_like_the_step_and_vanish_along_an_axis_of_size_1(
+    step: Callable[..., torch.Tensor],
+) -> None:
     graph = fx.Graph()
     settings = (step.__name__, *CALLS[step][0])
-    graph.output((graph.call_function(finish, (graph.call_function(start, (graph.placeholder("x"), *settings)), *settings)),))
+    graph.output(
+        (
+            graph.call_function(
+                finish, (graph.call_function(start, (graph.placeholder("x"), *settings)), *settings)
+            ),
+        )
+    )
     module, x = fx.GraphModule(nn.Module(), graph), torch.ones(8, 8, 8)
     whole = bind(graph_of(step, *CALLS[step][0]), fake_groups(MESH))(x)[0]
     assert bind(module, fake_groups(MESH))(x)[0].shape == whole.shape
@@ -119,8 +141,12 @@ def test_start_and_finish_are_bound_like_the_step_and_vanish_along_an_axis_of_si
     assert step is halo or [node.op for node in bound.graph.nodes] == ["placeholder", "output"]
 
 
-@pytest.mark.parametrize("step", [step for step in STEPS if step is not halo], ids=lambda step: step.__name__)
-def test_along_an_axis_of_size_1_a_step_returns_its_operand_itself_and_binding_removes_it(step: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "step", [step for step in STEPS if step is not halo], ids=lambda step: step.__name__
+)
+def test_along_an_axis_of_size_1_a_step_returns_its_operand_itself_and_binding_removes_it(
+    step: Callable[..., torch.Tensor],
+) -> None:
     x, groups = torch.ones(2, 2, 2), fake_groups(Mesh({"a": 1, "b": 1}))
     with use_groups(groups):
         assert step(x, *CALLS[step][0]) is x
@@ -171,7 +197,9 @@ def test_a_bound_graph_needs_no_groups_and_the_original_stays_as_it_is() -> None
 def test_arguments_may_be_passed_by_name() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(shard, (graph.placeholder("x"),), {"dim": 0, "axis": 0}),))
-    assert bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH, (1, 0)))(torch.arange(4))[0].tolist() == [2, 3]
+    assert bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH, (1, 0)))(torch.arange(4))[
+        0
+    ].tolist() == [2, 3]
 
 
 def test_a_slice_does_not_keep_the_whole_alive() -> None:
@@ -181,9 +209,14 @@ def test_a_slice_does_not_keep_the_whole_alive() -> None:
     assert part.untyped_storage().nbytes() == 4 * 8
 
 
-@pytest.mark.parametrize("step", [reduce_scatter, all_to_all, shard], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step", [reduce_scatter, all_to_all, shard], ids=lambda step: step.__name__
+)
 def test_a_dim_that_the_axis_does_not_divide_is_refused(step: Callable[..., torch.Tensor]) -> None:
-    with use_groups(fake_groups(MESH)), pytest.raises(LayoutError, match="cannot be split over 4 ranks"):
+    with (
+        use_groups(fake_groups(MESH)),
+        pytest.raises(LayoutError, match="cannot be split over 4 ranks"),
+    ):
         step(torch.empty(6, 6, 6), *CALLS[step][0])
 
 
@@ -197,7 +230,9 @@ def test_steps_run_in_a_graph_that_is_compiled_whole() -> None:
 
 
 @pytest.mark.parametrize(("lowest", "beyond"), [(False, 0.0), (True, float("-inf"))])
-def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(lowest: bool, beyond: float) -> None:
+def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(
+    lowest: bool, beyond: float
+) -> None:
     x, groups = torch.ones(2, 3), fake_groups(Mesh({"a": 1}))
     expected = torch.tensor([[beyond, 1, 1, 1, beyond, beyond]] * 2)
     with use_groups(groups):
@@ -206,15 +241,25 @@ def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(lowest: bool
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_sums_of_complex_numbers_travel_as_pairs_which_every_process_group_adds_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_complex_numbers_travel_as_pairs_which_every_process_group_adds_up(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[torch.Tensor] = []
 
     def summed(x: torch.Tensor, op: str, *_: object) -> torch.Tensor:
         sent.append(x)
         return (x if kind == "all_reduce" else x[:1]).clone()
 
-    known = SimpleNamespace(all_reduce=summed, reduce_scatter_tensor=summed, wait_tensor=lambda x: x)
+    known = SimpleNamespace(
+        all_reduce=summed, reduce_scatter_tensor=summed, wait_tensor=lambda x: x
+    )
     monkeypatch.setattr(bound, "_functional", known)
     x = torch.complex(torch.arange(8.0), -torch.arange(8.0)).view(4, 2).conj()
-    found = bound.all_reduce(x, "sum", 2, "two") if kind == "all_reduce" else bound.reduce_scatter(x, 0, "sum", 2, "two", 0)
-    assert torch.equal(found, x if kind == "all_reduce" else x[:2]) and [y.dtype for y in sent] == [torch.float32]
+    found = (
+        bound.all_reduce(x, "sum", 2, "two")
+        if kind == "all_reduce"
+        else bound.reduce_scatter(x, 0, "sum", 2, "two", 0)
+    )
+    assert torch.equal(found, x if kind == "all_reduce" else x[:2]) and [y.dtype for y in sent] == [
+        torch.float32
+    ]

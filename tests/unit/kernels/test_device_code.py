@@ -1,4 +1,5 @@
-"""The device's code, run on the CPU block by block and thread by thread, computes what the references compute, bit by bit."""
+"""The device's code, run on the CPU block by block and thread by thread, computes what the
+references compute, bit by bit."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ from torch._subclasses import FakeTensorMode
 
 from autopar import ops
 from autopar.kernels import library, rows
-from autopar.kernels.buckets import BucketLayout
-from autopar.kernels.normed import FLOATS, backward_op, reduce_add_rmsnorm, reference_backward, reference_forward
-from autopar.kernels.packing import pack, reference_pack, reference_unpack, unpack
+from autopar.kernels.normed import (
+    FLOATS,
+    backward_op,
+    reduce_add_rmsnorm,
+    reference_backward,
+    reference_forward,
+)
+from autopar.kernels.packing import BucketLayout, pack, reference_pack, reference_unpack, unpack
 
 pytestmark = needs_host
 SIZES = ((7, 5), (2, 9, 3), (1,), (3, 6100), (0, 4))
@@ -33,7 +39,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def alike(a: Tensor, b: Tensor) -> None:
@@ -52,13 +60,20 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_pack_and_unpack(parts: int, first: int, count: int, dtype: torch.dtype) -> None:
     layout = BucketLayout(SIZES, DIMS, parts)
     sizes = layout.local_sizes(first, count)
-    tensors = [drawn(size, own, seed) for seed, (size, own) in enumerate(zip(sizes, DTYPES, strict=True))]
+    tensors = [
+        drawn(size, own, seed) for seed, (size, own) in enumerate(zip(sizes, DTYPES, strict=True))
+    ]
     found = pack(tensors, layout, dtype, first=first, count=count, scale=0.3, squares=True)
     expected = reference_pack(tensors, layout, dtype, first, count, 0.3, True)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     assert same(pack(tensors, layout, dtype, first=first, count=count, scale=0.3)[0], expected[0])
     back = unpack(found[0], layout, DTYPES, first=first, count=count, scale=3.0)
-    assert all(same(a, b) for a, b in zip(back, reference_unpack(found[0], layout, DTYPES, first, count, 3.0), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(
+            back, reference_unpack(found[0], layout, DTYPES, first, count, 3.0), strict=True
+        )
+    )
 
 
 def test_a_sum_over_more_chunks_than_a_block_has_threads() -> None:
@@ -74,15 +89,21 @@ def test_a_sum_over_more_chunks_than_a_block_has_threads() -> None:
 @pytest.mark.parametrize(("rows", "hidden"), ((0, 8), (3, 1), (2, 2051), (131, 300)))
 @pytest.mark.parametrize("world", (1, 3))
 @pytest.mark.parametrize("rounded", (False, True))
-def test_the_norm_and_its_gradients(rounded: bool, world: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+def test_the_norm_and_its_gradients(
+    rounded: bool, world: int, rows: int, hidden: int, dtype: torch.dtype
+) -> None:
     parts = [drawn((rows, hidden), dtype, seed) for seed in range(world)]
     residual, grad_y, grad_normed = (drawn((rows, hidden), dtype, 100 + seed) for seed in range(3))
     weight = drawn((hidden,), dtype, 200)
     settings = parts, residual, weight, 1e-5, rounded
     y, squares, normed = reduce_add_rmsnorm(*settings)
-    assert all(same(a, b) for a, b in zip((y, squares, normed), reference_forward(*settings), strict=True))
+    assert all(
+        same(a, b) for a, b in zip((y, squares, normed), reference_forward(*settings), strict=True)
+    )
     given = grad_y, grad_normed, y, squares, weight, 1e-5
-    assert all(same(a, b) for a, b in zip(backward_op(*given), reference_backward(*given), strict=True))
+    assert all(
+        same(a, b) for a, b in zip(backward_op(*given), reference_backward(*given), strict=True)
+    )
 
 
 def test_a_signal_and_a_wait_on_a_stream() -> None:
@@ -97,7 +118,9 @@ def test_a_signal_and_a_wait_on_a_stream() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", ((1, 1), (5, 7), (3, 41, 24), (130, 300), (2, 2051), (9, 4096)))
 @pytest.mark.parametrize("weighted", (True, False))
-def test_norms_of_rows_are_those_of_the_ops(weighted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_norms_of_rows_are_those_of_the_ops(
+    weighted: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x, grad, n = drawn(shape, dtype, 0), drawn(shape, dtype, 1), 2 * shape[-1]
     weight = drawn(shape[-1:], dtype, 2) if weighted else None
     squares, wide = 2 * ops.square_sum(x, dtype), library.wide(dtype)
@@ -108,7 +131,10 @@ def test_norms_of_rows_are_those_of_the_ops(weighted: bool, shape: tuple[int, ..
     alike(rows.rms_product(grad, x, weight, dtype), product)
     given = grad, x, squares, product, weight, n, 1e-5, dtype
     alike(rows.rms_norm_backward(*given), ops.rms_norm_backward(*given))
-    alike(rows.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype), ops.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype))
+    alike(
+        rows.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype),
+        ops.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -132,29 +158,43 @@ def test_a_loss_by_rows_is_that_of_the_op(dtype: torch.dtype) -> None:
     x, weight = drawn((2, 5, 16), dtype, 0), drawn((37, 16), dtype, 1)
     index = torch.randint(0, 37, (2, 5), generator=torch.Generator().manual_seed(2))
     index[0, 2] = -100
-    found, expected = (way(x, weight, index, -100, 3) for way in (rows.linear_cross_entropy, ops.linear_cross_entropy))
+    found, expected = (
+        way(x, weight, index, -100, 3)
+        for way in (rows.linear_cross_entropy, ops.linear_cross_entropy)
+    )
     for ours, theirs in zip(found, expected, strict=True):
         alike(ours, theirs)
 
 
-def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Another dtype of the weight, rows that lie apart, nothing at all, and a dtype that kernels do not know."""
+def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another dtype of the weight, rows that lie apart, nothing at all, and a dtype that kernels
+    do not know."""
     x, squares = drawn((4, 8), torch.bfloat16, 0), torch.ones(4)
     launched: list[str] = []
     monkeypatch.setattr(library, "launch", lambda kernel, *_: launched.append(kernel))
     settings = 8, 1e-5, torch.float32, torch.float32, torch.float32
-    assert torch.equal(rows.rms_norm(x, squares, torch.ones(8), *settings), ops.rms_norm(x, squares, torch.ones(8), *settings))
+    assert torch.equal(
+        rows.rms_norm(x, squares, torch.ones(8), *settings),
+        ops.rms_norm(x, squares, torch.ones(8), *settings),
+    )
     apart = x[:, ::2]
     for _ in range(2):
         assert torch.equal(rows.sum_exp(apart, apart.amax(-1)), ops.sum_exp(apart, apart.amax(-1)))
     assert [record.message for record in caplog.records] == [
-        "a norm or a loss of (4, 4) takes several passes over memory: it reads a tensor of strides (8, 2)"
+        "a norm or a loss of (4, 4) takes several passes over memory: it reads a tensor of strides"
+        " (8, 2)"
     ]
     assert rows.sum_exp(x[:0], x[:0].amax(-1)).shape == (0,)
     assert rows.rms_product(x, x.float(), None, torch.float32).shape == (4,)
-    assert rows.rms_product(x, x, None, torch.float64).dtype == torch.float64, "where the model squares in it"
+    assert rows.rms_product(x, x, None, torch.float64).dtype == torch.float64, (
+        "where the model squares in it"
+    )
     with FakeTensorMode():
-        assert rows.rms_product(torch.empty(4, 8), torch.empty(4, 8), None, torch.float32).shape == (4,)
+        assert rows.rms_product(
+            torch.empty(4, 8), torch.empty(4, 8), None, torch.float32
+        ).shape == (4,)
     assert launched == []
     rows.sum_exp(x, x.amax(-1))
     assert launched == ["ap_sum_exp"]

@@ -1,4 +1,5 @@
-"""The device's code of products and routes, on the CPU with virtual ranks and emulated streams, computes what the references compute."""
+"""The device's code of products and routes, on the CPU with virtual ranks and emulated streams,
+computes what the references compute."""
 
 from __future__ import annotations
 
@@ -14,13 +15,19 @@ from overlap_cases import whole_numbers
 from route_cases import drawn
 
 from autopar.errors import KernelError
-from autopar.kernels import library, normed_scatter, overlapped_references, routed
+from autopar.kernels import library, normed, overlapped, routed
 from autopar.kernels.chunked import Gather, Shards, gather
-from autopar.kernels.lanes import Blocks
+from autopar.kernels.fused import (
+    combine_all,
+    dispatch_all,
+    gather_all,
+    scatter_all,
+    scatter_norm_all,
+    shards_of,
+)
 from autopar.kernels.normed import FLOATS
-from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
-from autopar.ops.dispatched import Together
+from autopar.kernels.peers import Blocks, VirtualRanks
+from autopar.ops.experts import Together
 
 pytestmark = needs_host
 
@@ -35,38 +42,52 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "bmk,kn->bmn"])
 @pytest.mark.parametrize("width", [3, 40])  # so that outer dims are copied at once, and one by one
 @pytest.mark.parametrize("blocks", [None, Blocks(1), Blocks(3)])
-def test_products_are_gathered_and_scattered(equation: str, size: int, width: int, blocks: Blocks | None) -> None:
+def test_products_are_gathered_and_scattered(
+    equation: str, size: int, width: int, blocks: Blocks | None
+) -> None:
     peers, dim = VirtualRanks(size, blocks=blocks), equation.index("m")
     shape = [{"b": 2, "m": 7, "k": width}[letter] for letter in equation.partition(",")[0]]
     for epoch in range(1, 4):
         x, w = whole_numbers(shape, epoch), whole_numbers((width, 6), 7)
         shards, others = shards_of(x, dim, size), [w + rank for rank in range(size)]
         found = gather_all(peers, equation, shards, others, 0, dim, 7, 2)
-        expected = overlapped_references.all_gather_matmul_reference(equation, shards, others, 0, dim)
-        assert all(torch.equal(a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True))
+        expected = overlapped.all_gather_matmul_reference(equation, shards, others, 0, dim)
+        assert all(
+            torch.equal(a, b)
+            for pair in zip(found, expected, strict=True)
+            for a, b in zip(*pair, strict=True)
+        )
         pairs = [(x + rank, other) for rank, other in enumerate(others)]
         parts = scatter_all(peers, equation, pairs, dim, 2)
-        wanted = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, dim)
+        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim)
         assert all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("shape", [(601, 513), (2, 301, 516), (3, 7, 5)])
-def test_blocks_copy_all_of_runs_that_take_many_turns(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_blocks_copy_all_of_runs_that_take_many_turns(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """In units of 16 bytes, of 4 and of 1, contiguous or run by run."""
     x, dim = (torch.arange(math.prod(shape)) % 251).reshape(shape).to(dtype), len(shape) - 2
     peers = VirtualRanks(3, blocks=Blocks(2))
     parts, shards = shards_of(x, dim, 3), Shards.of(x.shape, dim, dtype, 3, 2)
     for epoch in range(2):
         wanted = x + epoch
-        jobs = {rank: Gather(part + epoch, torch.zeros_like(x), lambda begin, length: None) for rank, part in enumerate(parts)}
+        jobs = {
+            rank: Gather(part + epoch, torch.zeros_like(x), lambda begin, length: None)
+            for rank, part in enumerate(parts)
+        }
         gather(peers, shards, jobs)
         assert all(torch.equal(job.gathered, wanted) for job in jobs.values())
 
 
 def test_blocks_that_are_held_back_to_a_rate_copy_all() -> None:
     x = torch.arange(3 << 15, dtype=torch.uint8).reshape(-1, 1)
-    jobs = {rank: Gather(part, torch.zeros_like(x), lambda begin, length: None) for rank, part in enumerate(shards_of(x, 0, 3))}
+    jobs = {
+        rank: Gather(part, torch.zeros_like(x), lambda begin, length: None)
+        for rank, part in enumerate(shards_of(x, 0, 3))
+    }
     gather(VirtualRanks(3, blocks=Blocks(2, 1e9)), Shards.of(x.shape, 0, x.dtype, 3, 1), jobs)
     assert all(torch.equal(job.gathered, x) for job in jobs.values())
 
@@ -80,12 +101,24 @@ def test_blocks_are_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("blocks", [Blocks(0), Blocks(1 << 16), Blocks(1, -1.0)])
 def test_no_blocks_and_too_many_are_refused(blocks: Blocks) -> None:
     with pytest.raises(KernelError, match="all_gather_matmul_pull"):
-        gather_all(VirtualRanks(1, blocks=blocks), "mk,kn->mn", [torch.ones(4, 3)], [torch.ones(3, 2)], 0, 0, 4, 1)
+        gather_all(
+            VirtualRanks(1, blocks=blocks),
+            "mk,kn->mn",
+            [torch.ones(4, 3)],
+            [torch.ones(3, 2)],
+            0,
+            0,
+            4,
+            1,
+        )
 
 
 def test_that_signals_are_kernels_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """No driver takes them in the emulation; what runs threads of the host asks none."""
-    peers, pairs = VirtualRanks(2), [(whole_numbers((4, 3), rank), whole_numbers((3, 2), rank)) for rank in range(2)]
+    peers, pairs = (
+        VirtualRanks(2),
+        [(whole_numbers((4, 3), rank), whole_numbers((3, 2), rank)) for rank in range(2)],
+    )
     before = library.num_refused("host")
     with caplog.at_level(logging.WARNING, "autopar.kernels"):
         for _ in range(2):
@@ -97,10 +130,15 @@ def test_that_signals_are_kernels_is_said_once(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64])
 def test_parts_are_added_in_order_in_every_dtype(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = [(torch.randn(700, 5, generator=generator) * 100.0 ** (rank % 2)).to(dtype) for rank in range(3)]
+    values = [
+        (torch.randn(700, 5, generator=generator) * 100.0 ** (rank % 2)).to(dtype)
+        for rank in range(3)
+    ]
     pairs = [(value, torch.eye(5, dtype=dtype)) for value in values]
     found = torch.cat(scatter_all(VirtualRanks(3), "mk,kn->mn", pairs, 0, 1))
-    assert torch.equal(found, torch.cat(overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)))
+    assert torch.equal(
+        found, torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -112,7 +150,9 @@ def test_sums_are_added_to_residuals_and_normed(size: int, dtype: torch.dtype) -
         for rounded in (False, True):
             settings = ranks.pairs, ranks.residuals, ranks.weights, dim
             found = scatter_norm_all(peers, equation, *settings, 2, EPS, rounded)
-            assert same(found, normed_scatter.matmul_reduce_add_rmsnorm_reference(equation, *settings, EPS, rounded))
+            assert same(
+                found, normed.matmul_reduce_add_rmsnorm_reference(equation, *settings, EPS, rounded)
+            )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -121,14 +161,25 @@ def test_rows_go_and_come_back(size: int, dtype: torch.dtype) -> None:
     peers = VirtualRanks(size)
     for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (2, 3, 2)):
         xs, experts, weights, most = drawn(size, choices, per_rank, seed)
-        xs, weights = [x.to(dtype) for x in xs], [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
+        xs, weights = (
+            [x.to(dtype) for x in xs],
+            [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights],
+        )
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
         found = dispatch_all(peers, xs, experts, size * per_rank, most)
         for job, parts in zip(found, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip((job.rows, job.table, job.position), parts, strict=True))
-        wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], weights)
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip((job.rows, job.table, job.position), parts, strict=True)
+            )
+        wanted = routed.moe_combine_reference(
+            [part[0] for part in expected], expected[0][1], [part[2] for part in expected], weights
+        )
         combined = combine_all(peers, expected, weights)
-        assert all(torch.equal(job.y, y) and torch.equal(job.returned, back) for job, (y, back) in zip(combined, wanted, strict=True))
+        assert all(
+            torch.equal(job.y, y) and torch.equal(job.returned, back)
+            for job, (y, back) in zip(combined, wanted, strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,12 +189,17 @@ def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch
     for seed in range(2):
         for width in (row_cases.H, 24):
             ranks = row_cases.drawn(size, 2, dtype, seed, torch.float32, width)
-            assert row_cases.same(row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together))
+            assert row_cases.same(
+                row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together)
+            )
 
 
 def test_more_pairs_than_a_block_has_threads_stay_in_order_and_wide_rows_are_whole() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, experts = torch.randn(700, 516, generator=generator), torch.randint(0, 3, (700, 1), generator=generator)
+    x, experts = (
+        torch.randn(700, 516, generator=generator),
+        torch.randint(0, 3, (700, 1), generator=generator),
+    )
     job = dispatch_all(VirtualRanks(1), [x], [experts], 3, 701)[0]
     rows, table, position = routed.moe_dispatch_reference([x], [experts], 3, 701)[0]
     assert torch.equal(job.rows, rows)

@@ -1,4 +1,5 @@
-"""Signals are epochs that only rise: a waiter that is late finds them past, one that no one serves times out."""
+"""Signals are epochs that only rise: a waiter that is late finds them past, one that no one
+serves times out."""
 
 from __future__ import annotations
 

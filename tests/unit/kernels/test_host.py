@@ -1,4 +1,5 @@
-"""Copies to and from the host in a graph that is bound for a GPU: what the host reads next it waits for."""
+"""Copies to and from the host in a graph that is bound for a GPU: what the host reads next it
+waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import fx
 
 from autopar.kernels import collectives as steps
 from autopar.kernels import host
-from autopar.kernels.binding import bind
+from autopar.kernels.bind import bind
 from autopar.kernels.collectives import AxisGroup
 
 _cast = torch.ops.aten._to_copy.default
@@ -20,13 +21,19 @@ def bound(started: bool, reader: object, device: str) -> dict[object, fx.Node]:
     graph = fx.Graph()
     x = graph.placeholder("x")
     if started:
-        stored = graph.call_function(steps.finish, (graph.call_function(steps.start, (x, "store")), "store"))
+        stored = graph.call_function(
+            steps.finish, (graph.call_function(steps.start, (x, "store")), "store")
+        )
     else:
         stored = graph.call_function(steps.store, (x,))
-    read = graph.call_function(reader, (stored,), {"dtype": torch.bfloat16} if reader is _cast else {})
+    read = graph.call_function(
+        reader, (stored,), {"dtype": torch.bfloat16} if reader is _cast else {}
+    )
     read.meta["on_host"] = reader is _cast
     graph.output((read,))
-    return {node.target: node for node in bind(fx.GraphModule({}, graph), GROUPS, device).graph.nodes}
+    return {
+        node.target: node for node in bind(fx.GraphModule({}, graph), GROUPS, device).graph.nodes
+    }
 
 
 @pytest.mark.parametrize("started", [False, True])

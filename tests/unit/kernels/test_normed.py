@@ -1,4 +1,5 @@
-"""The sum over peers, the residual and the norm, in one order: what compiled code computes equals the reference bit by bit."""
+"""The sum over peers, the residual and the norm, in one order: what compiled code computes
+equals the reference bit by bit."""
 
 from __future__ import annotations
 
@@ -13,12 +14,21 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library
-from autopar.kernels.normed import FLOATS, backward_op, forward_op, reduce_add_rmsnorm, reference_backward, reference_forward
+from autopar.kernels.normed import (
+    FLOATS,
+    backward_op,
+    forward_op,
+    reduce_add_rmsnorm,
+    reference_backward,
+    reference_forward,
+)
 
 EPS = 1e-5
 
 
-def inputs_of(world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
+def inputs_of(
+    world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+) -> tuple[list[Tensor], Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world + 1)]
     return made[1:], made[0], torch.randn(shape[-1], generator=generator).to(dtype)
@@ -37,10 +47,16 @@ def test_forward_and_backward_equal_their_references_bit_by_bit(
 ) -> None:
     parts, residual, weight = inputs_of(world, shape, dtype)
     made = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded)
-    assert all(same(a, b) for a, b in zip(made, reference_forward(parts, residual, weight, EPS, rounded), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(made, reference_forward(parts, residual, weight, EPS, rounded), strict=True)
+    )
     grads, grad_y, _ = inputs_of(1, shape, dtype, seed=1)
     settings = grad_y, grads[0], *made[:2], weight, EPS
-    assert all(same(a, b) for a, b in zip(backward_op(*settings), reference_backward(*settings), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(backward_op(*settings), reference_backward(*settings), strict=True)
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -55,7 +71,10 @@ def test_peers_are_added_in_the_order_of_their_ranks(world: int) -> None:
         assert not torch.equal(y, reduce_add_rmsnorm(parts[::-1], residual, weight, EPS)[0])
 
 
-@pytest.mark.parametrize(("dtype", "digits"), ((torch.float32, 2e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2), (torch.half, 2e-3)))
+@pytest.mark.parametrize(
+    ("dtype", "digits"),
+    ((torch.float32, 2e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2), (torch.half, 2e-3)),
+)
 def test_it_is_the_norm_that_torch_has(dtype: torch.dtype, digits: float) -> None:
     parts, residual, weight = inputs_of(3, (4, 6, 200), dtype)
     y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
@@ -73,7 +92,9 @@ def test_what_is_rounded_before_the_weight_is_what_models_compute(dtype: torch.d
     parts, residual, weight = inputs_of(3, (40, 200), dtype)
     y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded=True)
     wide = y.float()
-    assert torch.equal(normed, weight * (wide * torch.rsqrt(squares.div(200).add(EPS)).unsqueeze(-1)).to(dtype))
+    assert torch.equal(
+        normed, weight * (wide * torch.rsqrt(squares.div(200).add(EPS)).unsqueeze(-1)).to(dtype)
+    )
     assert not torch.equal(normed, reduce_add_rmsnorm(parts, residual, weight, EPS)[2])
 
 
@@ -82,16 +103,22 @@ def test_gradients_are_those_of_autograd(uses: str) -> None:
     parts, residual, weight = inputs_of(3, (2, 35, 24), torch.float64)
     leaves = [t.requires_grad_() for t in (*parts, residual, weight)]
 
-    def plain(parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def plain(
+        parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         y = residual + torch.stack(parts).sum(0)
         return y, torch.nn.functional.rms_norm(y, (24,), weight, eps)
 
     def loss(y: Tensor, normed: Tensor) -> Tensor:
-        return (y.sin().sum() if uses != "normed" else 0) + (normed.cos().sum() if uses != "y" else 0)
+        return (y.sin().sum() if uses != "normed" else 0) + (
+            normed.cos().sum() if uses != "y" else 0
+        )
 
     y, _, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
     found = torch.autograd.grad(loss(y, normed), leaves)
-    expected = torch.autograd.grad(loss(*plain(parts, residual, weight, EPS)), leaves, materialize_grads=True)
+    expected = torch.autograd.grad(
+        loss(*plain(parts, residual, weight, EPS)), leaves, materialize_grads=True
+    )
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
     assert all(torch.equal(found[0], grad) for grad in found[1:4])
@@ -110,7 +137,9 @@ def test_threads_change_nothing() -> None:
         for threads in (1, 4):
             torch.set_num_threads(threads)
             y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
-            found.append((y, squares, normed, *backward_op(residual, parts[0], y, squares, weight, EPS)))
+            found.append(
+                (y, squares, normed, *backward_op(residual, parts[0], y, squares, weight, EPS))
+            )
     finally:
         torch.set_num_threads(1)
     assert all(same(a, b) for a, b in zip(*found, strict=True))
@@ -122,7 +151,10 @@ def test_tensors_that_are_not_aligned_or_not_contiguous_are_taken_alike(dtype: t
     parts = [held[0, 1:].view(20, 40), held[1, 1:].view(40, 20).t()]
     residual, weight = held[2, :800].view(20, 40), held[3, 3:43]
     made = reduce_add_rmsnorm(parts, residual, weight, EPS)
-    assert all(same(a, b) for a, b in zip(made, reference_forward(parts, residual, weight, EPS), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(made, reference_forward(parts, residual, weight, EPS), strict=True)
+    )
     assert all(t.is_contiguous() for t in made)
 
 
@@ -144,13 +176,23 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("shape", lambda: reduce_add_rmsnorm([X[:1]], X, X[0], EPS), r"a part is \(1, 3\)"),
     ("weight", lambda: reduce_add_rmsnorm([X], X, X[0, :2], EPS), r"weight of \(2,\)"),
     ("dtype", lambda: reduce_add_rmsnorm([X.double()], X, X[0], EPS), "float64 on cpu beside"),
-    ("weight's dtype", lambda: reduce_add_rmsnorm([X], X, X[0].double(), EPS), "float64 on cpu beside"),
+    (
+        "weight's dtype",
+        lambda: reduce_add_rmsnorm([X], X, X[0].double(), EPS),
+        "float64 on cpu beside",
+    ),
     ("whole numbers", lambda: reduce_add_rmsnorm([X.int()], X.int(), X[0].int(), EPS), "int32"),
-    ("nothing to norm", lambda: reduce_add_rmsnorm([X[:, :0]], X[:, :0], X[0, :0], EPS), r"norm of \(2, 0\)"),
+    (
+        "nothing to norm",
+        lambda: reduce_add_rmsnorm([X[:, :0]], X[:, :0], X[0, :0], EPS),
+        r"norm of \(2, 0\)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
 def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         call()
@@ -160,4 +202,7 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
 def test_the_library_refuses_what_it_cannot_read() -> None:
     for world, code, rows, hidden in ((0, 0, 1, 1), (1, 4, 1, 1), (1, 0, -1, 1), (1, 0, 1, 0)):
         arguments = *(None,) * 5, code, rows, hidden, EPS, 0, 1
-        assert library.function("host", "ap_reduce_add_rmsnorm_forward_host")(None, world, *arguments) == 1
+        assert (
+            library.function("host", "ap_reduce_add_rmsnorm_forward_host")(None, world, *arguments)
+            == 1
+        )

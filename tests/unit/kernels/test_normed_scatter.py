@@ -1,4 +1,5 @@
-"""The op of a product, its scattered sums, the residual and the norm: its reference to the last bit, with gradients, or step by step."""
+"""The op of a product, its scattered sums, the residual and the norm: its reference to the last
+bit, with gradients, or step by step."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar import ops
 from autopar.errors import KernelError
-from autopar.kernels import bound, chunked, fused, library, normed, normed_scatter, providers
-from autopar.kernels.binding import bind
+from autopar.kernels import bound_ops, chunked, fused, library, normed
+from autopar.kernels import normed as normed_scatter
+from autopar.kernels import peers as providers
+from autopar.kernels.bind import bind
 from autopar.kernels.collectives import AxisGroup, use_groups
+from autopar.kernels.fused import scatter_norm_all
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
-from autopar.kernels.together import scatter_norm_all
 
 OP = torch.ops.autopar.matmul_reduce_add_rmsnorm
 EQUATION = "mk,kn->mn"
@@ -44,8 +47,22 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.forget()
 
 
-def found(peers: Peers, equation: str, ranks: Ranks, dim: int, num_chunks: int, rounded: bool) -> list[tuple[Tensor, ...]]:
-    return list(scatter_norm_all(peers, equation, ranks.pairs, ranks.residuals, ranks.weights, dim, num_chunks, EPS, rounded))
+def found(
+    peers: Peers, equation: str, ranks: Ranks, dim: int, num_chunks: int, rounded: bool
+) -> list[tuple[Tensor, ...]]:
+    return list(
+        scatter_norm_all(
+            peers,
+            equation,
+            ranks.pairs,
+            ranks.residuals,
+            ranks.weights,
+            dim,
+            num_chunks,
+            EPS,
+            rounded,
+        )
+    )
 
 
 def expected(equation: str, ranks: Ranks, dim: int, rounded: bool) -> list[tuple[Tensor, ...]]:
@@ -53,22 +70,30 @@ def expected(equation: str, ranks: Ranks, dim: int, rounded: bool) -> list[tuple
     return list(normed_scatter.matmul_reduce_add_rmsnorm_reference(equation, *settings))
 
 
-# --- the reference, to the last bit ------------------------------------------------------------------------------------------------------
+# --- the reference, to the last bit
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS)
 @pytest.mark.parametrize("size", WORLDS)
-def test_virtual_ranks_compute_what_the_reference_does(kernels: None, size: int, dtype: torch.dtype) -> None:
+def test_virtual_ranks_compute_what_the_reference_does(
+    kernels: None, size: int, dtype: torch.dtype
+) -> None:
     peers = VirtualRanks(size)
     for epoch, (equation, left, right, dim) in enumerate(NORMED * 2):
         ranks = ranks_of(equation, left, right, dim, size, dtype, seed=epoch)
         for num_chunks, rounded in ((1, False), (2, True), (2, False), (3, True)):
-            assert same(found(peers, equation, ranks, dim, num_chunks, rounded), expected(equation, ranks, dim, rounded))
+            assert same(
+                found(peers, equation, ranks, dim, num_chunks, rounded),
+                expected(equation, ranks, dim, rounded),
+            )
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", WORLDS)
-def test_threads_that_may_be_late_compute_it_epoch_after_epoch_in_the_same_memory(kernels: None, size: int, rounded: bool) -> None:
+def test_threads_that_may_be_late_compute_it_epoch_after_epoch_in_the_same_memory(
+    kernels: None, size: int, rounded: bool
+) -> None:
     def pause(rank: int, phase: int) -> None:
         if (7 * rank + 3 * phase + len(taken)) % 11 == 0:
             time.sleep(0.0005)
@@ -78,19 +103,24 @@ def test_threads_that_may_be_late_compute_it_epoch_after_epoch_in_the_same_memor
     with HostThreads(size, pause) as peers:
         for epoch in range(40):
             ranks = ranks_of(EQUATION, (7, 2), (2, 9), 0, size, BF16, seed=epoch)
-            assert same(found(peers, EQUATION, ranks, 0, 2, rounded), expected(EQUATION, ranks, 0, rounded))
+            assert same(
+                found(peers, EQUATION, ranks, 0, 2, rounded), expected(EQUATION, ranks, 0, rounded)
+            )
         assert [regions.epochs for regions in peers._regions.values()] == [[40] * size]
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS)
 @pytest.mark.parametrize("size", WORLDS)
-def test_parts_are_added_in_the_order_of_the_ranks_each_time(kernels: None, size: int, dtype: torch.dtype) -> None:
+def test_parts_are_added_in_the_order_of_the_ranks_each_time(
+    kernels: None, size: int, dtype: torch.dtype
+) -> None:
     ranks, peers = scaled_ranks((37, 9), size, dtype), VirtualRanks(size)
     wanted = expected(EQUATION, ranks, 0, True)
     assert all(same(found(peers, EQUATION, ranks, 0, 2, True), wanted) for _ in range(5))
 
 
-# --- planted faults ----------------------------------------------------------------------------------------------------------------------
+# --- planted faults
+# --------------------------------------------------------------------------------------------------
 
 
 def test_parts_in_another_order_are_noticed(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,35 +129,53 @@ def test_parts_in_another_order_are_noticed(kernels: None, monkeypatch: pytest.M
 
     ranks, forward_into = scaled_ranks((37, 9), 3, F32), normed.forward_into
     monkeypatch.setattr(normed, "forward_into", turned)
-    assert not same(found(VirtualRanks(3), EQUATION, ranks, 0, 2, False), expected(EQUATION, ranks, 0, False))
+    assert not same(
+        found(VirtualRanks(3), EQUATION, ranks, 0, 2, False), expected(EQUATION, ranks, 0, False)
+    )
 
 
-@pytest.mark.parametrize(("later", "further"), [(1, 0), (0, 1)], ids=["the epoch's before", "the next rank's"])
-def test_a_part_from_a_wrong_slot_is_noticed(kernels: None, monkeypatch: pytest.MonkeyPatch, later: int, further: int) -> None:
-    """Its own part a rank writes, and all parts it reads, in slots of another epoch or rank; what peers write lies where it belongs."""
+@pytest.mark.parametrize(
+    ("later", "further"), [(1, 0), (0, 1)], ids=["the epoch's before", "the next rank's"]
+)
+def test_a_part_from_a_wrong_slot_is_noticed(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, later: int, further: int
+) -> None:
+    """Its own part a rank writes, and all parts it reads, in slots of another epoch or rank;
+    what peers write lies where it belongs."""
 
-    def wrong(shards: chunked.Shards, regions: Any, rank: int, epoch: int, out: Tensor, sender: int) -> Tensor:
+    def wrong(
+        shards: chunked.Shards, regions: Any, rank: int, epoch: int, out: Tensor, sender: int
+    ) -> Tensor:
         return slot(shards, regions, rank, epoch + later, out, (sender + further) % shards.size)
 
     slot, peers = chunked._slot, VirtualRanks(3)
     first, second = (ranks_of(EQUATION, (11, 3), (3, 40), 0, 3, seed=seed) for seed in range(2))
     assert same(found(peers, EQUATION, first, 0, 2, False), expected(EQUATION, first, 0, False))
     monkeypatch.setattr(chunked, "_slot", wrong)
-    assert not same(found(peers, EQUATION, second, 0, 2, False), expected(EQUATION, second, 0, False))
+    assert not same(
+        found(peers, EQUATION, second, 0, 2, False), expected(EQUATION, second, 0, False)
+    )
 
 
 def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
     ranks = ranks_of(EQUATION, (2, 3), (3, 4), 0, 2)
-    with HostThreads(2) as peers, providers.provided("alone", peers), pytest.raises(KernelError, match=r"reduce_scatter.*timed out"):
+    with (
+        HostThreads(2) as peers,
+        providers.provided("alone", peers),
+        pytest.raises(KernelError, match=r"reduce_scatter.*timed out"),
+    ):
         OP(*ranks.of(0), EQUATION, 0, 2, "alone", 0, 1, EPS, False)
 
 
-# --- the operator ------------------------------------------------------------------------------------------------------------------------
+# --- the operator
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize(("equation", "left", "right", "dim"), [NORMED[0], NORMED[2]])
-def test_torch_accepts_it(equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, rounded: bool) -> None:
+def test_torch_accepts_it(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, rounded: bool
+) -> None:
     operands = [x.requires_grad_() for x in ranks_of(equation, left, right, dim, 1).of(0)]
     torch.library.opcheck(OP, (*operands, equation, dim, 1, "", 0, 2, EPS, rounded))
 
@@ -136,16 +184,28 @@ def test_torch_accepts_it(equation: str, left: tuple[int, ...], right: tuple[int
 def test_on_fake_tensors_it_has_the_shapes_of_an_uneven_split(rank: int) -> None:
     shape = (2, (3, 3, 1)[rank], 5)
     with FakeTensorMode():
-        a, b, residual, weight = (torch.empty(each, dtype=BF16) for each in ((2, 7, 4), (5, 4), shape, (5,)))
+        a, b, residual, weight = (
+            torch.empty(each, dtype=BF16) for each in ((2, 7, 4), (5, 4), shape, (5,))
+        )
         made = OP(a, b, residual, weight, "bsk,nk->bsn", 1, 3, "anyone", rank, 2, EPS, True)
-    assert [(tuple(x.shape), x.dtype) for x in made] == [(shape, BF16), (shape[:2], F32), (shape, BF16)]
+    assert [(tuple(x.shape), x.dtype) for x in made] == [
+        (shape, BF16),
+        (shape[:2], F32),
+        (shape, BF16),
+    ]
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("equation", "left", "right", "dim"), NORMED)
 def test_gradients_are_those_of_the_reference(
-    kernels: None, equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, size: int, rounded: bool
+    kernels: None,
+    equation: str,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    dim: int,
+    size: int,
+    rounded: bool,
 ) -> None:
     ranks = ranks_of(equation, left, right, dim, size, torch.float64)
     leaves = [[x.requires_grad_() for x in ranks.of(rank)] for rank in range(size)]
@@ -154,42 +214,63 @@ def test_gradients_are_those_of_the_reference(
         return y.sin().sum() + normed.cos().sum()
 
     def run(rank: int) -> tuple[Tensor, ...]:
-        y, squares, normed = OP(*leaves[rank], equation, dim, size, "gradients", rank, 2, EPS, rounded)
+        y, squares, normed = OP(
+            *leaves[rank], equation, dim, size, "gradients", rank, 2, EPS, rounded
+        )
         assert not squares.requires_grad
         return torch.autograd.grad(loss(y, normed), leaves[rank])
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         gradients = peers.each(run)
-    total = sum((loss(y, normed) for y, _, normed in expected(equation, ranks, dim, rounded)), torch.zeros((), dtype=torch.float64))
+    total = sum(
+        (loss(y, normed) for y, _, normed in expected(equation, ranks, dim, rounded)),
+        torch.zeros((), dtype=torch.float64),
+    )
     wanted = torch.autograd.grad(total, [x for own in leaves for x in own])
     for a, b in zip([x for own in gradients for x in own], wanted, strict=True):
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
-# --- what a program calls ----------------------------------------------------------------------------------------------------------------
+# --- what a program calls
+# --------------------------------------------------------------------------------------------------
 
 
-def steps(ranks: Ranks, rank: int, part: Tensor, dtype: torch.dtype, rounded: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def steps(
+    ranks: Ranks, rank: int, part: Tensor, dtype: torch.dtype, rounded: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """What a graph without the kernel runs after the reduce_scatter."""
     y = ranks.residuals[rank] + part
     squares = ops.square_sum(y, dtype)
-    return y, squares, ops.rms_norm(y, squares, ranks.weights[rank], y.shape[-1], EPS, dtype, rounded, y.dtype)
+    return (
+        y,
+        squares,
+        ops.rms_norm(y, squares, ranks.weights[rank], y.shape[-1], EPS, dtype, rounded, y.dtype),
+    )
 
 
-def called(ranks: Ranks, rank: int, group: AxisGroup, rounded: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def called(
+    ranks: Ranks, rank: int, group: AxisGroup, rounded: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     a, b, residual, weight = ranks.of(rank)
     norm = residual.shape[-1], EPS, library.wide(a.dtype), rounded, a.dtype
-    return normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (a, b), residual, weight, 0, group, 2, *norm, ops.dot)
+    return normed_scatter.dot_reduce_add_rmsnorm(
+        EQUATION, (a, b), residual, weight, 0, group, 2, *norm, ops.dot
+    )
 
 
 @pytest.mark.parametrize("rounded", [BF16, F32])
-def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: None, rounded: torch.dtype) -> None:
+def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(
+    kernels: None, rounded: torch.dtype
+) -> None:
     epochs = [ranks_of(EQUATION, (11, 3), (3, 16), 0, 3, BF16, seed=epoch) for epoch in range(30)]
     wanted = [expected(EQUATION, ranks, 0, rounded == BF16) for ranks in epochs]
 
     def run(rank: int) -> bool:
         group = AxisGroup("own pace", 3, rank)
-        return all(same([called(ranks, rank, group, rounded)], [made[rank]]) for ranks, made in zip(epochs, wanted, strict=True))
+        return all(
+            same([called(ranks, rank, group, rounded)], [made[rank]])
+            for ranks, made in zip(epochs, wanted, strict=True)
+        )
 
     with HostThreads(3) as peers, providers.provided("own pace", peers):
         assert peers.each(run) == [True] * 3
@@ -199,12 +280,18 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
 def test_along_an_axis_of_size_one_the_steps_run_one_after_the_other(dtype: torch.dtype) -> None:
     ranks = ranks_of(EQUATION, (11, 3), (3, 16), 0, 1, dtype)
     made = called(ranks, 0, AxisGroup("", 1, 0), dtype)
-    assert same([made], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), library.wide(dtype), dtype)])
+    assert same(
+        [made], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), library.wide(dtype), dtype)]
+    )
 
 
 def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     made = called(ranks_of(EQUATION, (11, 3), (3, 16), 0, 3, BF16), 1, AxisGroup("", 3, 1), BF16)
-    assert [(tuple(x.shape), x.dtype) for x in made] == [((4, 16), BF16), ((4,), F32), ((4, 16), BF16)]
+    assert [(tuple(x.shape), x.dtype) for x in made] == [
+        ((4, 16), BF16),
+        ((4,), F32),
+        ((4, 16), BF16),
+    ]
     assert not caplog.records
 
 
@@ -213,23 +300,33 @@ def test_without_shared_memory_the_steps_run_one_after_the_other_and_the_log_say
     rounded: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(providers, "_said", set())
-    monkeypatch.setattr(bound, "reduce_scatter", lambda x, dim, op, size, name, coordinate: x.chunk(size, dim)[coordinate] * size)
+    monkeypatch.setattr(
+        bound_ops,
+        "reduce_scatter",
+        lambda x, dim, op, size, name, coordinate: x.chunk(size, dim)[coordinate] * size,
+    )
     ranks = ranks_of(EQUATION, (4, 3), (3, 16), 0, 2, BF16)
     with caplog.at_level(logging.WARNING, "autopar.kernels"):
         made = called(ranks, 1, AxisGroup("gloo", 2, 1), rounded)
         whole = OP(*ranks.of(1), EQUATION, 0, 2, "gloo", 1, 2, EPS, rounded == BF16)
     part = ops.dot(EQUATION, *ranks.pairs[1])[2:] * 2
     assert same([made], [steps(ranks, 1, part, F32, rounded)])
-    reference = normed.reference_forward([part], ranks.residuals[1], ranks.weights[1], EPS, rounded == BF16)
+    reference = normed.reference_forward(
+        [part], ranks.residuals[1], ranks.weights[1], EPS, rounded == BF16
+    )
     assert same([whole], [reference])
-    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [True]
+    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [
+        True
+    ]
 
 
 def test_the_step_of_a_graph_is_bound_to_its_group_and_runs() -> None:
     ranks = ranks_of(EQUATION, (11, 3), (3, 16), 0, 1)
     graph = fx.Graph()
     operands = [graph.placeholder(name) for name in ("a", "b", "residual", "weight")]
-    node = graph.call_function(fused.matmul_reduce_add_rmsnorm, (*operands, EQUATION, 0, 1, 2, 16, EPS, F32, F32, F32))
+    node = graph.call_function(
+        fused.matmul_reduce_add_rmsnorm, (*operands, EQUATION, 0, 1, 2, 16, EPS, F32, F32, F32)
+    )
     graph.output(node)
     groups, whole = [AxisGroup("other", 4, 2), AxisGroup("", 1, 0)], fx.GraphModule({}, graph)
     module = bind(whole, groups)
@@ -238,40 +335,78 @@ def test_the_step_of_a_graph_is_bound_to_its_group_and_runs() -> None:
     assert bound_node.args[4:] == (EQUATION, 0, 1, "", 0, 2, 16, EPS, F32, F32, F32)
     with use_groups(groups):
         made = whole(*ranks.of(0))
-    assert same([module(*ranks.of(0)), made], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), F32, F32)] * 2)
+    assert same(
+        [module(*ranks.of(0)), made],
+        [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), F32, F32)] * 2,
+    )
 
 
-# --- what does not fit -------------------------------------------------------------------------------------------------------------------
+# --- what does not fit
+# --------------------------------------------------------------------------------------------------
 
 A, B, X, W = torch.ones(4, 3), torch.ones(3, 8), torch.ones(2, 8), torch.ones(8)
 GROUP = AxisGroup("", 2, 0)
 REFUSED: list[tuple[str, Any, str]] = [
-    ("the last dim", lambda: OP(A, B, torch.ones(4, 4), W, EQUATION, 1, 2, "", 0, 1, EPS, False), "has no whole rows"),
-    ("the residual's shape", lambda: OP(A, B, X[:1], W, EQUATION, 0, 2, "", 0, 1, EPS, False), r"a residual \(1, 8\)"),
-    ("the residual's dtype", lambda: OP(A, B, X.double(), W, EQUATION, 0, 2, "", 0, 1, EPS, False), "a residual .* torch.float64"),
-    ("the weight's dtype", lambda: OP(A, B, X, W.double(), EQUATION, 0, 2, "", 0, 1, EPS, False), "float64 on cpu beside"),
-    ("the weight's shape", lambda: OP(A, B, X, W[1:], EQUATION, 0, 2, "", 0, 1, EPS, False), r"weight of \(7,\)"),
+    (
+        "the last dim",
+        lambda: OP(A, B, torch.ones(4, 4), W, EQUATION, 1, 2, "", 0, 1, EPS, False),
+        "has no whole rows",
+    ),
+    (
+        "the residual's shape",
+        lambda: OP(A, B, X[:1], W, EQUATION, 0, 2, "", 0, 1, EPS, False),
+        r"a residual \(1, 8\)",
+    ),
+    (
+        "the residual's dtype",
+        lambda: OP(A, B, X.double(), W, EQUATION, 0, 2, "", 0, 1, EPS, False),
+        "a residual .* torch.float64",
+    ),
+    (
+        "the weight's dtype",
+        lambda: OP(A, B, X, W.double(), EQUATION, 0, 2, "", 0, 1, EPS, False),
+        "float64 on cpu beside",
+    ),
+    (
+        "the weight's shape",
+        lambda: OP(A, B, X, W[1:], EQUATION, 0, 2, "", 0, 1, EPS, False),
+        r"weight of \(7,\)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
 def test_operands_that_do_not_fit_are_refused(call: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         call()
 
 
-@pytest.mark.parametrize(("n", "dtype", "rounded", "out"), [
-    (9, F32, F32, F32), (8, torch.float64, F32, F32), (8, F32, BF16, F32), (8, F32, F32, BF16),
-])  # fmt: skip
-def test_norms_that_the_kernel_does_not_take_are_refused(n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("n", "dtype", "rounded", "out"),
+    [
+        (9, F32, F32, F32),
+        (8, torch.float64, F32, F32),
+        (8, F32, BF16, F32),
+        (8, F32, F32, BF16),
+    ],
+)
+def test_norms_that_the_kernel_does_not_take_are_refused(
+    n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
+) -> None:
     with pytest.raises(KernelError, match=f"no kernel norms {n} of 8"):
-        normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (A, B), X, W, 0, GROUP, 1, n, EPS, dtype, rounded, out, ops.dot)
+        normed_scatter.dot_reduce_add_rmsnorm(
+            EQUATION, (A, B), X, W, 0, GROUP, 1, n, EPS, dtype, rounded, out, ops.dot
+        )
 
 
 def test_which_norms_the_kernel_takes() -> None:
     assert normed_scatter.norms(BF16, BF16, F32, BF16, BF16)
     assert normed_scatter.norms(BF16, BF16, F32, F32, BF16)
-    assert normed_scatter.norms(torch.float64, torch.float64, torch.float64, torch.float64, torch.float64)
+    assert normed_scatter.norms(
+        torch.float64, torch.float64, torch.float64, torch.float64, torch.float64
+    )
     assert not normed_scatter.norms(BF16, None, F32, BF16, BF16)  # without a weight
     assert not normed_scatter.norms(BF16, F32, F32, BF16, BF16)
     assert not normed_scatter.norms(BF16, BF16, BF16, BF16, BF16)
@@ -279,4 +414,6 @@ def test_which_norms_the_kernel_takes() -> None:
 
 def test_a_product_cannot_be_cut_into_nothing() -> None:
     with pytest.raises(ValueError, match="0 chunks"):
-        normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (A, B), X, W, 0, GROUP, 0, 8, EPS, F32, F32, F32, ops.dot)
+        normed_scatter.dot_reduce_add_rmsnorm(
+            EQUATION, (A, B), X, W, 0, GROUP, 0, 8, EPS, F32, F32, F32, ops.dot
+        )

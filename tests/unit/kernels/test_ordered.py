@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autopar.kernels.ordered import GROUP, LANES, add_all, ordered_sum
+from autopar.kernels.packing import GROUP, LANES, add_all, ordered_sum
 
 
 def by_hand(values: list[float], group: int) -> float:

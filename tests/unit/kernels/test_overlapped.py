@@ -1,4 +1,5 @@
-"""The overlapped products as operators: registered as torch expects, with gradients, and with their decomposition where they cannot run."""
+"""The overlapped products as operators: registered as torch expects, with gradients, and with
+their decomposition where they cannot run."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import KernelError
-from autopar.kernels import bound, chunked, fused, library, overlapped, overlapped_references, providers
+from autopar.kernels import bound_ops, chunked, fused, library, overlapped
+from autopar.kernels import overlapped as overlapped_references
+from autopar.kernels import peers as providers
+from autopar.kernels.chunked import check_chunked, multiply_into, result_shape
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.equations import check_chunked, multiply_into, result_shape
+from autopar.kernels.fused import shards_of
 from autopar.kernels.peers import HostThreads, VirtualRanks
-from autopar.kernels.together import shards_of
 from autopar.ops.products import dot
 
 GATHER, SCATTER = torch.ops.autopar.all_gather_matmul, torch.ops.autopar.matmul_reduce_scatter
@@ -39,27 +42,45 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.forget()
 
 
-# --- operators ---------------------------------------------------------------------------------------------------------------------------
+# --- operators
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("equation", "which", "dim"), [("mk,kn->mn", 0, 0), ("bsk,nk->bsn", 0, 1), ("nk,sk->sn", 1, 0)])
-def test_torch_accepts_all_gather_matmul(equation: str, which: int, dim: int, with_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("equation", "which", "dim"), [("mk,kn->mn", 0, 0), ("bsk,nk->bsn", 0, 1), ("nk,sk->sn", 1, 0)]
+)
+def test_torch_accepts_all_gather_matmul(
+    equation: str, which: int, dim: int, with_bias: bool
+) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "s": 6}
     terms = equation.split("->")[0].split(",")
-    x, other = (torch.randn([sizes[letter] for letter in term], requires_grad=True) for term in (terms[which], terms[1 - which]))
+    x, other = (
+        torch.randn([sizes[letter] for letter in term], requires_grad=True)
+        for term in (terms[which], terms[1 - which])
+    )
     bias = (torch.randn(4, requires_grad=True),) if with_bias else ()
-    torch.library.opcheck(GATHER, (x, other, equation, which, dim, x.shape[dim], 1, "", 0, 2, *bias))
+    torch.library.opcheck(
+        GATHER, (x, other, equation, which, dim, x.shape[dim], 1, "", 0, 2, *bias)
+    )
 
 
 @pytest.mark.parametrize("with_addend", [False, True])
-@pytest.mark.parametrize(("equation", "dim"), [("mk,kn->mn", 0), ("bsk,nk->bsn", 1), ("mk,kn->mn", 1)])
+@pytest.mark.parametrize(
+    ("equation", "dim"), [("mk,kn->mn", 0), ("bsk,nk->bsn", 1), ("mk,kn->mn", 1)]
+)
 def test_torch_accepts_matmul_reduce_scatter(equation: str, dim: int, with_addend: bool) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "s": 6}
-    left, right, result = (torch.randn([sizes[letter] for letter in term]) for term in equation.replace("->", ",").split(","))
+    left, right, result = (
+        torch.randn([sizes[letter] for letter in term])
+        for term in equation.replace("->", ",").split(",")
+    )
     addend = result.requires_grad_() if with_addend else None
     bias = () if with_addend else (torch.randn(4, requires_grad=True),)
-    torch.library.opcheck(SCATTER, (left.requires_grad_(), right.requires_grad_(), addend, equation, dim, 1, "", 0, 2, *bias))
+    torch.library.opcheck(
+        SCATTER,
+        (left.requires_grad_(), right.requires_grad_(), addend, equation, dim, 1, "", 0, 2, *bias),
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -68,16 +89,31 @@ def test_on_fake_tensors_both_have_the_shapes_of_an_uneven_split(rank: int) -> N
         x, w = torch.empty(2, (3, 3, 1)[rank], 4), torch.empty(5, 4)
         whole, y = GATHER(x, w, "bsk,nk->bsn", 0, 1, 7, 3, "anyone", rank, 2)
         part = SCATTER(y, torch.empty(6, 5), None, "bsn,mn->bsm", 1, 3, "anyone", rank, 2)
-    assert (tuple(whole.shape), tuple(y.shape), tuple(part.shape)) == ((2, 7, 4), (2, 7, 5), (2, (3, 3, 1)[rank], 6))
+    assert (tuple(whole.shape), tuple(y.shape), tuple(part.shape)) == (
+        (2, 7, 4),
+        (2, 7, 5),
+        (2, (3, 3, 1)[rank], 6),
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), [
-    ("mk,kn->mn", (7, 3), (3, 4), 0, 0), ("bsk,nk->bsn", (2, 7, 3), (4, 3), 0, 1), ("mk,nk->mn", (3, 5), (7, 5), 1, 0),
-    ("bmk,bkn->bmn", (7, 2, 3), (7, 3, 2), 0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "which", "dim"),
+    [
+        ("mk,kn->mn", (7, 3), (3, 4), 0, 0),
+        ("bsk,nk->bsn", (2, 7, 3), (4, 3), 0, 1),
+        ("mk,nk->mn", (3, 5), (7, 5), 1, 0),
+        ("bmk,bkn->bmn", (7, 2, 3), (7, 3, 2), 0, 0),
+    ],
+)
 def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
-    kernels: None, equation: str, left: tuple[int, ...], right: tuple[int, ...], which: int, dim: int, size: int
+    kernels: None,
+    equation: str,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    which: int,
+    dim: int,
+    size: int,
 ) -> None:
     operands = whole_numbers(left, 1), whole_numbers(right, 2)
     shards = [shard.requires_grad_() for shard in shards_of(operands[which], dim, size)]
@@ -86,45 +122,91 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
     biases = [whole_numbers((width,), 50 + rank).requires_grad_() for rank in range(size)]
 
     def loss(rank: int, whole: Tensor, y: Tensor) -> Tensor:
-        return (y * whole_numbers(y.shape, 7 + rank)).sum() + (whole * whole_numbers(whole.shape, 17 + rank)).sum()
+        return (y * whole_numbers(y.shape, 7 + rank)).sum() + (
+            whole * whole_numbers(whole.shape, 17 + rank)
+        ).sum()
 
     def run(rank: int) -> tuple[Tensor, ...]:
-        outputs = GATHER(shards[rank], others[rank], equation, which, dim, length, size, "gradients", rank, 2, biases[rank])
+        outputs = GATHER(
+            shards[rank],
+            others[rank],
+            equation,
+            which,
+            dim,
+            length,
+            size,
+            "gradients",
+            rank,
+            2,
+            biases[rank],
+        )
         return torch.autograd.grad(loss(rank, *outputs), (shards[rank], others[rank], biases[rank]))
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         found = peers.each(run)
-    reference = overlapped_references.all_gather_matmul_reference(equation, shards, others, which, dim, biases)
+    reference = overlapped_references.all_gather_matmul_reference(
+        equation, shards, others, which, dim, biases
+    )
     total = sum((loss(rank, *outputs) for rank, outputs in enumerate(reference)), torch.zeros(()))
     expected = torch.autograd.grad(total, [*shards, *others, *biases])
-    assert all(torch.equal(a, b) for a, b in zip([f[i] for i in range(3) for f in found], expected, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip([f[i] for i in range(3) for f in found], expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("equation", "left", "right", "dim"), [
-    ("mk,kn->mn", (7, 3), (3, 4), 0), ("bsk,nk->bsn", (2, 7, 3), (4, 3), 1), ("mk,kn->mn", (2, 3), (3, 7), 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "dim"),
+    [
+        ("mk,kn->mn", (7, 3), (3, 4), 0),
+        ("bsk,nk->bsn", (2, 7, 3), (4, 3), 1),
+        ("mk,kn->mn", (2, 3), (3, 7), 1),
+    ],
+)
 def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
     kernels: None, equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, size: int
 ) -> None:
-    pairs = [(whole_numbers(left, rank).requires_grad_(), whole_numbers(right, 9 + rank).requires_grad_()) for rank in range(size)]
+    pairs = [
+        (
+            whole_numbers(left, rank).requires_grad_(),
+            whole_numbers(right, 9 + rank).requires_grad_(),
+        )
+        for rank in range(size)
+    ]
     shape = result_shape(equation, *pairs[0])
     addends = [whole_numbers(shape, 20 + rank).requires_grad_() for rank in range(size)]
     biases = [whole_numbers(shape[-1:], 50 + rank).requires_grad_() for rank in range(size)]
 
     def run(rank: int) -> tuple[Tensor, ...]:
-        y = SCATTER(*pairs[rank], addends[rank], equation, dim, size, "gradients", rank, 2, biases[rank])
-        return torch.autograd.grad((y * whole_numbers(y.shape, 30 + rank)).sum(), (*pairs[rank], addends[rank], biases[rank]))
+        y = SCATTER(
+            *pairs[rank], addends[rank], equation, dim, size, "gradients", rank, 2, biases[rank]
+        )
+        return torch.autograd.grad(
+            (y * whole_numbers(y.shape, 30 + rank)).sum(),
+            (*pairs[rank], addends[rank], biases[rank]),
+        )
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         found = peers.each(run)
-    parts = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, dim, addends, biases)
-    total = sum(((part * whole_numbers(part.shape, 30 + rank)).sum() for rank, part in enumerate(parts)), torch.zeros(()))
-    expected = torch.autograd.grad(total, [x for pair, *more in zip(pairs, addends, biases, strict=True) for x in (*pair, *more)])
-    assert all(torch.equal(a, b) for a, b in zip([x for f in found for x in f], expected, strict=True))
+    parts = overlapped_references.matmul_reduce_scatter_reference(
+        equation, pairs, dim, addends, biases
+    )
+    total = sum(
+        ((part * whole_numbers(part.shape, 30 + rank)).sum() for rank, part in enumerate(parts)),
+        torch.zeros(()),
+    )
+    expected = torch.autograd.grad(
+        total,
+        [x for pair, *more in zip(pairs, addends, biases, strict=True) for x in (*pair, *more)],
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip([x for f in found for x in f], expected, strict=True)
+    )
 
 
-# --- what a program calls ----------------------------------------------------------------------------------------------------------------
+# --- what a program calls
+# --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: None) -> None:
@@ -135,11 +217,22 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
         group, well = AxisGroup("own pace", 3, rank), True
         for epoch in range(100):
             whole = x + epoch
-            gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards_of(whole, 0, 3)[rank], w), 0, 0, group, 2, dot, 11)
+            gathered, y = overlapped.all_gather_dot(
+                "mk,kn->mn", (shards_of(whole, 0, 3)[rank], w), 0, 0, group, 2, dot, 11
+            )
             part = overlapped.dot_reduce_scatter("mk,kn->mn", (whole + rank, w), 0, group, 2, dot)
-            added = overlapped.dot_reduce_scatter("mk,kn->mn", (whole + rank, w), 0, group, 2, dot, y * rank)
-            expected = shards_of(sum(((whole + other) @ w for other in range(3)), torch.zeros(11, 4)), 0, 3)[rank]
-            well = well and torch.equal(gathered, whole) and torch.equal(y, whole @ w) and torch.equal(part, expected)
+            added = overlapped.dot_reduce_scatter(
+                "mk,kn->mn", (whole + rank, w), 0, group, 2, dot, y * rank
+            )
+            expected = shards_of(
+                sum(((whole + other) @ w for other in range(3)), torch.zeros(11, 4)), 0, 3
+            )[rank]
+            well = (
+                well
+                and torch.equal(gathered, whole)
+                and torch.equal(y, whole @ w)
+                and torch.equal(part, expected)
+            )
             well = well and torch.equal(added, expected + 3 * shards_of(y, 0, 3)[rank])
         return well
 
@@ -153,12 +246,20 @@ def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
     assert whole is x
     assert torch.equal(y, dot("mk,kn->mn", x, w))
     assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot), y)
-    assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, y), 2 * y)
+    assert torch.equal(
+        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, y), 2 * y
+    )
 
 
 def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first() -> None:
     x, w, bias = whole_numbers((5, 3), 1), whole_numbers((3, 4), 2), whole_numbers((4,), 3)
-    for starts, added in (((), bias), ((0,), bias), ((0, 0), bias), ((3,), 0 * bias), ((0, 3), 0 * bias)):
+    for starts, added in (
+        ((), bias),
+        ((0,), bias),
+        ((0, 0), bias),
+        ((3,), 0 * bias),
+        ((0, 3), 0 * bias),
+    ):
         _, y = fused.gather_bound(x, w, "mk,kn->mn", 0, 0, 1, "", 0, 2, bias, starts)
         part = fused.scatter_bound(x, w, None, "mk,kn->mn", 0, 1, "", 0, 2, bias, starts)
         assert torch.equal(y, x @ w + added) and torch.equal(part, y)
@@ -168,7 +269,9 @@ def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureF
     x, w, group = torch.randn(4, 3), torch.randn(3, 4), AxisGroup("", 3, 1)
     whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, 0, group, 2, dot, 11)
     assert (tuple(whole.shape), tuple(y.shape)) == ((11, 3), (11, 4))
-    assert tuple(overlapped.dot_reduce_scatter("mk,kn->mn", (whole, w), 0, group, 2, dot).shape) == (4, 4)
+    assert tuple(
+        overlapped.dot_reduce_scatter("mk,kn->mn", (whole, w), 0, group, 2, dot).shape
+    ) == (4, 4)
     assert not caplog.records
 
 
@@ -176,44 +279,67 @@ def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_sa
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(providers, "_said", set())
-    monkeypatch.setattr(bound, "all_gather", lambda x, dim, size, name, length=None: torch.cat([x] * size, dim))
-    monkeypatch.setattr(bound, "reduce_scatter", lambda x, dim, op, size, name, coordinate: x.chunk(size, dim)[coordinate] * size)
+    monkeypatch.setattr(
+        bound_ops, "all_gather", lambda x, dim, size, name, length=None: torch.cat([x] * size, dim)
+    )
+    monkeypatch.setattr(
+        bound_ops,
+        "reduce_scatter",
+        lambda x, dim, op, size, name, coordinate: x.chunk(size, dim)[coordinate] * size,
+    )
     x, w, group = whole_numbers((4, 3), 1), whole_numbers((3, 4), 2), AxisGroup("gloo", 2, 1)
     with caplog.at_level(logging.WARNING, "autopar.kernels"):
         for _ in range(2):
             whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, 0, group, 2, dot)
             part = overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot)
             added = overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, x @ w)
-            same = GATHER(x, w, "mk,kn->mn", 0, 0, 8, 2, "gloo", 1, 2), SCATTER(x, w, None, "mk,kn->mn", 0, 2, "gloo", 1, 2)
+            same = (
+                GATHER(x, w, "mk,kn->mn", 0, 0, 8, 2, "gloo", 1, 2),
+                SCATTER(x, w, None, "mk,kn->mn", 0, 2, "gloo", 1, 2),
+            )
     assert torch.equal(whole, torch.cat([x, x]))
     assert torch.equal(y, whole @ w)
     assert torch.equal(part, (x @ w)[2:] * 2)
     assert torch.equal(added, 2 * part)
     assert torch.equal(same[0][1], y)
     assert torch.equal(same[1], part)
-    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [True]
+    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [
+        True
+    ]
 
 
-def test_a_dtype_that_is_not_added_up_takes_the_decomposition(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "reduce_scatter", lambda x, *_: x)
+def test_a_dtype_that_is_not_added_up_takes_the_decomposition(
+    kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bound_ops, "reduce_scatter", lambda x, *_: x)
     x = torch.ones(2, 2, dtype=torch.complex64)
     with HostThreads(2) as peers, providers.provided("complex", peers):
         assert torch.equal(SCATTER(x, x, None, "mk,kn->mn", 0, 2, "complex", 0, 1), x @ x)
 
 
-# --- signals -----------------------------------------------------------------------------------------------------------------------------
+# --- signals
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
     x, w = whole_numbers((2, 3), 1), whole_numbers((3, 4), 2)
-    with HostThreads(2) as peers, providers.provided("alone", peers), pytest.raises(KernelError, match=r"all_gather_matmul.*timed out"):
+    with (
+        HostThreads(2) as peers,
+        providers.provided("alone", peers),
+        pytest.raises(KernelError, match=r"all_gather_matmul.*timed out"),
+    ):
         GATHER(x, w, "mk,kn->mn", 0, 0, 4, 2, "alone", 0, 1)
-    with HostThreads(2) as peers, providers.provided("alone", peers), pytest.raises(KernelError, match=r"reduce_scatter.*timed out"):
+    with (
+        HostThreads(2) as peers,
+        providers.provided("alone", peers),
+        pytest.raises(KernelError, match=r"reduce_scatter.*timed out"),
+    ):
         SCATTER(x, w, None, "mk,kn->mn", 0, 2, "alone", 0, 1)
 
 
 def test_a_signal_that_comes_before_its_data_changes_the_numbers(kernels: None) -> None:
-    """Rank 1 says that its shard is there and is late with it: rank 0 multiplies what lay there before."""
+    """Rank 1 says that its shard is there and is late with it: rank 0 multiplies what lay there
+    before."""
     x, w = whole_numbers((4, 3), 1), whole_numbers((3, 4), 2)
     shards, shape = shards_of(x, 0, 2), [4, 3]
 
@@ -225,7 +351,10 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers(kernels: None) 
         job, y = overlapped.gathering("mk,kn->mn", shards[0], w, 0, 0, shape)
         late, _ = overlapped.gathering("mk,kn->mn", shards[1], w, 0, 0, shape)
         if early:
-            library.check(library.function("host", "ap_epoch_signal_host")(regions.flags[1].data_ptr(), 1), "signal")
+            library.check(
+                library.function("host", "ap_epoch_signal_host")(regions.flags[1].data_ptr(), 1),
+                "signal",
+            )
             peers_of_rank_0 = HostThreads(2)
             peers_of_rank_0._regions = peers._regions
             chunked.gather(peers_of_rank_0, shards_seen, {0: job})
@@ -238,17 +367,34 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers(kernels: None) 
     assert not torch.equal(product_of_rank_0(early=True), x @ w)
 
 
-# --- equations, providers -----------------------------------------------------------------------------------------------------------------
+# --- equations, providers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "equation", ["mk,kn->mn", "mk,nk->mn", "km,kn->mn", "nk,mk->mn", "kn,mk->mn", "mjk,jkn->mn", "m,n->mn", "bmk,bkn->bmn"]
+    "equation",
+    [
+        "mk,kn->mn",
+        "mk,nk->mn",
+        "km,kn->mn",
+        "nk,mk->mn",
+        "kn,mk->mn",
+        "mjk,jkn->mn",
+        "m,n->mn",
+        "bmk,bkn->bmn",
+    ],
 )
 def test_a_product_is_written_where_it_belongs(equation: str) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "j": 2}
-    left, right = (whole_numbers([sizes[letter] for letter in term], seed) for seed, term in enumerate(equation.split("->")[0].split(",")))
+    left, right = (
+        whole_numbers([sizes[letter] for letter in term], seed)
+        for seed, term in enumerate(equation.split("->")[0].split(","))
+    )
     expected = torch.einsum(equation, left, right)
-    for out in (torch.zeros(expected.shape), torch.zeros(*expected.shape, 2)[..., 0]):  # the second one is not contiguous
+    for out in (
+        torch.zeros(expected.shape),
+        torch.zeros(*expected.shape, 2)[..., 0],
+    ):  # the second one is not contiguous
         multiply_into(equation, left, right, out)
         assert torch.equal(out, expected)
         for bias in (whole_numbers(expected.shape[-1:], 3), whole_numbers((), 4)):
@@ -270,5 +416,9 @@ def test_virtual_ranks_refuse_the_work_of_one_and_names_are_given_once() -> None
     peers = VirtualRanks(2)
     with pytest.raises(KernelError, match="work together"):
         peers.run((0,), ())
-    with providers.provided("twice", peers), pytest.raises(KernelError, match="taken"), providers.provided("twice", peers):
+    with (
+        providers.provided("twice", peers),
+        pytest.raises(KernelError, match="taken"),
+        providers.provided("twice", peers),
+    ):
         pass

@@ -1,4 +1,5 @@
-"""A bucket holds each rank's part of every tensor, rank after rank; what compiled code makes of it equals the reference bit by bit."""
+"""A bucket holds each rank's part of every tensor, rank after rank; what compiled code makes of
+it equals the reference bit by bit."""
 
 from __future__ import annotations
 
@@ -13,18 +14,32 @@ from hypothesis import strategies as st
 from native import WORLDS
 from torch import Tensor
 
+from autopar.core.layout import part_range
 from autopar.errors import KernelError
 from autopar.kernels import library
-from autopar.kernels.buckets import ALIGN, BucketLayout
-from autopar.kernels.packing import FLOATS, pack, pack_op, reference_pack, reference_unpack, unpack, unpack_op
-from autopar.layout import part_range
+from autopar.kernels.packing import (
+    ALIGN,
+    FLOATS,
+    BucketLayout,
+    pack,
+    pack_op,
+    reference_pack,
+    reference_unpack,
+    unpack,
+    unpack_op,
+)
 
 LAYOUT = BucketLayout(((7, 5), (2, 9, 3), (1,), (4, 2100)), (0, 1, 0, 1), 3)
 
 
-def tensors_of(sizes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], seed: int = 0) -> list[Tensor]:
+def tensors_of(
+    sizes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], seed: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -34,17 +49,25 @@ def same(a: Tensor, b: Tensor) -> bool:
 @st.composite
 def layouts(draw: st.DrawFn) -> BucketLayout:
     length = st.one_of(st.integers(0, 9), st.sampled_from((64, 129)))
-    sizes = draw(st.lists(st.lists(length, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5))
+    sizes = draw(
+        st.lists(st.lists(length, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
+    )
     dims = tuple(draw(st.integers(0, len(size) - 1)) for size in sizes)
     return BucketLayout(tuple(sizes), dims, draw(st.integers(1, 5)))
 
 
 @given(layouts(), st.data())
-def test_pack_and_unpack_equal_their_references_bit_by_bit(layout: BucketLayout, data: st.DataObject) -> None:
+def test_pack_and_unpack_equal_their_references_bit_by_bit(
+    layout: BucketLayout, data: st.DataObject
+) -> None:
     first = data.draw(st.integers(0, layout.parts - 1))
     count = data.draw(st.integers(1, layout.parts - first))
     dtypes = [data.draw(st.sampled_from(FLOATS)) for _ in layout.sizes]
-    dtype, scale, squares = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from((1.0, 0.125, -0.3))), data.draw(st.booleans())
+    dtype, scale, squares = (
+        data.draw(st.sampled_from(FLOATS)),
+        data.draw(st.sampled_from((1.0, 0.125, -0.3))),
+        data.draw(st.booleans()),
+    )
     tensors = tensors_of(layout.local_sizes(first, count), dtypes)
     packed = pack(tensors, layout, dtype, first=first, count=count, scale=scale, squares=squares)
     reference = reference_pack(tensors, layout, dtype, first, count, scale, squares)
@@ -71,19 +94,30 @@ def test_a_row_holds_one_ranks_part_of_every_tensor_as_it_would_lie_alone() -> N
 def test_what_was_packed_is_unpacked(layout: BucketLayout) -> None:
     tensors = tensors_of(layout.sizes, [FLOATS[i % 4] for i in range(len(layout.sizes))])
     bucket, _ = pack(tensors, layout, torch.float64)
-    assert all(same(a, b) for a, b in zip(unpack(bucket, layout, [t.dtype for t in tensors]), tensors, strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(unpack(bucket, layout, [t.dtype for t in tensors]), tensors, strict=True)
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_reduce_scatter_of_buckets_gives_each_rank_its_parts_of_the_sums(world: int) -> None:
     layout = BucketLayout(LAYOUT.sizes, LAYOUT.dims, world)
-    ranks = [[t.mul(8).round() for t in tensors_of(layout.sizes, [torch.float32] * 4, seed)] for seed in range(world)]
+    ranks = [
+        [t.mul(8).round() for t in tensors_of(layout.sizes, [torch.float32] * 4, seed)]
+        for seed in range(world)
+    ]
     total = torch.stack([pack(tensors, layout, torch.float32)[0] for tensors in ranks]).sum(0)
     for rank in range(world):
         mine = unpack(total[rank : rank + 1], layout, [torch.float32] * 4, first=rank, count=1)
         for index, (size, dim) in enumerate(zip(layout.sizes, layout.dims, strict=True)):
             start, length = part_range(size[dim], [world], [rank])
-            assert torch.equal(mine[index], torch.stack([tensors[index] for tensors in ranks]).sum(0).narrow(dim, start, length))
+            assert torch.equal(
+                mine[index],
+                torch.stack([tensors[index] for tensors in ranks])
+                .sum(0)
+                .narrow(dim, start, length),
+            )
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -93,15 +127,25 @@ def test_an_all_gather_of_rows_gives_the_whole_tensors(world: int) -> None:
     tensors = tensors_of(layout.sizes, dtypes)
     rows = []
     for rank in range(world):
-        ranges = [part_range(size[dim], [world], [rank]) for size, dim in zip(layout.sizes, layout.dims, strict=True)]
-        parts = [t.narrow(dim, *where) for t, dim, where in zip(tensors, layout.dims, ranges, strict=True)]
+        ranges = [
+            part_range(size[dim], [world], [rank])
+            for size, dim in zip(layout.sizes, layout.dims, strict=True)
+        ]
+        parts = [
+            t.narrow(dim, *where)
+            for t, dim, where in zip(tensors, layout.dims, ranges, strict=True)
+        ]
         rows.append(pack(parts, layout, torch.float32, first=rank, count=1)[0])
-    assert all(same(a, b) for a, b in zip(unpack(torch.cat(rows), layout, dtypes), tensors, strict=True))
+    assert all(
+        same(a, b) for a, b in zip(unpack(torch.cat(rows), layout, dtypes), tensors, strict=True)
+    )
 
 
 def test_neither_threads_nor_compiled_code_change_a_sum_over_many_chunks() -> None:
     sizes = ((301, 777), (50000,), *[(30000,)] * 6)  # more than one thread's share
-    tensors = [t * t.abs() ** 3 for t in tensors_of(sizes, [torch.float32] * 8)]  # of very different size, so that the order shows
+    tensors = [
+        t * t.abs() ** 3 for t in tensors_of(sizes, [torch.float32] * 8)
+    ]  # of very different size, so that the order shows
     layout = BucketLayout(sizes, (1,) + (0,) * 7, 3)
     found = [reference_pack(tensors, layout, torch.bfloat16, 0, 3, 0.7, True)]
     try:
@@ -118,12 +162,23 @@ def test_a_sum_over_more_chunks_than_there_are_lanes_has_the_order_of_the_refere
     tensor *= tensor.abs() ** 3
     layout = BucketLayout(((9000,),), (0,), 300)  # a chunk for each rank
     expected = reference_pack([tensor], layout, torch.bfloat16, 0, 300, 1.0, True)
-    assert all(same(a, b) for a, b in zip(pack([tensor], layout, torch.bfloat16, squares=True), expected, strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(pack([tensor], layout, torch.bfloat16, squares=True), expected, strict=True)
+    )
 
 
 def test_squares_are_those_of_the_scaled_elements_before_they_are_rounded() -> None:
-    tensors = tensors_of(((301, 77), (5000,), (0, 4)), [torch.float32, torch.float16, torch.float32])
-    _, squares = pack(tensors, BucketLayout(((301, 77), (5000,), (0, 4)), (1, 0, 0), 3), torch.bfloat16, scale=0.5, squares=True)
+    tensors = tensors_of(
+        ((301, 77), (5000,), (0, 4)), [torch.float32, torch.float16, torch.float32]
+    )
+    _, squares = pack(
+        tensors,
+        BucketLayout(((301, 77), (5000,), (0, 4)), (1, 0, 0), 3),
+        torch.bfloat16,
+        scale=0.5,
+        squares=True,
+    )
     expected = [math.fsum((0.5 * t.double()).square().flatten().tolist()) for t in tensors]
     assert squares.dtype == torch.float64
     assert squares.tolist() == pytest.approx(expected, rel=1e-14)
@@ -131,58 +186,88 @@ def test_squares_are_those_of_the_scaled_elements_before_they_are_rounded() -> N
 
 @pytest.mark.parametrize("scale", (float("inf"), float("nan"), -1.0))
 def test_padding_is_zero_whatever_the_scale(scale: float) -> None:
-    bucket, squares = pack([torch.ones(5)], BucketLayout(((5,),), (0,), 2), torch.float32, scale=scale, squares=True)
+    bucket, squares = pack(
+        [torch.ones(5)], BucketLayout(((5,),), (0,), 2), torch.float32, scale=scale, squares=True
+    )
     assert torch.equal(bucket[0, 3:], torch.zeros(5)) and torch.equal(bucket[1, 2:], torch.zeros(6))
     assert not bucket.signbit()[:, 3:].any()
-    assert torch.equal(squares, torch.tensor([5 * scale * scale], dtype=torch.float64)) or math.isnan(scale)
+    assert torch.equal(
+        squares, torch.tensor([5 * scale * scale], dtype=torch.float64)
+    ) or math.isnan(scale)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_conversions_round_as_torch_does(dtype: torch.dtype) -> None:
-    """Every value of 16 bits, the values halfway to the next, their neighbours, and bits at random."""
+    """Every value of 16 bits, the values halfway to the next, their neighbours, and bits at
+    random."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     wide = every.float()
     bits = wide.view(torch.int32)
     half = 1 << (15 if dtype == torch.bfloat16 else 12)
-    drawn = torch.randint(-(2**31), 2**31 - 1, (40000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        -(2**31), 2**31 - 1, (40000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     tiny = torch.arange(4096, dtype=torch.float32) * 2.0**-27  # about the subnormals of float16
-    tried = torch.cat([wide, *((bits + half + by).view(torch.float32) for by in (-1, 0, 1)), drawn.view(torch.float32), tiny])
+    tried = torch.cat(
+        [
+            wide,
+            *((bits + half + by).view(torch.float32) for by in (-1, 0, 1)),
+            drawn.view(torch.float32),
+            tiny,
+        ]
+    )
     layout = BucketLayout(((len(tried),),), (0,), 1)
     narrow = pack([tried], layout, dtype)[0][0, : len(tried)]
-    assert torch.equal(narrow.nan_to_num(7), tried.to(dtype).nan_to_num(7)) and torch.equal(narrow.isnan(), tried.isnan())
+    assert torch.equal(narrow.nan_to_num(7), tried.to(dtype).nan_to_num(7)) and torch.equal(
+        narrow.isnan(), tried.isnan()
+    )
     assert torch.equal(narrow[~tried.isnan()].signbit(), tried[~tried.isnan()].signbit())
     back = pack([every], BucketLayout(((2**16,),), (0,), 1), torch.float32)[0][0]
     assert torch.equal(back.nan_to_num(7), wide.nan_to_num(7))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_tensors_that_are_not_aligned_or_not_contiguous_are_packed_alike(dtype: torch.dtype) -> None:
+def test_tensors_that_are_not_aligned_or_not_contiguous_are_packed_alike(
+    dtype: torch.dtype,
+) -> None:
     held = torch.arange(2000.0).to(dtype)
     tensors = [held[1:1001], held[3:43].view(5, 8).t()]
     layout = BucketLayout(((1000,), (8, 5)), (0, 1), 3)
     bucket, _ = pack(tensors, layout, dtype)
     assert same(bucket, reference_pack(tensors, layout, dtype, 0, 3, 1.0, False)[0])
-    cut = torch.cat([torch.zeros(1, dtype=dtype), bucket.flatten()])[1:].view_as(bucket)  # a bucket that is not aligned
+    cut = torch.cat([torch.zeros(1, dtype=dtype), bucket.flatten()])[1:].view_as(
+        bucket
+    )  # a bucket that is not aligned
     assert all(same(a, b) for a, b in zip(unpack(cut, layout, [dtype] * 2), tensors, strict=True))
 
 
 def gradients(made: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     weights = tensors_of([tuple(t.shape) for t in made], [t.dtype for t in made], seed=9)
-    return torch.autograd.grad(sum((t * w).double().sum() for t, w in zip(made, weights, strict=True)), inputs)
+    return torch.autograd.grad(
+        sum((t * w).double().sum() for t, w in zip(made, weights, strict=True)), inputs
+    )
 
 
 @pytest.mark.parametrize(("first", "count"), ((0, 3), (1, 1), (1, 2)))
 def test_gradients_are_those_of_the_references(first: int, count: int) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
     tensors = [t.requires_grad_() for t in tensors_of(LAYOUT.local_sizes(first, count), dtypes)]
-    bucket, squares = pack(tensors, LAYOUT, torch.float32, first=first, count=count, scale=0.5, squares=True)
+    bucket, squares = pack(
+        tensors, LAYOUT, torch.float32, first=first, count=count, scale=0.5, squares=True
+    )
     assert bucket.requires_grad and not squares.requires_grad
     reference = reference_pack(tensors, LAYOUT, torch.float32, first, count, 0.5, False)[0]
-    assert all(same(a, b) for a, b in zip(gradients([bucket], tensors), gradients([reference], tensors), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(gradients([bucket], tensors), gradients([reference], tensors), strict=True)
+    )
     leaf = bucket.detach().requires_grad_()
     found = unpack(leaf, LAYOUT, dtypes, first=first, count=count, scale=0.5)
     expected = reference_unpack(leaf, LAYOUT, dtypes, first, count, 0.5)
-    assert all(same(a, b) for a, b in zip(gradients(found, [leaf]), gradients(expected, [leaf]), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(gradients(found, [leaf]), gradients(expected, [leaf]), strict=True)
+    )
 
 
 def test_a_result_that_nothing_uses_has_a_gradient_of_zero() -> None:
@@ -192,7 +277,14 @@ def test_a_result_that_nothing_uses_has_a_gradient_of_zero() -> None:
     assert grad.sum() == 1
 
 
-PACKED: tuple[Any, ...] = ([torch.ones(7, 5, requires_grad=True), torch.ones(4, 3).bfloat16()], [7, 4], [0, 0], 2, 0, 2)
+PACKED: tuple[Any, ...] = (
+    [torch.ones(7, 5, requires_grad=True), torch.ones(4, 3).bfloat16()],
+    [7, 4],
+    [0, 0],
+    2,
+    0,
+    2,
+)
 
 
 @pytest.mark.parametrize(("dtype", "squares"), ((torch.float32, False), (torch.bfloat16, True)))
@@ -205,21 +297,59 @@ def test_unpack_is_a_sound_operator(parts: int) -> None:
     layout = BucketLayout(((7, 5), (4, 3)), (0, 1), parts)
     bucket = torch.ones(1, layout.row, requires_grad=True)
     codes = [library.code_of(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    torch.library.opcheck(unpack_op, (bucket, [7, 5, 4, 3], [2, 2], [0, 1], parts, 1, 1, codes, 0.5))
+    torch.library.opcheck(
+        unpack_op, (bucket, [7, 5, 4, 3], [2, 2], [0, 1], parts, 1, 1, codes, 0.5)
+    )
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("shape", lambda: pack([torch.ones(6, 5)], BucketLayout(((7, 5),), (0,), 2), torch.float32, first=1, count=1), r"\(6, 5\)"),
-    ("dtype", lambda: pack([torch.ones(2, dtype=torch.int32)], BucketLayout(((2,),), (0,), 1), torch.float32), "int32"),
-    ("bucket dtype", lambda: pack([torch.ones(2)], BucketLayout(((2,),), (0,), 1), torch.int64), "int64"),
-    ("ranks", lambda: pack([torch.ones(2)], BucketLayout(((2,),), (0,), 2), torch.float32, first=1, count=2), "no ranks 1 to 2 of 2"),
-    ("dim", lambda: pack_op([torch.ones(2)], [2], [1], 1, 0, 1, torch.float32, 1.0, False), "no dim 1"),
-    ("scalar", lambda: pack_op([torch.tensor(1.0)], [1], [0], 1, 0, 1, torch.float32, 1.0, False), "no dim 0"),
-    ("bucket", lambda: unpack(torch.ones(1, 16), BucketLayout(((2,),), (0,), 1), [torch.float32]), r"\(1, 16\)"),
+    (
+        "shape",
+        lambda: pack(
+            [torch.ones(6, 5)], BucketLayout(((7, 5),), (0,), 2), torch.float32, first=1, count=1
+        ),
+        r"\(6, 5\)",
+    ),
+    (
+        "dtype",
+        lambda: pack(
+            [torch.ones(2, dtype=torch.int32)], BucketLayout(((2,),), (0,), 1), torch.float32
+        ),
+        "int32",
+    ),
+    (
+        "bucket dtype",
+        lambda: pack([torch.ones(2)], BucketLayout(((2,),), (0,), 1), torch.int64),
+        "int64",
+    ),
+    (
+        "ranks",
+        lambda: pack(
+            [torch.ones(2)], BucketLayout(((2,),), (0,), 2), torch.float32, first=1, count=2
+        ),
+        "no ranks 1 to 2 of 2",
+    ),
+    (
+        "dim",
+        lambda: pack_op([torch.ones(2)], [2], [1], 1, 0, 1, torch.float32, 1.0, False),
+        "no dim 1",
+    ),
+    (
+        "scalar",
+        lambda: pack_op([torch.tensor(1.0)], [1], [0], 1, 0, 1, torch.float32, 1.0, False),
+        "no dim 0",
+    ),
+    (
+        "bucket",
+        lambda: unpack(torch.ones(1, 16), BucketLayout(((2,),), (0,), 1), [torch.float32]),
+        r"\(1, 16\)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
 def test_what_is_no_bucket_is_refused(call: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         call()
@@ -231,6 +361,8 @@ def test_the_library_refuses_a_table_that_does_not_fit_its_bucket() -> None:
     tensor, bucket = torch.ones(16), torch.zeros(1, 16)
     row = [tensor.data_ptr(), 0, 1, 16, 16, 1, 0, 0]
     for place, value in ((None, 0), (1, 9), (3, 17), (6, 4), (6, 8), (7, 1), (2, -1)):
-        table = torch.tensor([value if index == place else entry for index, entry in enumerate(row)])
+        table = torch.tensor(
+            [value if index == place else entry for index, entry in enumerate(row)]
+        )
         arguments = table.data_ptr(), 1, bucket.data_ptr(), 0, 16, 1, 0, 1, 1, 1.0, None, None, 1
         assert library.function("host", "ap_pack_bucket_host")(*arguments) == int(place is not None)

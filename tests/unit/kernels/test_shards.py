@@ -1,4 +1,5 @@
-"""Orders, rows and offsets of the overlapped products: the C side's and Python's are the same, and what they should be."""
+"""Orders, rows and offsets of the overlapped products: the C side's and Python's are the same,
+and what they should be."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from itertools import product
 
 import pytest
 
+from autopar.core.layout import part_range
 from autopar.kernels import library
 from autopar.kernels.chunked import Shards
-from autopar.layout import part_range
 
 WORLDS = (1, 2, 3, 5, 8)
 CASES = [
@@ -41,12 +42,21 @@ def orders(shards: Shards, rank: int) -> dict[str, list[tuple[int, int, int]]]:
     return found
 
 
-def test_gathering_begins_and_scattering_ends_with_the_own_shard_and_the_next_ranks_follow() -> None:
+def test_gathering_begins_and_scattering_ends_with_the_own_shard_and_the_next_ranks_follow() -> (
+    None
+):
     for shards, rank in CASES:
         found = orders(shards, rank)
-        by_chunk = {name: [owner for owner, _, _ in rows][:: shards.num_chunks] for name, rows in found.items()}
-        assert by_chunk["all_gather_matmul"] == [(rank + step) % shards.size for step in range(shards.size)]
-        assert by_chunk["matmul_reduce_scatter"] == [(rank + 1 + step) % shards.size for step in range(shards.size)]
+        by_chunk = {
+            name: [owner for owner, _, _ in rows][:: shards.num_chunks]
+            for name, rows in found.items()
+        }
+        assert by_chunk["all_gather_matmul"] == [
+            (rank + step) % shards.size for step in range(shards.size)
+        ]
+        assert by_chunk["matmul_reduce_scatter"] == [
+            (rank + 1 + step) % shards.size for step in range(shards.size)
+        ]
 
 
 def test_at_each_position_no_two_ranks_read_from_or_write_to_the_same_one() -> None:
@@ -54,7 +64,10 @@ def test_at_each_position_no_two_ranks_read_from_or_write_to_the_same_one() -> N
         shards = Shards(1, 3 * size, 4, size, 1)
         for name in ("all_gather_matmul", "matmul_reduce_scatter"):
             ranks = [orders(shards, rank)[name] for rank in range(size)]
-            assert all(sorted(order[position][0] for order in ranks) == list(range(size)) for position in range(size))
+            assert all(
+                sorted(order[position][0] for order in ranks) == list(range(size))
+                for position in range(size)
+            )
 
 
 def test_chunks_are_the_rows_of_their_owner_each_once() -> None:
@@ -62,32 +75,73 @@ def test_chunks_are_the_rows_of_their_owner_each_once() -> None:
         for rows in orders(shards, rank).values():
             for owner in range(shards.size):
                 begin, length = part_range(shards.rows, (shards.size,), (owner,))
-                mine = [row for who, first, count in rows if who == owner for row in range(first, first + count)]
+                mine = [
+                    row
+                    for who, first, count in rows
+                    if who == owner
+                    for row in range(first, first + count)
+                ]
                 assert mine == list(range(begin, begin + length))
 
 
 def test_python_has_the_same_orders_and_sizes() -> None:
     for shards, rank in CASES:
         found = orders(shards, rank)
-        for name, order in (("all_gather_matmul", shards.gathered_order), ("matmul_reduce_scatter", shards.scattered_order)):
+        for name, order in (
+            ("all_gather_matmul", shards.gathered_order),
+            ("matmul_reduce_scatter", shards.scattered_order),
+        ):
             listed = list(order(rank))
-            assert [(begin, length) for _, _, begin, length in listed] == [(begin, length) for _, begin, length in found[name]]
-            assert [(position, chunk) for position, chunk, _, _ in listed] == list(product(range(shards.size), range(shards.num_chunks)))
-        assert native("ap_all_gather_matmul_sizes_host", 2, shards, rank) == [2 * shards.slot_bytes, shards.num_flag_words]
+            assert [(begin, length) for _, _, begin, length in listed] == [
+                (begin, length) for _, begin, length in found[name]
+            ]
+            assert [(position, chunk) for position, chunk, _, _ in listed] == list(
+                product(range(shards.size), range(shards.num_chunks))
+            )
+        assert native("ap_all_gather_matmul_sizes_host", 2, shards, rank) == [
+            2 * shards.slot_bytes,
+            shards.num_flag_words,
+        ]
         for epoch in (1, 2, 3):
-            sizes = [2 * shards.size * shards.slot_bytes, shards.num_flag_words, shards.inbox_offset(epoch, rank)]
+            sizes = [
+                2 * shards.size * shards.slot_bytes,
+                shards.num_flag_words,
+                shards.inbox_offset(epoch, rank),
+            ]
             assert native("ap_matmul_reduce_scatter_sizes_host", 3, shards, rank, epoch) == sizes
 
 
 def test_slots_hold_the_largest_shard_and_neither_slots_nor_flags_share_a_line() -> None:
     for shards, _ in CASES:
         assert shards.slot_bytes % 128 == 0
-        assert all(part_range(shards.rows, (shards.size,), (rank,))[1] * 12 <= shards.slot_bytes for rank in range(shards.size))
+        assert all(
+            part_range(shards.rows, (shards.size,), (rank,))[1] * 12 <= shards.slot_bytes
+            for rank in range(shards.size)
+        )
         assert shards.num_flag_words == 16 * (1 + shards.size + shards.size * shards.num_chunks)
 
 
-@pytest.mark.parametrize("wrong", [(1, 4, 4, 2, 2, 1), (1, 4, 4, 2, -1, 1), (1, 4, 4, 0, 0, 1), (1, 4, 4, 2, 0, 0), (-1, 4, 4, 2, 0, 1)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (1, 4, 4, 2, 2, 1),
+        (1, 4, 4, 2, -1, 1),
+        (1, 4, 4, 0, 0, 1),
+        (1, 4, 4, 2, 0, 0),
+        (-1, 4, 4, 2, 0, 1),
+    ],
+)
 def test_what_makes_no_sense_is_refused(wrong: tuple[int, ...]) -> None:
     out = (ctypes.c_int64 * 64)()
-    assert library.function("host", "ap_all_gather_matmul_order_host")(out, library.NativeShards(*wrong)) == 1
-    assert library.function("host", "ap_matmul_reduce_scatter_order_host")(out, library.NativeShards(*wrong)) == 1
+    assert (
+        library.function("host", "ap_all_gather_matmul_order_host")(
+            out, library.NativeShards(*wrong)
+        )
+        == 1
+    )
+    assert (
+        library.function("host", "ap_matmul_reduce_scatter_order_host")(
+            out, library.NativeShards(*wrong)
+        )
+        == 1
+    )

@@ -8,12 +8,17 @@ import sysconfig
 
 import pytest
 
-from autopar.planning.assembly import portable_line
+from autopar.planner.plan_assembly import portable_line
 
 
-def test_a_source_line_names_its_file_as_the_import_path_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_line_names_its_file_as_the_import_path_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     packages = sysconfig.get_paths()["purelib"]
-    assert portable_line(os.path.join(packages, "transformers/pytorch_utils.py:12: x = 1")) == "transformers/pytorch_utils.py:12: x = 1"
+    assert (
+        portable_line(os.path.join(packages, "transformers/pytorch_utils.py:12: x = 1"))
+        == "transformers/pytorch_utils.py:12: x = 1"
+    )
     monkeypatch.setattr(sys, "path", ["/one", "/one/deeper"])
     assert portable_line("/one/deeper/model.py:3: y") == "model.py:3: y"
     assert portable_line("/onely/model.py:3: y") == "/onely/model.py:3: y"

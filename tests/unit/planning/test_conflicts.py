@@ -1,4 +1,5 @@
-"""Which constraints conflict: the deletion filter against the definition of a smallest set, and in the user's words."""
+"""Which constraints conflict: the deletion filter against the definition of a smallest set, and
+in the user's words."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.constraints import Constraint, ddp, fsdp, layout, megatron, pipeline, tensor_parallel
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.planning.conflicts import conflicting
+from autopar.planner.report_infeasible import conflicting
 
 ALL = tuple(layout(f"m{i}", weight="R") for i in range(5))
 
@@ -47,14 +48,21 @@ class Net(nn.Module):
 def refusal(*constraints: Constraint) -> str:
     with pytest.raises(ConstraintError) as caught:
         autopar.plan(
-            Net(), autopar.Mesh({"a": 2, "b": 2}), example_inputs={"x": torch.randn(8, 16)}, hardware="cpu-gloo", constraints=constraints
+            Net(),
+            autopar.Mesh({"a": 2, "b": 2}),
+            example_inputs={"x": torch.randn(8, 16)},
+            hardware="cpu-gloo",
+            constraints=constraints,
         )
     return caught.value.what
 
 
 def test_conflicting_constraints_are_named_as_the_user_wrote_them_and_others_are_not() -> None:
     said = refusal(fsdp("b"), layout("down", weight="R R"), layout("up", weight="S(0) R"), ddp("a"))
-    assert said.endswith("; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: of these, all but any one can hold")
+    assert said.endswith(
+        "; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: of these, all but any one"
+        " can hold"
+    )
 
 
 def test_a_constraint_that_cannot_hold_alone_is_no_conflict() -> None:
@@ -79,11 +87,18 @@ CUT = pipeline("stage", microbatches=4)
 SPLIT, REPEATED = layout("layers.*", weight="S(0)"), layout("layers.1", weight="R")
 
 
-def staged_refusal(*constraints: Constraint, mesh: dict[str, int] | None = None, **options: Any) -> str:
+def staged_refusal(
+    *constraints: Constraint, mesh: dict[str, int] | None = None, **options: Any
+) -> str:
     example = {"x": torch.randn(8, 16)}
     with pytest.raises(ConstraintError) as caught:
         autopar.plan(
-            Layers(), autopar.Mesh(mesh or STAGES), example_inputs=example, hardware="cpu-gloo", constraints=constraints, **options
+            Layers(),
+            autopar.Mesh(mesh or STAGES),
+            example_inputs=example,
+            hardware="cpu-gloo",
+            constraints=constraints,
+            **options,
         )
     return caught.value.what
 
@@ -99,28 +114,55 @@ NAME = "pipeline('stage', microbatches={})"
 def test_constraints_that_conflict_in_stages_are_named_and_the_pipeline_is_not() -> None:
     pair = said_of("layout('layers.*', weight='S(0)')", "ddp(axes=['a'])")
     assert staged_refusal(CUT, SPLIT, ddp("a")).endswith(pair)
-    assert staged_refusal(SPLIT, ddp("a"), pipeline("stage", microbatches=4, schedule="interleaved_1f1b")).endswith(pair)
-    assert staged_refusal(SPLIT, REPEATED, CUT).endswith(said_of("layout('layers.*', weight='S(0)')", "layout('layers.1', weight='R')"))
+    assert staged_refusal(
+        SPLIT, ddp("a"), pipeline("stage", microbatches=4, schedule="interleaved_1f1b")
+    ).endswith(pair)
+    assert staged_refusal(SPLIT, REPEATED, CUT).endswith(
+        said_of("layout('layers.*', weight='S(0)')", "layout('layers.1', weight='R')")
+    )
     assert staged_refusal(SPLIT, ddp("a"), mesh={"a": 2}, num_microbatches=2).endswith(pair)
 
 
 def test_a_pipeline_that_takes_what_a_constraint_speaks_of_is_part_of_the_conflict() -> None:
-    assert staged_refusal(fsdp("stage"), CUT).endswith(said_of(NAME.format(4), "fsdp(axes=['stage'])"))
-    few = staged_refusal(tensor_parallel(axes="a"), megatron(pp=2, microbatches=4), layout("layers.0", weight="R S(0)"))
-    assert few.endswith("megatron(pp=2, microbatches=4) and layout('layers.0', weight='R S(0)') " + END)
-    assert staged_refusal(pipeline("stage", microbatches=8), ddp("a")).endswith(said_of(NAME.format(8), "ddp(axes=['a'])"))
-    assert staged_refusal(ddp("a"), mesh={"a": 2}, num_microbatches=8).endswith(said_of("num_microbatches=8", "ddp(axes=['a'])"))
+    assert staged_refusal(fsdp("stage"), CUT).endswith(
+        said_of(NAME.format(4), "fsdp(axes=['stage'])")
+    )
+    few = staged_refusal(
+        tensor_parallel(axes="a"),
+        megatron(pp=2, microbatches=4),
+        layout("layers.0", weight="R S(0)"),
+    )
+    assert few.endswith(
+        "megatron(pp=2, microbatches=4) and layout('layers.0', weight='R S(0)') " + END
+    )
+    assert staged_refusal(pipeline("stage", microbatches=8), ddp("a")).endswith(
+        said_of(NAME.format(8), "ddp(axes=['a'])")
+    )
+    assert staged_refusal(ddp("a"), mesh={"a": 2}, num_microbatches=8).endswith(
+        said_of("num_microbatches=8", "ddp(axes=['a'])")
+    )
 
 
 def test_what_is_wrong_with_the_cuts_or_with_one_constraint_is_no_conflict() -> None:
-    assert "conflict" not in staged_refusal(pipeline("stage", microbatches=4, cuts=["layers.9"]), fsdp("a"))
+    assert "conflict" not in staged_refusal(
+        pipeline("stage", microbatches=4, cuts=["layers.9"]), fsdp("a")
+    )
     assert "conflict" not in staged_refusal(CUT, layout("absent", weight="R"), fsdp("a"))
 
 
 def test_of_stages_that_do_not_fit_the_one_that_needs_most_is_named_and_so_much_does() -> None:
     example = {"x": torch.randn(64, 16)}
-    ask = {"example_inputs": example, "hardware": "cpu-gloo", "constraints": (pipeline("stage", microbatches=2, cuts=["layers.1"]),)}
-    with pytest.raises(InfeasibleError, match=r"stage 1 of 2: .*; 2 stages do not fit, and of them this one needs the most") as caught:
+    ask = {
+        "example_inputs": example,
+        "hardware": "cpu-gloo",
+        "constraints": (pipeline("stage", microbatches=2, cuts=["layers.1"]),),
+    }
+    with pytest.raises(
+        InfeasibleError,
+        match=r"stage 1 of 2: .*; 2 stages do not fit, and of them this one needs the most",
+    ) as caught:
         autopar.plan(Layers(), autopar.Mesh({"stage": 2}), memory_bytes=2000, **ask)
     with pytest.raises(InfeasibleError):
-        autopar.plan(Layers(), autopar.Mesh({"stage": 2}), memory_bytes=caught.value.needed_bytes - 1, **ask)
+        autopar.plan(
+            Layers(), autopar.Mesh({"stage": 2}), memory_bytes=caught.value.needed_bytes - 1, **ask
+        )

@@ -1,4 +1,5 @@
-"""How much room early steps get: what the step itself leaves of the budget where they are on their way."""
+"""How much room early steps get: what the step itself leaves of the budget where they are on
+their way."""
 
 from __future__ import annotations
 
@@ -12,20 +13,18 @@ from hypothesis import strategies as st
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import fsdp, megatron
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.emit import Orders, overlapped
-from autopar.emit.rooms import Room
-from autopar.hardware import HardwareProfile
+from autopar.emit.overlap import Room
 from autopar.kernels import collectives as steps
-from autopar.kernels.bucketed import into_bucket
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
-from autopar.planning.ordering import Ordering, _Plain
-from autopar.planning.peaks import Peaks
-from autopar.planning.rooms import _WINDOWS, _pieces
-from autopar.planning.tried import Candidate
+from autopar.kernels.packing import into_bucket
+from autopar.planner import PlanOptions, make_plan
+from autopar.planner.candidates import Candidate
+from autopar.planner.comm_schedule import _WINDOWS, Ordering, Peaks, _pieces, _Plain
 from autopar.plans import Overlap
-from autopar.run.program import Program
-from autopar.run.reordered import order_of
+from autopar.program.program import Program
+from autopar.program.reorder import order_of
 
 PROFILE = HardwareProfile.load("h100-sxm")
 
@@ -50,7 +49,9 @@ def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.Monk
     assert (made.plan.overlap.forward_bytes, made.plan.overlap.backward_bytes) == (0, 0)
 
 
-def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At the budget that a plan just needs with nothing early, which its peak alone takes up."""
     ordering: list[tuple[Ordering, Candidate]] = []
     fastest = Ordering.fastest
@@ -76,10 +77,12 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(monkeypatc
             assert found.peak_bytes <= budget
             again = overlapped(plain.program, found.plan)[0]
             assert free.peak_bytes(again) + plain.plan.prediction.beside_bytes == found.peak_bytes
-    assert numbers[0] == -1 and numbers[3] // 2 < numbers[1] <= numbers[2] <= numbers[3] == starts(roomy.program)
+    assert numbers[0] == -1 and numbers[3] // 2 < numbers[1] <= numbers[2] <= numbers[3] == starts(
+        roomy.program
+    )
 
 
-def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_holds_more_as_it_begins(
+def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_holds_more_as_it_begins(  # noqa: E501
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies are gathered as a step of several microbatches begins, where nothing is early."""
@@ -91,10 +94,19 @@ def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_h
 
     monkeypatch.setattr(Ordering, "fastest", seen)
     model, batch = zoo_small.llama(num_layers=1)
-    plan_model(model, Mesh({"data": 2}), example_inputs=batch, hardware=PROFILE, constraints=(megatron(dp=2, zero=1, microbatches=2),))
+    plan_model(
+        model,
+        Mesh({"data": 2}),
+        example_inputs=batch,
+        hardware=PROFILE,
+        constraints=(megatron(dp=2, zero=1, microbatches=2),),
+    )
     free, plain = ordering[-1]
     nodes = free.by_node(plain.program)
-    most = {phase: max(each.peak_bytes for each in nodes if each.phase == phase) for phase in ("begin", "forward", "backward")}
+    most = {
+        phase: max(each.peak_bytes for each in nodes if each.phase == phase)
+        for phase in ("begin", "forward", "backward")
+    }
     budget = min(most.values()) - 100
     room = ((0, 10 * budget),)
     less = replace(free, budget=budget)._less(Overlap(0.5, budget, budget, room, room), plain, 0)
@@ -103,11 +115,16 @@ def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_h
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300), st.integers(0, 1200))
-def test_the_room_that_is_left_is_what_is_left_of_the_budget_rounded_down(held: list[int], budget: int) -> None:
+def test_the_room_that_is_left_is_what_is_left_of_the_budget_rounded_down(
+    held: list[int], budget: int
+) -> None:
     room = Room(10**9, _pieces(held, budget))
     assert len(room.pieces) <= _WINDOWS
     for place, size in enumerate(held):
         assert room.at(place) <= max(budget - size, 0)
     if len(held) <= _WINDOWS:
         left = [max(budget - size, 0) for size in held]
-        assert all(room.at(place) >= 0.9 * size - 2 or size < 0.002 * max(left) for place, size in enumerate(left))
+        assert all(
+            room.at(place) >= 0.9 * size - 2 or size < 0.002 * max(left)
+            for place, size in enumerate(left)
+        )

@@ -1,4 +1,5 @@
-"""The least step over all cuts: against enumeration, in the search's arithmetic and in the certificate's."""
+"""The least step over all cuts: against enumeration, in the search's arithmetic and in the
+certificate's."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.certificate.cut_search import least_over_cuts
-from autopar.planning.over_cuts import Pair, Parts, front, joined, least_step
-from autopar.planning.schedules import step_time
+from autopar.certificate.over_cuts import least_over_cuts
+from autopar.planner.pipeline.cuts import Pair, Parts, front, joined, least_step
+from autopar.planner.pipeline.schedule import step_time
 
 SECONDS = st.integers(0, 8).map(float)
-PAIRS = st.lists(st.tuples(st.integers(-3, 6).map(float), st.integers(-3, 6).map(float)), min_size=1, max_size=3)
+PAIRS = st.lists(
+    st.tuples(st.integers(-3, 6).map(float), st.integers(-3, 6).map(float)), min_size=1, max_size=3
+)
 
 
 @st.composite
@@ -32,24 +35,33 @@ def enumerated(given: Parts, num_stages: int, num_microbatches: int, allowed: se
         for chosen in itertools.product(*(given.borders[c - 1] for c in cuts)):
             behind, before = [0.0, *(b for _, b in chosen)], [*(a for a, _ in chosen), 0.0]
             times = [
-                max(0.0, behind[s] + sum(given.units[edges[s] : edges[s + 1]]) + before[s]) for s in range(num_stages)
-            ]  # fmt: skip
+                max(0.0, behind[s] + sum(given.units[edges[s] : edges[s + 1]]) + before[s])
+                for s in range(num_stages)
+            ]
             best = min(best, step_time(times, num_microbatches))
     return best
 
 
 @examples(300)
 @given(parts(), st.integers(1, 4), st.integers(1, 6), st.data())
-def test_the_least_step_is_that_of_the_best_cut(given: Parts, num_stages: int, num_microbatches: int, data: st.DataObject) -> None:
+def test_the_least_step_is_that_of_the_best_cut(
+    given: Parts, num_stages: int, num_microbatches: int, data: st.DataObject
+) -> None:
     num = len(given.units)
     num_stages = min(num_stages, num)
-    kept = data.draw(st.sets(st.integers(1, num - 1), min_size=num_stages - 1)) if num_stages > 1 else set(range(1, num))
+    kept = (
+        data.draw(st.sets(st.integers(1, num - 1), min_size=num_stages - 1))
+        if num_stages > 1
+        else set(range(1, num))
+    )
     expected = enumerated(given, num_stages, num_microbatches, kept)
     found = least_step(given, num_stages, num_microbatches, kept)
     assert found.step_s == pytest.approx(expected)
     assert len(found.cuts) == num_stages - 1 and set(found.cuts) <= kept
     borders = [list(pairs) for pairs in given.borders]
-    assert least_over_cuts([given.units] * num_stages, [borders] * (num_stages - 1), num_microbatches, kept) == pytest.approx(expected)
+    assert least_over_cuts(
+        [given.units] * num_stages, [borders] * (num_stages - 1), num_microbatches, kept
+    ) == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=60))
@@ -64,10 +76,14 @@ def test_few_pairs_stand_for_many_and_are_never_dearer(pairs: list[Pair]) -> Non
 def test_two_things_that_cross_cost_what_both_cost(one: list[Pair], other: list[Pair]) -> None:
     both = joined(one, other)
     assert all(any(x <= a + c and y <= b + d for x, y in both) for a, b in one for c, d in other)
-    assert set(both) <= {(a + c, b + d) for a, b in one for c, d in other} or len(one) * len(other) > 8
+    assert (
+        set(both) <= {(a + c, b + d) for a, b in one for c, d in other} or len(one) * len(other) > 8
+    )
 
 
-def test_a_heavy_last_unit_moves_the_cut_and_more_microbatches_the_weight_of_the_slowest_stage() -> None:
+def test_a_heavy_last_unit_moves_the_cut_and_more_microbatches_the_weight_of_the_slowest_stage() -> (  # noqa: E501
+    None
+):
     chain = Parts((4.0, 4.0, 4.0, 10.0), (((0.0, 0.0),),) * 3)
     assert least_step(chain, 2, 8).cuts == (3,) and least_step(chain, 2, 8).step_s == 7 * 12 + 22
     dear = Parts(chain.units, (((0.0, 0.0),), ((0.0, 0.0),), ((9.0, 9.0),)))

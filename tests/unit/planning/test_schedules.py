@@ -9,31 +9,50 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autopar.certificate.interleaved import held_by_chunks, least_of_ranks, order_of, step_by_longest_path
-from autopar.planning.schedules import least_time, scheduled_time, simulate, step_time
-from autopar.run.orders import interleaved, num_in_flight, num_rounds, orders
+from autopar.certificate.schedules import (
+    held_by_chunks,
+    least_of_ranks,
+    order_of,
+    step_by_longest_path,
+)
+from autopar.planner.pipeline.schedule import least_time, scheduled_time, simulate, step_time
+from autopar.program.schedule import interleaved, num_in_flight, num_rounds, orders
 
 sizes = st.integers(1, 5)
 INTERLEAVED = "interleaved_1f1b"
-SHAPES = [(p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in range(p, 4 * p + 1) if num_rounds(p, m)]  # ranks, chunks, microbatches
+SHAPES = [
+    (p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in range(p, 4 * p + 1) if num_rounds(p, m)
+]  # ranks, chunks, microbatches
 
 
 @given(st.sampled_from(["1f1b", "gpipe"]), sizes, st.integers(1, 9))
-def test_every_stage_runs_each_microbatch_once_and_holds_what_is_said(schedule: str, num_stages: int, num: int) -> None:
+def test_every_stage_runs_each_microbatch_once_and_holds_what_is_said(
+    schedule: str, num_stages: int, num: int
+) -> None:
     for stage, work in enumerate(orders(schedule, num_stages, num)):
         held = most = 0
-        assert sorted(work) == sorted((phase, stage, m) for phase in ("forward", "backward") for m in range(num))
+        assert sorted(work) == sorted(
+            (phase, stage, m) for phase in ("forward", "backward") for m in range(num)
+        )
         for phase, _, _ in work:
             held += 1 if phase == "forward" else -1
             most = max(most, held)
-        assert most == num_in_flight(schedule, num_stages, num)[stage] == (num if schedule == "gpipe" else min(num, num_stages - stage))
+        assert (
+            most
+            == num_in_flight(schedule, num_stages, num)[stage]
+            == (num if schedule == "gpipe" else min(num, num_stages - stage))
+        )
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "num"), SHAPES)
-def test_of_interleaved_stages_torch_s_schedule_holds_and_orders_what_the_formulas_say(ranks: int, chunks: int, num: int) -> None:
+def test_of_interleaved_stages_torch_s_schedule_holds_and_orders_what_the_formulas_say(
+    ranks: int, chunks: int, num: int
+) -> None:
     letters = {"F": "forward", "B": "backward"}
     for rank, work in enumerate(orders(INTERLEAVED, ranks * chunks, num, chunks)):
-        assert [(letters[phase], stage, m) for phase, stage, m in order_of(rank, ranks, chunks, num)] == list(work)
+        assert [
+            (letters[phase], stage, m) for phase, stage, m in order_of(rank, ranks, chunks, num)
+        ] == list(work)
         held: Counter[int] = Counter()
         most: Counter[int] = Counter()
         for phase, stage, _ in work:
@@ -42,12 +61,18 @@ def test_of_interleaved_stages_torch_s_schedule_holds_and_orders_what_the_formul
             most[stage] = max(most[stage], held[stage])
         assert not any(held.values())
         assert {stage: held_by_chunks(stage, ranks, chunks, num) for stage in most} == most
-        assert all(num_in_flight(INTERLEAVED, ranks * chunks, num, chunks)[stage] == count for stage, count in most.items())
+        assert all(
+            num_in_flight(INTERLEAVED, ranks * chunks, num, chunks)[stage] == count
+            for stage, count in most.items()
+        )
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "num"), SHAPES)
-def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_circle(ranks: int, chunks: int, num: int) -> None:
-    """Every send waits until its receive has started: the hardest reading of a transfer. All lists run to their end."""
+def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_circle(
+    ranks: int, chunks: int, num: int
+) -> None:
+    """Every send waits until its receive has started: the hardest reading of a transfer. All
+    lists run to their end."""
     left = [list(actions) for actions in interleaved(ranks, chunks, num)]
     started: set[tuple[str, int, int]] = set()
     while any(left):
@@ -71,7 +96,11 @@ def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_ci
             sent += [(phase, to, m)] if what == "send" and to % ranks == there else []
         for kind, stage, m in interleaved(ranks, chunks, num)[there]:
             what, _, phase = kind.rpartition(" ")
-            received += [(phase, stage, m)] if what == "receive" and (stage - (1 if phase == "forward" else -1)) % ranks == here else []
+            received += (
+                [(phase, stage, m)]
+                if what == "receive" and (stage - (1 if phase == "forward" else -1)) % ranks == here
+                else []
+            )
         assert sent == received
 
 
@@ -85,9 +114,14 @@ def test_with_equal_stages_the_simulation_takes_what_the_formula_says(
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "num"), SHAPES)
-def test_with_equal_chunks_interleaving_divides_the_bubble_by_their_number(ranks: int, chunks: int, num: int) -> None:
+def test_with_equal_chunks_interleaving_divides_the_bubble_by_their_number(
+    ranks: int, chunks: int, num: int
+) -> None:
     stages = ranks * chunks
-    assert scheduled_time(INTERLEAVED, [2] * stages, [3] * stages, num, chunks) == num * chunks * 5 + (ranks - 1) * 5
+    assert (
+        scheduled_time(INTERLEAVED, [2] * stages, [3] * stages, num, chunks)
+        == num * chunks * 5 + (ranks - 1) * 5
+    )
     assert step_time([chunks * 5] * ranks, num) == num * chunks * 5 + (ranks - 1) * chunks * 5
 
 
@@ -108,7 +142,9 @@ def test_with_unequal_chunks_the_certificate_finds_the_same_time_and_it_is_over_
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 9))
-def test_gpipe_takes_what_its_simulation_takes_whichever_stages_are_slow(data: st.DataObject, stages: int, num: int) -> None:
+def test_gpipe_takes_what_its_simulation_takes_whichever_stages_are_slow(
+    data: st.DataObject, stages: int, num: int
+) -> None:
     times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
     forward, backward = data.draw(times), data.draw(times)
     ends = max(bar.end_s for bar in simulate("gpipe", forward, backward, num))
@@ -117,8 +153,14 @@ def test_gpipe_takes_what_its_simulation_takes_whichever_stages_are_slow(data: s
     assert step >= step_time([f + b for f, b in zip(forward, backward, strict=True)], num)
 
 
-@given(st.sampled_from(["1f1b", "gpipe"]), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 9))
-def test_of_one_stage_a_rank_the_formula_is_over_its_least_time(schedule: str, times: list[int], num: int) -> None:
+@given(
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 9),
+)
+def test_of_one_stage_a_rank_the_formula_is_over_its_least_time(
+    schedule: str, times: list[int], num: int
+) -> None:
     step = scheduled_time(schedule, times, [2 * t for t in times], num)
     assert step == step_time([3 * t for t in times], num)
     assert step >= least_time(schedule, 3 * sum(times), len(times), num) - 1e-9
@@ -126,7 +168,8 @@ def test_of_one_stage_a_rank_the_formula_is_over_its_least_time(schedule: str, t
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), sizes)
 def test_with_unequal_stages_the_formula_is_close_from_above(times: list[int], more: int) -> None:
-    """Forward and backward in one proportion. A slow stage does not wait for what the formula adds for the others."""
+    """Forward and backward in one proportion. A slow stage does not wait for what the formula
+    adds for the others."""
     num = len(times) + more
     bars = simulate("1f1b", times, [2 * t for t in times], num)
     ends = max(bar.end_s for bar in bars)

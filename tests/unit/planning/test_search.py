@@ -1,4 +1,5 @@
-"""The search over plans: budgets, what is told on the way, runner-ups, and refusals that say only what is certain."""
+"""The search over plans: budgets, what is told on the way, runner-ups, and refusals that say
+only what is certain."""
 
 from __future__ import annotations
 
@@ -12,28 +13,27 @@ import torch
 from mlp import traced
 
 from autopar.capture.trace import Trace
-from autopar.choices import Choices
 from autopar.constraints import layout
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, solving
-from autopar.planning.alike import Alike, Effort
-from autopar.planning.clock import Clock
-from autopar.planning.job import Phase, PlannerLoop, State
-from autopar.planning.ordering import Ordering
-from autopar.planning.peaks import Peaks
-from autopar.planning.runner_up import runner_ups
-from autopar.planning.search import prepare_search
-from autopar.problem import Problem
-from autopar.run.memory import trace_peak
-from autopar.run.program import Program
+from autopar.planner import Planned, PlanOptions, TooSlow, make_plan, rounds
+from autopar.planner.clock import Clock
+from autopar.planner.comm_schedule import Ordering, Peaks
+from autopar.planner.pipeline.stage_cache import Alike, Effort
+from autopar.planner.rounds import Phase, PlannerLoop, State
+from autopar.planner.search import prepare_search
+from autopar.planner.sensitivity import runner_ups
+from autopar.program.memory import trace_peak
+from autopar.program.program import Program
+from autopar.sharding import classes_of
 from autopar.solve import Least, evaluate, solve
-from autopar.solve.search import BranchAndCut
-from autopar.strategies import classes_of
+from autopar.solve.branch_and_cut import BranchAndCut
 
 MESH = Mesh({"a": 2, "b": 2})
 GLOO = HardwareProfile.load("cpu-gloo")
@@ -53,14 +53,22 @@ def priced(mesh: Mesh) -> Priced:
 
 
 @pytest.mark.parametrize("memory_bytes", [300 * KIB, 120 * KIB, 110 * KIB])
-def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_plan_predicts(memory_bytes: int) -> None:
+def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_plan_predicts(
+    memory_bytes: int,
+) -> None:
     made = planned(memory_bytes=memory_bytes)
     prediction = made.plan.prediction
-    again = trace_peak(emit(trace(), made.plan), outputs="dtensor").peak_bytes + prediction.memory_bytes["optimizer"]
+    again = (
+        trace_peak(emit(trace(), made.plan), outputs="dtensor").peak_bytes
+        + prediction.memory_bytes["optimizer"]
+    )
     assert again == prediction.peak_bytes <= memory_bytes
     parts = prediction.memory_bytes
     rest = sum(parts[kind] for kind in ("parameters", "optimizer", "buffers", "inputs"))
-    assert rest + max(parts["activations"], parts["gradients"]) + parts["transient"] == prediction.peak_bytes
+    assert (
+        rest + max(parts["activations"], parts["gradients"]) + parts["transient"]
+        == prediction.peak_bytes
+    )
     assert made.program.plan_hash == made.plan.hash
 
 
@@ -74,64 +82,86 @@ def test_memory_that_binds_has_a_price_and_ample_memory_has_none() -> None:
 def test_a_budget_below_what_rests_is_refused_with_a_bound_that_holds() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits into 8 KiB per device") as refused:
         planned(memory_bytes=8 * KIB)
-    found = re.search(r"at least (\S+) KiB is needed, and the transient peak beside it", refused.value.what)
+    found = re.search(
+        r"at least (\S+) KiB is needed, and the transient peak beside it", refused.value.what
+    )
     assert found
-    assert 8 * KIB < float(found[1]) * KIB < planned(memory_bytes=110 * KIB).plan.prediction.peak_bytes
+    assert (
+        8 * KIB < float(found[1]) * KIB < planned(memory_bytes=110 * KIB).plan.prediction.peak_bytes
+    )
 
 
 def test_where_the_rounds_find_no_plan_that_fits_one_of_little_memory_is_tried() -> None:
     assert planned(memory_bytes=85 * KIB).plan.prediction.peak_bytes <= 85 * KIB
 
 
-def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_that_a_plan_has() -> None:
-    with pytest.raises(InfeasibleError, match="no plan was found that fits into 73 KiB per device") as refused:
+def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_that_a_plan_has() -> (
+    None
+):
+    with pytest.raises(
+        InfeasibleError, match="no plan was found that fits into 73 KiB per device"
+    ) as refused:
         planned(memory_bytes=73 * KIB, gap=0.2)  # what is refused need not be near the best
     found = re.search(r"the smallest that was tried needs (\S+) KiB", refused.value.what)
     assert found and float(found[1]) > 73
     assert "larger memory_bytes" in refused.value.remedy
 
 
-def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, answer = list[bool](), solving.choices_or_least
+def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, answer = list[bool](), rounds.choices_or_least
 
     def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Choices | Least:
         ended.append(not only_plan)
         found = answer(problem, only_plan=only_plan, **how)
-        return replace(found, bound_s=found.bound_s / 2, unfinished=True) if only_plan and isinstance(found, Choices) else found
+        return (
+            replace(found, bound_s=found.bound_s / 2, unfinished=True)
+            if only_plan and isinstance(found, Choices)
+            else found
+        )
 
-    monkeypatch.setattr(solving, "choices_or_least", cut_short)
+    monkeypatch.setattr(rounds, "choices_or_least", cut_short)
     proof = planned().plan.proof
     assert ended == [False, True] and proof.gap <= 0.01
     ended.clear()
-    tight = planned(memory_bytes=240_000).plan  # what fits is slower than the answer to the problem with nothing learnt
+    tight = planned(
+        memory_bytes=240_000
+    ).plan  # what fits is slower than the answer to the problem with nothing learnt
     assert len(ended) > 1 and not any(ended) and tight.proof.gap > 0.01
     ended.clear()
     bare = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
     bare.regions = frozenset()
-    assert bare.find_best() and ended == [False], "what is proven without kernels is not proven of all plans"
+    assert bare.find_best() and ended == [False], (
+        "what is proven without kernels is not proven of all plans"
+    )
     monkeypatch.setattr(PlannerLoop, "_prove_to_the_end", lambda _, state, best: best)
     assert planned().plan.proof.gap > 0.4
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers, tried = list[Choices](), list[Program]()
-    answer, peak = solving.Solving.answer, Peaks.peak_bytes
+    answer, peak = rounds.Solving.answer, Peaks.peak_bytes
 
-    def same_again(asks: solving.Solving, *problem: Any, **how: Any) -> Choices:
+    def same_again(asks: rounds.Solving, *problem: Any, **how: Any) -> Choices:
         if not answers:
             first = answer(asks, *problem, **how)
             assert isinstance(first, Choices)
             answers.append(first)
         else:
-            answers.append(replace(answers[0], regions=frozenset() if others else answers[0].regions))
+            answers.append(
+                replace(answers[0], regions=frozenset() if others else answers[0].regions)
+            )
         return answers[-1]
 
     def first_too_much(peaks: Peaks, program: Program) -> int:
         tried.append(program)
         return peak(peaks, program) if len(tried) > 1 else 2**60
 
-    monkeypatch.setattr(solving.Solving, "answer", same_again)
+    monkeypatch.setattr(rounds.Solving, "answer", same_again)
     monkeypatch.setattr(Peaks, "peak_bytes", first_too_much)
     monkeypatch.setattr(PlannerLoop, "find_lightest", lambda *_: None)
     if others:
@@ -142,7 +172,9 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
         assert (len(answers), len(tried)) == (2, 1)
 
 
-def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     phases, step = list[Phase](), PlannerLoop.step
 
     def watched(search: PlannerLoop, state: State) -> State:
@@ -156,7 +188,12 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(monkey
     planned(memory_bytes=240_000)
     round_trip = [Phase.ASK, Phase.TRY, Phase.LEARN]
     num_rounds = len(phases) // 3
-    assert num_rounds > 1 and phases == [*round_trip * (num_rounds - 1), Phase.ASK, Phase.TRY, Phase.FINISH]
+    assert num_rounds > 1 and phases == [
+        *round_trip * (num_rounds - 1),
+        Phase.ASK,
+        Phase.TRY,
+        Phase.FINISH,
+    ]
     phases.clear()
     with pytest.raises(InfeasibleError):
         planned(memory_bytes=8 * KIB)
@@ -167,18 +204,34 @@ def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them(
     search = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
     learnt = replace(search.ungrouped.learnt, retained=(search.ungrouped.problem.moments[0],))
     problem = replace(search.ungrouped.priced.problem, regions=(KIB,))
-    groups = replace(search.ungrouped, priced=replace(search.ungrouped.priced, problem=problem), learnt=learnt, bound_s=1e-9)
+    groups = replace(
+        search.ungrouped,
+        priced=replace(search.ungrouped.priced, problem=problem),
+        learnt=learnt,
+        bound_s=1e-9,
+    )
     state = State(Phase.SHRINK, groups, None, 1.0, smallest=2**60, decided=(1,))
     again = search.step(state)
     assert (again.phase, again.regions, again.effort) == (Phase.SOLVE, frozenset(), Effort.WHOLE)
-    assert not again.groups.learnt.retained and again.groups.bound_s == 1e-9, "a bound of all plans holds on"
+    assert not again.groups.learnt.retained and again.groups.bound_s == 1e-9, (
+        "a bound of all plans holds on"
+    )
     assert (again.smallest, again.decided, again.best) == (0, (), None)
 
 
 def test_every_phase_is_told_and_timed() -> None:
     told: list[str] = []
     made = make_plan(trace(), MESH, GLOO, PlanOptions(), progress=told.append)
-    assert told == ["enumerate", "price", "solve", "assemble", "emit", "memory", "buckets", "explain"]
+    assert told == [
+        "enumerate",
+        "price",
+        "solve",
+        "assemble",
+        "emit",
+        "memory",
+        "buckets",
+        "explain",
+    ]
     assert set(made.seconds) == set(told) and all(seconds >= 0 for seconds in made.seconds.values())
 
 
@@ -200,7 +253,9 @@ def test_strict_planning_of_a_model_whose_ops_all_have_rules_succeeds() -> None:
     assert planned(strict=True).plan.options["strict"] is True
 
 
-def test_what_a_runner_up_costs_is_the_exact_price_of_the_change_and_of_few_it_is_the_best() -> None:
+def test_what_a_runner_up_costs_is_the_exact_price_of_the_change_and_of_few_it_is_the_best() -> (
+    None
+):
     problem = priced(Mesh(2)).problem
     choices = solve(problem, gap=0.0)
     now = evaluate(problem, choices.strategies, choices.recomputed).objective_s
@@ -211,7 +266,9 @@ def test_what_a_runner_up_costs_is_the_exact_price_of_the_change_and_of_few_it_i
         for n, strategy in enumerate(problem.ops[op].strategies):
             changed = [*choices.strategies[:op], n, *choices.strategies[op + 1 :]]
             if strategy.layouts != problem.ops[op].strategies[choices.strategies[op]].layouts:
-                prices[str(strategy.layouts)] = evaluate(problem, changed, choices.recomputed).objective_s - now
+                prices[str(strategy.layouts)] = (
+                    evaluate(problem, changed, choices.recomputed).objective_s - now
+                )
         assert runner_up.delta_s == pytest.approx(prices[runner_up.strategy], abs=1e-12)
         assert runner_up.delta_s >= -1e-12, "the plan is optimal"
         if 1 < len(prices) <= 3:
@@ -221,25 +278,37 @@ def test_what_a_runner_up_costs_is_the_exact_price_of_the_change_and_of_few_it_i
 
 
 def test_an_optimizer_without_state_needs_less_memory() -> None:
-    with_state, without = planned(optimizer="adamw").plan.prediction, planned(optimizer="none").plan.prediction
+    with_state, without = (
+        planned(optimizer="adamw").plan.prediction,
+        planned(optimizer="none").plan.prediction,
+    )
     assert without.memory_bytes["optimizer"] == 0 < with_state.memory_bytes["optimizer"]
     assert with_state.memory_bytes["optimizer"] == 2 * with_state.memory_bytes["parameters"]
 
 
 def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
     with pytest.raises(AutoparError, match="has no link 'inter'"):
-        make_plan(trace(), Mesh({"a": 2, "b": 2}, links={"a": "inter"}), replace(GLOO, links={"intra": GLOO.links["intra"]}), PlanOptions())
+        make_plan(
+            trace(),
+            Mesh({"a": 2, "b": 2}, links={"a": "inter"}),
+            replace(GLOO, links={"intra": GLOO.links["intra"]}),
+            PlanOptions(),
+        )
 
 
-def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    solves, answer, orders = list[bool](), solving.choices_or_least, list[Program]()
+def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solves, answer, orders = list[bool](), rounds.choices_or_least, list[Program]()
 
     def counted(problem: Problem, *, waits: bool, **how: Any) -> object:
         solves.append(waits)
         return answer(problem, waits=waits, **how)
 
-    monkeypatch.setattr(solving, "choices_or_least", counted)
-    monkeypatch.setattr(Ordering, "fastest", lambda _, tried: (tried, orders.append(tried.program))[0])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(rounds, "choices_or_least", counted)
+    monkeypatch.setattr(
+        Ordering, "fastest", lambda _, tried: (tried, orders.append(tried.program))[0]
+    )  # type: ignore[func-returns-value]
     tight = {"memory_bytes": 110 * KIB, "gap": 0.0}
     free = planned(**tight).plan
     assert len(solves) > 2 and orders
@@ -248,16 +317,18 @@ def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(monkeypatch: p
     found = planned(**tight, time_limit_s=1e-6).plan
     assert found.prediction.peak_bytes <= 110 * KIB
     assert found.proof.bound_s <= free.prediction.step_s * (1 + 1e-9) and found.proof.gap > 0.0
-    assert solves[0] and not orders, "a first plan is waited for, an order of its communications is not"
+    assert solves[0] and not orders, (
+        "a first plan is waited for, an order of its communications is not"
+    )
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_once(
     goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, answer = list[tuple[float, float]](), solving.Solving.answer
+    seen, answer = list[tuple[float, float]](), rounds.Solving.answer
 
-    def mixed(asks: solving.Solving, problem: Problem, effort: Effort, **how: Any) -> object:
+    def mixed(asks: rounds.Solving, problem: Problem, effort: Effort, **how: Any) -> object:
         found = answer(asks, problem, effort, **how)
         if effort is not Effort.MIXED or not isinstance(found, Choices):
             return found
@@ -270,7 +341,7 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
     def beside() -> Planned:
         return make_plan(trace(), MESH, GLOO, PlanOptions(), elsewhere=look)
 
-    monkeypatch.setattr(solving.Solving, "answer", mixed)
+    monkeypatch.setattr(rounds.Solving, "answer", mixed)
     limit_s = math.inf
     free = beside()
     assert free.plan == planned().plan and len(seen) == int(goes_on)
@@ -279,8 +350,12 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
         assert beside().plan == free.plan
         return
     assert free.plan.proof.bound_s <= seen[0][0] and 0.0 < seen[0][1] <= seen[0][0]
-    solves, choose = list[Problem](), solving.choices_or_least
-    monkeypatch.setattr(solving, "choices_or_least", lambda problem, **how: (solves.append(problem), choose(problem, **how))[1])
+    solves, choose = list[Problem](), rounds.choices_or_least
+    monkeypatch.setattr(
+        rounds,
+        "choices_or_least",
+        lambda problem, **how: (solves.append(problem), choose(problem, **how))[1],
+    )
     with pytest.raises(TooSlow) as refusal:
         beside()
     assert len(solves) == 1, "nor is it searched on"
@@ -292,8 +367,12 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
     spent: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[float]()
-    monkeypatch.setattr(solving, "choices_or_least", lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1])
-    asks = solving.Solving(PlanOptions(), Alike())
+    monkeypatch.setattr(
+        rounds,
+        "choices_or_least",
+        lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1],
+    )
+    asks = rounds.Solving(PlanOptions(), Alike())
     asks.common.work.spent = spent
     for effort in (Effort.END, Effort.WHOLE, Effort.MIXED):
         asks.answer(priced(MESH).problem, effort, learnt=False, regions=None)
@@ -302,7 +381,9 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
 
 def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:
     problem = priced(MESH).problem
-    engines = [BranchAndCut(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)]
+    engines = [
+        BranchAndCut(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)
+    ]
     assert [search.engine.left_s() for search in engines] == [math.inf, 0.1]
     assert engines[0].run() is not None
     assert engines[0].engine.left_s() == 0.1

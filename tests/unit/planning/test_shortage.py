@@ -1,4 +1,5 @@
-"""Where nothing fits: which constraints ask for more than there is, in the user's words, and what would do."""
+"""Where nothing fits: which constraints ask for more than there is, in the user's words, and
+what would do."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ SQUARE = layout("transformer.h.0.mlp.c_fc", weight="R R")
 def made(memory_bytes: int, *constraints: Constraint, **options: Any) -> autopar.Plan:
     torch.manual_seed(0)
     model, batch = zoo_small.gpt2(num_layers=2)
-    wish = {"outputs": "loss", "memory_bytes": memory_bytes, "loss_rows": 0, "constraints": constraints, **options}
+    wish = {
+        "outputs": "loss",
+        "memory_bytes": memory_bytes,
+        "loss_rows": 0,
+        "constraints": constraints,
+        **options,
+    }
     return autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", **wish)
 
 
@@ -36,13 +43,20 @@ def test_the_constraint_that_asks_for_too_much_is_named_and_others_are_not() -> 
     assert "c_fc" not in error.what
 
 
-def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame_and_what_was_not_tried_is_said() -> None:
+def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame_and_what_was_not_tried_is_said() -> (  # noqa: E501
+    None
+):
     error = refusal(64 * KIB, ddp(["a", "b"]))
     assert "asks for" not in error.what
-    assert error.remedy.endswith("stages were not tried: pass constraints=(autopar.constraints.pipeline(),)")
+    assert error.remedy.endswith(
+        "stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
+    )
 
 
-BETWEEN = re.compile(r"between \S+ \S+ \((\d+) bytes, proven for all that is tried\) and \S+ \S+ \((\d+) bytes, a plan that was found\)")
+BETWEEN = re.compile(
+    r"between \S+ \S+ \((\d+) bytes, proven for all that is tried\) and \S+ \S+ \((\d+) bytes, a"
+    r" plan that was found\)"
+)
 KINDS: dict[str, dict[str, Any]] = {
     "one piece": {"num_microbatches": 1, "constraints": (ddp(["a", "b"]),)},
     "microbatches": {"num_microbatches": 2, "constraints": (ddp("a"),)},
@@ -54,8 +68,12 @@ KINDS: dict[str, dict[str, Any]] = {
 SLOW = ("microbatches", "stages")  # half a minute each
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
-def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_needs_which_does(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
+)
+def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_needs_which_does(
+    kind: str,
+) -> None:
     error = refusal(64 * KIB, **KINDS[kind])
     found = BETWEEN.search(error.what)
     assert found, error.what
@@ -67,10 +85,16 @@ def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_nee
 
 
 @pytest.mark.slow
-def test_the_constraints_of_stages_and_microbatches_are_named_where_without_them_there_is_enough() -> None:
+def test_the_constraints_of_stages_and_microbatches_are_named_where_without_them_there_is_enough() -> (  # noqa: E501
+    None
+):
     error = refusal(200 * KIB, pipeline("a", microbatches=2), ddp("b"))
-    assert "; ddp(axes=['b']) asks for more than there is: without it at least " in error.what, error.what
+    assert "; ddp(axes=['b']) asks for more than there is: without it at least " in error.what, (
+        error.what
+    )
     error = refusal(200 * KIB, ddp("a"), num_microbatches=2)
     assert "; ddp(axes=['a']) asks for more than there is" in error.what, error.what
     error = refusal(200 * KIB, megatron(pp=2, dp=2, microbatches=2))
-    assert "; megatron(dp=2, pp=2, microbatches=2) asks for more than there is" in error.what, error.what
+    assert "; megatron(dp=2, pp=2, microbatches=2) asks for more than there is" in error.what, (
+        error.what
+    )

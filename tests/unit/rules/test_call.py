@@ -30,9 +30,17 @@ def test_operands_are_numbered_in_order_of_appearance_and_count_each_time() -> N
     call = call_of(node)
     assert call.args == ((Operand(0), Operand(1), Operand(2)), 1)
     assert operands_of(node) == (x, y, x)
-    assert call.inputs == (TensorInfo((2, 3), F32), TensorInfo((2, 1), F32), TensorInfo((2, 3), F32))
+    assert call.inputs == (
+        TensorInfo((2, 3), F32),
+        TensorInfo((2, 1), F32),
+        TensorInfo((2, 3), F32),
+    )
     assert call.outputs == (TensorInfo((2, 7), F32),)
-    assert (call.where.op, call.where.module, call.where.source) == ("aten.cat.default", "m", "f.py:1: cat")
+    assert (call.where.op, call.where.module, call.where.source) == (
+        "aten.cat.default",
+        "m",
+        "f.py:1: cat",
+    )
 
 
 def test_a_getitem_has_one_operand_the_result_that_it_takes() -> None:
@@ -63,9 +71,19 @@ def test_slots_are_the_parameters_that_take_tensors() -> None:
 def test_equal_calls_of_different_places_share_a_key() -> None:
     x = torch.ones(2, 3)
     call, _ = call_on(aten.neg.default, (x,), {}, x)
-    elsewhere = Call(call.target, call.args, call.kwargs, call.inputs, call.outputs, Where("aten.neg.default", "there"))
+    elsewhere = Call(
+        call.target,
+        call.args,
+        call.kwargs,
+        call.inputs,
+        call.outputs,
+        Where("aten.neg.default", "there"),
+    )
     other, _ = call_on(aten.neg.default, (x.double(),), {}, x.double())
-    assert KeyedCall(call) == KeyedCall(elsewhere) and len({KeyedCall(call), KeyedCall(elsewhere)}) == 1
+    assert (
+        KeyedCall(call) == KeyedCall(elsewhere)
+        and len({KeyedCall(call), KeyedCall(elsewhere)}) == 1
+    )
     assert KeyedCall(call) != KeyedCall(other)
 
 

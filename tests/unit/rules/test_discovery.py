@@ -1,4 +1,5 @@
-"""Discovery: what experiments on small tensors find, what they leave alone, and what is remembered."""
+"""Discovery: what experiments on small tensors find, what they leave alone, and what is
+remembered."""
 
 from __future__ import annotations
 
@@ -13,9 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.rules import axis_options, call_on, discovered, discovery, is_discovered, is_fallback, why_replicated
+from autopar.rules import (
+    axis_options,
+    call_on,
+    discovery,
+    is_discovered,
+    is_fallback,
+    why_replicated,
+)
+from autopar.rules import discovery as discovered
 from autopar.rules.call import Call
-from autopar.rules.experiments import experiment
+from autopar.rules.discovery import experiment
 
 aten = torch.ops.aten
 
@@ -99,7 +108,10 @@ def call(target: Any, *args: Any) -> Call:
 
 
 def shown(made: Call) -> list[str]:
-    return [f"{' '.join(map(str, o.inputs))} -> {' '.join(map(str, o.outputs))}" for o in discovery.discover(made).options]
+    return [
+        f"{' '.join(map(str, o.inputs))} -> {' '.join(map(str, o.outputs))}"
+        for o in discovery.discover(made).options
+    ]
 
 
 mine = torch.ops.tests_discovery
@@ -117,15 +129,27 @@ MIXTURE = [
 def test_the_splits_of_an_unknown_op_are_found_by_trying() -> None:
     made = call(mine.mixture.default, torch.ones(4, 512, 64), torch.ones(96, 64), torch.ones(96))
     assert sorted(shown(made)) == sorted(MIXTURE)
-    assert is_discovered(made) and not is_fallback(made) and axis_options(made) == discovery.discover(made).options
+    assert (
+        is_discovered(made)
+        and not is_fallback(made)
+        and axis_options(made) == discovery.discover(made).options
+    )
 
 
 def test_an_average_is_no_sum() -> None:
-    assert shown(call(mine.rough_average.default, torch.ones(8, 6))) == ["R -> R", "S(1) -> S(0)", "P(sum) -> P(sum)"]
+    assert shown(call(mine.rough_average.default, torch.ones(8, 6))) == [
+        "R -> R",
+        "S(1) -> S(0)",
+        "P(sum) -> P(sum)",
+    ]
 
 
 def test_maxima_and_minima_are_told_apart() -> None:
-    assert shown(call(mine.extremes.default, torch.ones(8, 6))) == ["R -> R R", "S(0) -> S(0) S(0)", "S(1) -> P(max) P(min)"]
+    assert shown(call(mine.extremes.default, torch.ones(8, 6))) == [
+        "R -> R R",
+        "S(0) -> S(0) S(0)",
+        "S(1) -> P(max) P(min)",
+    ]
 
 
 def test_any_is_not_all() -> None:
@@ -138,14 +162,28 @@ def test_a_result_that_is_always_the_same_can_only_be_split() -> None:
 
 def test_a_partial_sum_does_not_pass_where_a_cast_would_round_it() -> None:
     found = shown(call(mine.rough_average.default, torch.ones(8, 6, dtype=torch.bfloat16)))
-    assert found == ["R -> R", "S(1) -> S(0)", "P(sum) -> P(sum)"]  # its own dtype: as good as anywhere
+    assert found == [
+        "R -> R",
+        "S(1) -> S(0)",
+        "P(sum) -> P(sum)",
+    ]  # its own dtype: as good as anywhere
     narrow = call(mine.rough_average.default, torch.ones(8, 6))
-    narrow = Call(narrow.target, narrow.args, narrow.kwargs, narrow.inputs, (type(narrow.outputs[0])((6,), torch.bfloat16),))
+    narrow = Call(
+        narrow.target,
+        narrow.args,
+        narrow.kwargs,
+        narrow.inputs,
+        (type(narrow.outputs[0])((6,), torch.bfloat16),),
+    )
     assert shown(narrow) == ["R -> R", "S(1) -> S(0)"]
 
 
 def test_settings_that_are_sizes_are_found_in_the_small() -> None:
-    assert shown(call(mine.headed.default, torch.ones(64, 512, 256), 8)) == ["R -> R", "S(0) -> S(0)", "S(1) -> S(1)"]
+    assert shown(call(mine.headed.default, torch.ones(64, 512, 256), 8)) == [
+        "R -> R",
+        "S(0) -> S(0)",
+        "S(1) -> S(1)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,12 +203,24 @@ def test_what_cannot_be_split_is_replicated_and_says_why(made: Any, why: str) ->
 
 def test_an_op_that_only_passes_partial_sums_is_replicated_all_the_same() -> None:
     made = call(mine.backwards.default, torch.ones(8))
-    assert shown(made) == ["R -> R", "P(sum) -> P(sum)"] and is_fallback(made) and "no split" in why_replicated(made)
+    assert (
+        shown(made) == ["R -> R", "P(sum) -> P(sum)"]
+        and is_fallback(made)
+        and "no split" in why_replicated(made)
+    )
 
 
-def test_an_op_that_kills_the_process_on_parts_that_do_not_belong_together_does_not_kill_ours() -> None:
+def test_an_op_that_kills_the_process_on_parts_that_do_not_belong_together_does_not_kill_ours() -> (
+    None
+):
     made = call(mine.crashing.default, torch.ones(8, 6), torch.ones(8, 6))
-    assert shown(made) == ["R R -> R", "S(0) S(0) -> S(0)", "S(1) S(1) -> S(1)", "P(sum) R -> P(sum)", "R P(sum) -> P(sum)"]
+    assert shown(made) == [
+        "R R -> R",
+        "S(0) S(0) -> S(0)",
+        "S(1) S(1) -> S(1)",
+        "P(sum) R -> P(sum)",
+        "R P(sum) -> P(sum)",
+    ]
 
 
 def test_an_op_that_takes_too_long_is_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +237,9 @@ def test_experiments_leave_the_random_numbers_of_the_user_alone() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_what_was_found_is_remembered_for_this_torch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_is_remembered_for_this_torch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = call(mine.rough_average.default, torch.ones(8, 6))
     found = discovery.discover(made).options
     data = json.loads(cache.read_text())
@@ -208,8 +260,12 @@ def test_what_is_remembered_is_tried_again_and_never_trusted(cache: Path) -> Non
     assert discovery.discover(made).options == right
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"rules": 3}', "\x00", "[" * 100_000, '{"format": 1e999}', "\udcff"])
-def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"rules": 3}', "\x00", "[" * 100_000, '{"format": 1e999}', "\udcff"]
+)
+def test_a_damaged_file_is_as_good_as_none(
+    cache: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.parent.mkdir(parents=True, mode=0o700)
     cache.write_bytes(text.encode(errors="surrogateescape"))
     made = call(mine.rough_average.default, torch.ones(8, 6))
@@ -219,8 +275,13 @@ def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str, caplog: pytes
     assert discovered.load(made), "it is written anew"
 
 
-@pytest.mark.parametrize("change", [lambda d: d["rules"].popitem(), lambda d: d.update(rules=[]), lambda d: d.pop("sha256")])
-def test_entries_that_were_edited_are_not_read(cache: Path, change: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [lambda d: d["rules"].popitem(), lambda d: d.update(rules=[]), lambda d: d.pop("sha256")],
+)
+def test_entries_that_were_edited_are_not_read(
+    cache: Path, change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     made = call(mine.rough_average.default, torch.ones(8, 6))
     discovery.discover(made)
     data = json.loads(cache.read_text())
@@ -229,7 +290,9 @@ def test_entries_that_were_edited_are_not_read(cache: Path, change: Any, caplog:
     assert discovered.load(made) == () and "it is not as it was written" in caplog.text
 
 
-@pytest.mark.parametrize("entry", [3, "x", [3], [["x"]], [[["x"], [3]]], [[["?"], ["R"]]], [[], []], {"a": 1}, None])
+@pytest.mark.parametrize(
+    "entry", [3, "x", [3], [["x"]], [[["x"], [3]]], [[["?"], ["R"]]], [[], []], {"a": 1}, None]
+)
 def test_an_entry_of_another_form_is_not_read(cache: Path, entry: Any) -> None:
     made = call(mine.rough_average.default, torch.ones(8, 6))
     discovery.discover(made)
@@ -239,7 +302,9 @@ def test_an_entry_of_another_form_is_not_read(cache: Path, entry: Any) -> None:
     assert discovered.load(made) == ()
 
 
-def test_a_file_that_another_user_can_write_is_not_read(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_another_user_can_write_is_not_read(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = call(mine.rough_average.default, torch.ones(8, 6))
     discovery.discover(made)
     assert cache.parent.stat().st_mode & 0o777 == 0o700 and discovered.load(made)
@@ -257,7 +322,9 @@ def test_a_file_that_another_user_can_write_is_not_read(cache: Path, caplog: pyt
 def test_what_is_remembered_spares_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     made = call(mine.rough_average.default, torch.ones(8, 6))
     known = experiment(made)[0]
-    monkeypatch.setattr("autopar.rules.experiments._proposals", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(
+        "autopar.rules.discovery._proposals", lambda *_: pytest.fail("searched again")
+    )
     assert experiment(made, known)[0] == known
 
 
@@ -277,4 +344,6 @@ def test_without_their_rows_ops_of_the_table_get_the_same_options() -> None:
     ]
     for target, args in cases:
         made = call(target, *args)
-        assert set(discovery.discover(made).options) >= set(axis_options(made)), SimpleNamespace(op=target)
+        assert set(discovery.discover(made).options) >= set(axis_options(made)), SimpleNamespace(
+            op=target
+        )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import ops
-from autopar.layout import Layout
+from autopar.core.layout import Layout
 from autopar.rules import axis_options, call_on, strategies
 
 aten = torch.ops.aten
@@ -26,8 +26,12 @@ def shown(made: Any, mesh_shape: tuple[int, ...]) -> list[str]:
 
 def test_two_axes_take_the_product_and_both_orders_on_one_dim() -> None:
     assert shown(call(aten.erf.default, torch.ones(8)), (2, 4)) == [
-        "R R -> R R", "R S(0) -> R S(0)", "S(0) R -> S(0) R", "S(0) S(0) -> S(0) S(0)", "S(0)#1 S(0)#0 -> S(0)#1 S(0)#0",
-    ]  # fmt: skip
+        "R R -> R R",
+        "R S(0) -> R S(0)",
+        "S(0) R -> S(0) R",
+        "S(0) S(0) -> S(0) S(0)",
+        "S(0)#1 S(0)#0 -> S(0)#1 S(0)#0",
+    ]
 
 
 def test_all_operands_of_a_factor_are_split_in_the_same_order() -> None:
@@ -37,7 +41,10 @@ def test_all_operands_of_a_factor_are_split_in_the_same_order() -> None:
 
 
 def test_an_axis_of_size_one_only_replicates() -> None:
-    assert shown(call(aten.erf.default, torch.ones(8)), (1, 2)) == ["R R -> R R", "R S(0) -> R S(0)"]
+    assert shown(call(aten.erf.default, torch.ones(8)), (1, 2)) == [
+        "R R -> R R",
+        "R S(0) -> R S(0)",
+    ]
 
 
 def test_a_view_must_divide_on_both_sides() -> None:
@@ -55,8 +62,12 @@ def test_three_axes_split_one_dim_in_six_orders() -> None:
 MESHES = [(2,), (4,), (2, 2), (2, 3), (1, 2), (2, 2, 2)]
 
 
-@given(sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 5, 6])] * 3), mesh_shape=st.sampled_from(MESHES))
-def test_strategies_are_exactly_the_products_that_fit_without_repeats(sizes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
+@given(
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 5, 6])] * 3), mesh_shape=st.sampled_from(MESHES)
+)
+def test_strategies_are_exactly_the_products_that_fit_without_repeats(
+    sizes: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> None:
     a, b, c = sizes
     made = call(ops.dot, "ak,bk->ab", torch.ones(a, c), torch.ones(b, c))
     found = strategies(made, mesh_shape)
@@ -65,7 +76,12 @@ def test_strategies_are_exactly_the_products_that_fit_without_repeats(sizes: tup
     choices = [axis_options(made) if n > 1 else axis_options(made)[:1] for n in mesh_shape]
     for combination in itertools.product(*choices):
         for order in itertools.permutations(range(len(mesh_shape))):
-            layouts = [Layout([(*o.inputs, *o.outputs)[i] for o in combination], order) for i in range(3)]
-            if all(x.fits(i.shape, mesh_shape) for x, i in zip(layouts, (*made.inputs, *made.outputs), strict=True)):
+            layouts = [
+                Layout([(*o.inputs, *o.outputs)[i] for o in combination], order) for i in range(3)
+            ]
+            if all(
+                x.fits(i.shape, mesh_shape)
+                for x, i in zip(layouts, (*made.inputs, *made.outputs), strict=True)
+            ):
                 expected.add(tuple(layouts))
     assert {(*s.inputs, *s.outputs) for s in found} == expected

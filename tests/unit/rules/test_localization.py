@@ -7,26 +7,41 @@ from typing import Any
 import torch
 
 from autopar import ops
-from autopar.layout import Layout, Strategy
+from autopar.core.layout import Layout, Strategy
 from autopar.rules import Local, Operand, Start, call_on, localize
 
 aten = torch.ops.aten
 
 
-def local(mesh_shape: tuple[int, ...], inputs: list[str], outputs: list[str], target: Any, *args: Any, **kwargs: Any) -> Local:
+def local(
+    mesh_shape: tuple[int, ...],
+    inputs: list[str],
+    outputs: list[str],
+    target: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Local:
     call, _ = call_on(target, args, kwargs, target(*args, **kwargs))
-    return localize(call, Strategy(tuple(map(Layout.parse, inputs)), tuple(map(Layout.parse, outputs))), mesh_shape)
+    return localize(
+        call,
+        Strategy(tuple(map(Layout.parse, inputs)), tuple(map(Layout.parse, outputs))),
+        mesh_shape,
+    )
 
 
 def test_a_view_becomes_a_reshape_to_the_local_shape() -> None:
-    found = local((2, 2), ["S(0) S(1)"], ["S(0) S(1)"], aten.view.default, torch.ones(4, 8), (4, 4, 2))
+    found = local(
+        (2, 2), ["S(0) S(1)"], ["S(0) S(1)"], aten.view.default, torch.ones(4, 8), (4, 4, 2)
+    )
     assert (found.target, found.args) == (aten.reshape.default, (Operand(0), (2, 2, 2)))
 
 
 def test_sizes_become_local() -> None:
     found = local((4,), ["R"], ["S(0)"], aten.expand.default, torch.ones(1, 3), [8, -1])
     assert found.args == (Operand(0), (2, 3))
-    found = local((2,), ["S(0)"], ["S(0)"], aten.slice_backward.default, torch.ones(4, 2), [4, 6], 1, 0, 2, 1)
+    found = local(
+        (2,), ["S(0)"], ["S(0)"], aten.slice_backward.default, torch.ones(4, 2), [4, 6], 1, 0, 2, 1
+    )
     assert found.args == (Operand(0), (2, 6), 1, 0, 2, 1)
 
 
@@ -42,12 +57,18 @@ def test_an_unsharded_vocabulary_has_no_start() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
     found = local((2,), ["R", "S(0)"], ["S(0)"], ops.embedding, torch.ones(8, 2), ids)
     assert (found.args, dict(found.kwargs)) == ((Operand(0), Operand(1)), {})
-    assert local((2,), ["R", "R"], ["S(1)"], ops.pick, torch.ones(4, 4), ids, -100).args == (Operand(0), Operand(1), -100)
+    assert local((2,), ["R", "R"], ["S(1)"], ops.pick, torch.ones(4, 4), ids, -100).args == (
+        Operand(0),
+        Operand(1),
+        -100,
+    )
 
 
 def test_the_gradient_of_a_sharded_table_has_local_rows() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
-    found = local((4,), ["R", "R"], ["S(0)"], ops.embedding_backward, torch.ones(4, 2), ids, 8, None, 3)
+    found = local(
+        (4,), ["R", "R"], ["S(0)"], ops.embedding_backward, torch.ones(4, 2), ids, 8, None, 3
+    )
     assert found.args == (Operand(0), Operand(1), 2, Start(8, Layout.parse("S(0)"), 0), 3)
 
 
@@ -58,10 +79,23 @@ def test_a_mean_over_a_sharded_dim_divides_by_the_global_count() -> None:
 
 
 def test_a_mean_over_whole_dims_stays() -> None:
-    assert local((2,), ["S(0)"], ["S(0)"], aten.mean.dim, torch.ones(4, 6), [1]).target is aten.mean.dim
+    assert (
+        local((2,), ["S(0)"], ["S(0)"], aten.mean.dim, torch.ones(4, 6), [1]).target
+        is aten.mean.dim
+    )
 
 
 def test_channels_of_a_depthwise_convolution_take_their_groups_along() -> None:
-    args = (torch.ones(2, 4, 5, 5), torch.ones(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+    args = (
+        torch.ones(2, 4, 5, 5),
+        torch.ones(4, 1, 3, 3),
+        None,
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        False,
+        [0, 0],
+        4,
+    )
     assert local((2,), ["S(1)", "S(0)"], ["S(1)"], aten.convolution.default, *args).args[-1] == 2
     assert local((2,), ["S(0)", "R"], ["S(0)"], aten.convolution.default, *args).args[-1] == 4

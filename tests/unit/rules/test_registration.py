@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import autopar.rules
+from autopar.core.layout import Layout, Strategy
 from autopar.errors import RuleError
-from autopar.layout import Layout, Strategy
 from autopar.rules import axis_options, call_on, is_strategy, register, unregister
 from autopar.rules.table import REGISTERED
 
@@ -60,8 +60,13 @@ def test_a_right_rule_is_what_the_op_then_has() -> None:
     register(scaled_mm, "m k, k n -> m n", linear=[(0,), (1,)])
     target = torch.ops.tests_registration.scaled_mm.default
     assert shown(target, torch.ones(4, 6), torch.ones(6, 8)) == [
-        "R R -> R", "S(0) R -> S(0)", "S(1) S(0) -> P(sum)", "R S(1) -> S(1)", "P(sum) R -> P(sum)", "R P(sum) -> P(sum)",
-    ]  # fmt: skip
+        "R R -> R",
+        "S(0) R -> S(0)",
+        "S(1) S(0) -> P(sum)",
+        "R S(1) -> S(1)",
+        "P(sum) R -> P(sum)",
+        "R P(sum) -> P(sum)",
+    ]
 
 
 def test_what_was_no_strategy_is_one_once_a_rule_says_so() -> None:
@@ -76,7 +81,11 @@ def test_what_was_no_strategy_is_one_once_a_rule_says_so() -> None:
 
 
 def test_the_op_may_be_named_in_three_ways() -> None:
-    for op in (scaled_mm, torch.ops.tests_registration.scaled_mm, torch.ops.tests_registration.scaled_mm.default):
+    for op in (
+        scaled_mm,
+        torch.ops.tests_registration.scaled_mm,
+        torch.ops.tests_registration.scaled_mm.default,
+    ):
         register(op, "m k, k n -> m n")
         unregister(op)
     with pytest.raises(RuleError, match="no operator"):
@@ -92,10 +101,16 @@ def test_the_op_may_be_named_in_three_ways() -> None:
         ("m _, _ n -> m m", (), "is wrong|is due"),
     ],
 )
-def test_a_wrong_rule_is_refused_with_the_counterexample(rule: str, linear: list[tuple[int, ...]], what: str) -> None:
+def test_a_wrong_rule_is_refused_with_the_counterexample(
+    rule: str, linear: list[tuple[int, ...]], what: str
+) -> None:
     with pytest.raises(RuleError, match=what) as refused:
         register(scaled_mm, rule, linear=linear)
-    assert "on shapes [(" in str(refused.value) and "strategy" in str(refused.value) and "scaled_mm" in str(refused.value)
+    assert (
+        "on shapes [(" in str(refused.value)
+        and "strategy" in str(refused.value)
+        and "scaled_mm" in str(refused.value)
+    )
     assert not REGISTERED
 
 
@@ -109,7 +124,11 @@ def test_a_maximum_is_reduced_as_one() -> None:
     with pytest.raises(RuleError, match="is wrong"):
         register(peak, "n d -> n")
     register(peak, "n d -> n", reduce_op="max")
-    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == ["R -> R", "S(0) -> S(0)", "S(1) -> P(max)"]
+    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == [
+        "R -> R",
+        "S(0) -> S(0)",
+        "S(1) -> P(max)",
+    ]
 
 
 def test_examples_stand_in_where_the_schema_does_not_say_enough() -> None:
@@ -117,7 +136,9 @@ def test_examples_stand_in_where_the_schema_does_not_say_enough() -> None:
         register(pick, "_ d, n -> n d")
     x, index = torch.zeros(6, 4), torch.tensor([0, 5, 3, 3])
     register(pick, "_ d, n -> n d", linear=[(0,)], examples=[(x, index)])
-    with pytest.raises(RuleError, match="is wrong"):  # though the example, all zeros, would let it pass
+    with pytest.raises(
+        RuleError, match="is wrong"
+    ):  # though the example, all zeros, would let it pass
         register(pick, "v d, n -> n d", examples=[(x, index)])
     register(pick, "_ d, n -> n d", examples=[{"x": x, "index": index}])
 
@@ -131,7 +152,10 @@ def test_a_refused_rule_leaves_the_one_before() -> None:
     register(peak, "n _ -> n")
     with pytest.raises(RuleError):
         register(peak, "_ n -> n")
-    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == ["R -> R", "S(0) -> S(0)"]
+    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == [
+        "R -> R",
+        "S(0) -> S(0)",
+    ]
 
 
 def test_ops_of_the_table_and_ops_that_change_their_operands_cannot_be_registered() -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RankError
-from autopar.run import agreement, ends
-from autopar.run.agreement import Agreement
-from autopar.run.calls import Call, Tally, find_line
-from autopar.run.ends import End
+from autopar.runtime import rank_agreement, rank_differences
+from autopar.runtime.rank_agreement import Agreement
+from autopar.runtime.rank_differences import Call, End, Tally, find_line
 
 Told = dict[int, RankError]
 
@@ -115,8 +114,8 @@ def test_a_rank_that_does_not_come_in_time_is_named_with_what_it_did_last() -> N
 def test_a_rank_that_waits_says_so_once_and_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agreement, "TELL_AFTER_S", 0.1)
-    monkeypatch.setattr(agreement, "_LOOK_EACH_S", 0.05)
+    monkeypatch.setattr(rank_agreement, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(rank_agreement, "_LOOK_EACH_S", 0.05)
     ranks, here = Ranks(3), threading.Event()
     caplog.set_level(logging.WARNING, "autopar")
 
@@ -168,7 +167,9 @@ def test_the_others_learn_how_a_rank_has_ended_wherever_they_are(
 ) -> None:
     ranks = Ranks(3)
     assert not ranks.run(steps)
-    monkeypatch.setattr(agreement, "why_it_ends", lambda: End("it raised ValueError: no", kind))
+    monkeypatch.setattr(
+        rank_agreement, "why_it_ends", lambda: End("it raised ValueError: no", kind)
+    )
 
     def one(rank: int, each: Agreement) -> None:
         if rank == 1:
@@ -183,7 +184,7 @@ def test_the_others_learn_how_a_rank_has_ended_wherever_they_are(
 
 def test_who_began_is_named_and_not_who_failed_because_of_it() -> None:
     store = dist.HashStore()
-    each = [ends.Ends(store, rank, 3) for rank in range(3)]
+    each = [rank_differences.Ends(store, rank, 3) for rank in range(3)]
     each[0].record(End("it raised RankError: rank 1 has ended", "after"))
     assert set(each[2].find()) == {0}
     each[1].record(End("it raised ValueError", "alone"))
@@ -193,17 +194,19 @@ def test_who_began_is_named_and_not_who_failed_because_of_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="of /proc")
 def test_a_process_that_is_not_there_any_more_has_ended_and_one_of_its_number_is_another() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        here, _, started = ends._identity()
-        state, its_start = ends._state(child.pid)
+        here, _, started = rank_differences._identity()
+        state, its_start = rank_differences._state(child.pid)
         identity = (here, str(child.pid), its_start)
-        assert state not in "ZX" and ends._is_running(identity)
-        assert not ends._is_running((here, str(child.pid), started + "0"))
-        assert ends._is_running(("another machine", str(child.pid), "0"))
+        assert state not in "ZX" and rank_differences._is_running(identity)
+        assert not rank_differences._is_running((here, str(child.pid), started + "0"))
+        assert rank_differences._is_running(("another machine", str(child.pid), "0"))
         child.kill()
-        while ends._state(child.pid)[0] != "Z":  # until it is a zombie, which nobody has waited for
+        while (
+            rank_differences._state(child.pid)[0] != "Z"
+        ):  # until it is a zombie, which nobody has waited for
             pass
-        assert not ends._is_running(identity)
-    assert not ends._is_running(identity)
+        assert not rank_differences._is_running(identity)
+    assert not rank_differences._is_running(identity)
 
 
 @pytest.mark.parametrize("num", [2, 3, 7, 64, 1000, 5000])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import RuntimeStateError
-from autopar.run.clipping import clip_grad_norm_, clip_over_stages
+from autopar.runtime.gradients import clip_grad_norm_, clip_over_stages
 
 
 def with_gradients(*dtypes: torch.dtype) -> list[nn.Parameter]:
@@ -36,15 +36,26 @@ def one_by_one(gradients: list[Tensor], max_norm: float, norm_type: float) -> Te
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32), (torch.float64, torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32,),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.bfloat16, torch.float16),
+    ],
+)
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_many_gradients_are_clipped_as_each_by_itself(norm_type: float, dtypes: tuple[torch.dtype, ...], max_norm: float) -> None:
+def test_many_gradients_are_clipped_as_each_by_itself(
+    norm_type: float, dtypes: tuple[torch.dtype, ...], max_norm: float
+) -> None:
     parameters = with_gradients(*dtypes)
     expected = [p.grad.clone() for p in parameters if p.grad is not None]
     total = one_by_one(expected, max_norm, norm_type)
     assert torch.equal(clip_grad_norm_(parameters, max_norm, norm_type), total)
     clipped = [p.grad for p in parameters if p.grad is not None]
-    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(clipped, expected, strict=True))
+    assert all(
+        torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(clipped, expected, strict=True)
+    )
 
 
 def test_the_factor_is_not_rounded_to_sixteen_bits() -> None:

@@ -1,4 +1,5 @@
-"""A call that passes what forward has as a default anyway is the call that leaves it out, and has its program."""
+"""A call that passes what forward has as a default anyway is the call that leaves it out, and
+has its program."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ class Net(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(
-        self, x: Tensor, flip: bool = False, mask: Tensor | None = None, *, scales: tuple[float, ...] = (1.0, 2.0), **more: Any
+        self,
+        x: Tensor,
+        flip: bool = False,
+        mask: Tensor | None = None,
+        *,
+        scales: tuple[float, ...] = (1.0, 2.0),
+        **more: Any,
     ) -> Tensor:
         hidden = self.layer(-x if flip else x)
         hidden = hidden if mask is None else hidden * mask
@@ -42,34 +49,48 @@ WAYS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize("compiled_for", WAYS)
-def test_all_ways_to_pass_defaults_are_one_program(compiled_for: str, options: dict[str, Any]) -> None:
+def test_all_ways_to_pass_defaults_are_one_program(
+    compiled_for: str, options: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     args, kwargs = WAYS[compiled_for]
     model = Net()
-    module = compiled(model, kwargs if not args else args if not kwargs else {"x": X, **kwargs}, **options)
+    module = compiled(
+        model, kwargs if not args else args if not kwargs else {"x": X, **kwargs}, **options
+    )
     for args, kwargs in WAYS.values():
         torch.testing.assert_close(module(*args, **kwargs), model(X))
     assert not module.variants.known
 
 
 OTHERS: list[dict[str, Any]] = [
-    {"flip": True}, {"mask": torch.full((8, 4), 2.0)}, {"scales": (1.0, 3.0)}, {"scales": (1.0, 2.0, 3.0)}, {"other": None},
-]  # fmt: skip
+    {"flip": True},
+    {"mask": torch.full((8, 4), 2.0)},
+    {"scales": (1.0, 3.0)},
+    {"scales": (1.0, 2.0, 3.0)},
+    {"other": None},
+]
 
 
 @pytest.mark.parametrize("given", OTHERS, ids=lambda given: next(iter(given)))
-def test_what_is_no_default_has_a_program_of_its_own_with_or_without_defaults_beside(given: dict[str, Any]) -> None:
+def test_what_is_no_default_has_a_program_of_its_own_with_or_without_defaults_beside(
+    given: dict[str, Any],
+) -> None:
     torch.manual_seed(0)
     model = Net()
     module = compiled(model, (X,))
     for more in ({}, {"flip": given.get("flip", False)}, {"mask": given.get("mask")}):
-        torch.testing.assert_close(module(X, **given, **{n: x for n, x in more.items() if n not in given}), model(X, **given))
+        torch.testing.assert_close(
+            module(X, **given, **{n: x for n, x in more.items() if n not in given}),
+            model(X, **given),
+        )
     assert len(module.variants.known) == 1
     torch.testing.assert_close(module(X), model(X))
 
 
 def wrapping(forward: Any) -> Any:
-    """Puts in another value where `flip` is left out, as decorators of models with configurations do."""
+    """Puts in another value where `flip` is left out, as decorators of models with
+    configurations do."""
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,9 +102,13 @@ def wrapping(forward: Any) -> Any:
 @pytest.mark.parametrize("how", ["wrapped", "hook"])
 def test_a_default_that_something_before_forward_may_replace_is_none(how: str) -> None:
     torch.manual_seed(0)
-    model: Any = type("Wrapped", (Net,), {"forward": wrapping(Net.forward)})() if how == "wrapped" else Net()
+    model: Any = (
+        type("Wrapped", (Net,), {"forward": wrapping(Net.forward)})() if how == "wrapped" else Net()
+    )
     if how == "hook":
-        model.register_forward_pre_hook(lambda _, args, kwargs: (args, {"flip": True, **kwargs}), with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {"flip": True, **kwargs}), with_kwargs=True
+        )
     model.layer.bias.data.fill_(1.0)
     module = compiled(model, (X,))
     assert model(X).item() != pytest.approx(model(X, flip=False).item())

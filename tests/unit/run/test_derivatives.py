@@ -1,4 +1,5 @@
-"""Programs have first derivatives: who asks for second ones is told so, and all other ways through backward go on."""
+"""Programs have first derivatives: who asks for second ones is told so, and all other ways
+through backward go on."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Net(nn.Module):
 def pair(*, loss: bool = True, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     plain = Net(loss=loss)
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options)
+    return plain, autopar.compile(
+        copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options
+    )
 
 
 def loss_of(found: Any) -> Tensor:
@@ -41,10 +44,19 @@ def loss_of(found: Any) -> Tensor:
 @pytest.mark.parametrize("scale", [1, 3])  # of a scaled loss what comes back has a graph itself
 @pytest.mark.parametrize(("loss", "microbatches"), [(True, 1), (True, 2), (False, 1)])
 def test_gradients_of_gradients_are_refused(loss: bool, microbatches: int, scale: int) -> None:
-    plain, module = pair(loss=loss, **({"num_microbatches": microbatches} if microbatches > 1 else {}))
-    assert all(g.requires_grad for g in torch.autograd.grad(loss_of(plain(X)) * scale, list(plain.parameters()), create_graph=True))
+    plain, module = pair(
+        loss=loss, **({"num_microbatches": microbatches} if microbatches > 1 else {})
+    )
+    assert all(
+        g.requires_grad
+        for g in torch.autograd.grad(
+            loss_of(plain(X)) * scale, list(plain.parameters()), create_graph=True
+        )
+    )
     with pytest.raises(RuntimeStateError, match=SECOND):
-        torch.autograd.grad(loss_of(module(X)) * scale, list(module.parameters()), create_graph=True)
+        torch.autograd.grad(
+            loss_of(module(X)) * scale, list(module.parameters()), create_graph=True
+        )
     with pytest.raises(RuntimeStateError, match=SECOND):
         (loss_of(module(X)) * scale).backward(create_graph=True)
 
@@ -57,7 +69,9 @@ def test_they_are_refused_through_an_output_beside_the_loss() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("loss", [True, False])
-def test_first_ones_under_a_checkpoint_or_with_the_graph_kept_are_the_plain_models(loss: bool, reentrant: bool) -> None:
+def test_first_ones_under_a_checkpoint_or_with_the_graph_kept_are_the_plain_models(
+    loss: bool, reentrant: bool
+) -> None:
     plain, module = pair(loss=loss)
     loss_of(plain(X)).backward()
     held = X.clone().requires_grad_()  # a reentrant checkpoint asks for one that has a gradient
@@ -87,5 +101,7 @@ TRACERS: dict[str, Any] = {
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_a_compiled_module_is_not_traced_again(tracer: str) -> None:
     _, module = pair(loss=True)
-    with pytest.raises(RuntimeStateError, match=rf"a compiled module is not [\s\S]*by {tracer.replace('.', '[.]')}"):
+    with pytest.raises(
+        RuntimeStateError, match=rf"a compiled module is not [\s\S]*by {tracer.replace('.', '[.]')}"
+    ):
         TRACERS[tracer](module, (X,))

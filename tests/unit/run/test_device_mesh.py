@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from autopar.mesh import Mesh
-from autopar.run.device_mesh import device_mesh, joined_axes
+from autopar.core.mesh import Mesh
+from autopar.runtime.device_mesh import device_mesh, joined_axes
 
 
 def test_joined_axes_are_made_anew_for_new_process_groups() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.run.equal import _digest
+from autopar.runtime.rank_consistency import _digest
 
 
 def test_tensors_of_the_same_bytes_are_not_the_same_where_shape_or_dtype_differs() -> None:

@@ -1,4 +1,5 @@
-"""The executor runs where the tensors are: graphs are captured on the CPU, and nothing in them stays there."""
+"""The executor runs where the tensors are: graphs are captured on the CPU, and nothing in them
+stays there."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.core.layout import local_shape
+from autopar.core.mesh import Mesh
 from autopar.kernels.collectives import fake_groups
-from autopar.layout import local_shape
-from autopar.mesh import Mesh
-from autopar.run.executor import Executor
-from autopar.run.program import Program, ProgramTensor
+from autopar.program.executor import Executor
+from autopar.program.program import Program, ProgramTensor
 from benchmarks import zoo
 from benchmarks.common import load_profile
 from benchmarks.random_plans import prepare, random_plan
@@ -20,12 +21,18 @@ def step(program: Program, device: str) -> list[Tensor]:
     """One step on meta tensors, of ops that make their tensors on `device`; all results."""
 
     def empty(t: ProgramTensor) -> Tensor:
-        return torch.empty(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype, device="meta")
+        return torch.empty(
+            local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype, device="meta"
+        )
 
-    executor = Executor(program, fake_groups(program.mesh), batch="local", outputs="local", device=device)
+    executor = Executor(
+        program, fake_groups(program.mesh), batch="local", outputs="local", device=device
+    )
     borders = program.parameters, program.buffers, program.inputs
     with torch.no_grad():
-        results, saved = executor.forward(*(list(map(empty, border)) for border in borders), keep=True)
+        results, saved = executor.forward(
+            *(list(map(empty, border)) for border in borders), keep=True
+        )
         loss = next(r for r, t in zip(results, program.outputs, strict=True) if t.is_loss)
         return [*results, *executor.backward(saved, [torch.ones_like(loss)])]
 

@@ -1,4 +1,5 @@
-"""What forward reads and a program has as a constant, wherever it is, may not change between calls without a word."""
+"""What forward reads and a program has as a constant, wherever it is, may not change between
+calls without a word."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def made() -> tuple[Any, Any]:
 
     def around(**values: Any) -> None:
         nonlocal weights, beta, unread
-        weights, beta, unread = values.get("weights", weights), values.get("beta", beta), values.get("unread", unread)
+        weights, beta, unread = (
+            values.get("weights", weights),
+            values.get("beta", beta),
+            values.get("unread", unread),
+        )
 
     torch.manual_seed(0)
     return Net(), around
@@ -72,21 +77,50 @@ def _set(place: str, value: Any) -> Callable[[Any, Any, pytest.MonkeyPatch], Non
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Any, pytest.MonkeyPatch], Any], str]] = {
-    "a tensor set": (_set("model.body.center", torch.ones(4)), r"the model's body\.center is another tensor"),
-    "a tensor written": (lambda model, *_: model.body.center.add_(1.0), r"the model's body\.center was written since"),
-    "in a list": (_set("model.body.held[0]", torch.zeros(4)), r"the model's body\.held\[0\] is another tensor"),
-    "of an object": (lambda model, *_: model.settings.shift.add_(1.0), r"the model's settings\.shift was written since"),
+    "a tensor set": (
+        _set("model.body.center", torch.ones(4)),
+        r"the model's body\.center is another tensor",
+    ),
+    "a tensor written": (
+        lambda model, *_: model.body.center.add_(1.0),
+        r"the model's body\.center was written since",
+    ),
+    "in a list": (
+        _set("model.body.held[0]", torch.zeros(4)),
+        r"the model's body\.held\[0\] is another tensor",
+    ),
+    "of an object": (
+        lambda model, *_: model.settings.shift.add_(1.0),
+        r"the model's settings\.shift was written since",
+    ),
     "of the class": (_set("model.body.size", 3.0), r"the model's body\.size is 3\.0, and was 2\.0"),
-    "a variable": (lambda _, around, __: around(beta=2.0), r"the variable beta around \S+Net\.forward is 2\.0, and was 1\.0"),
-    "a variable's tensor": (lambda _, around, __: around(weights=torch.zeros(4)), r"the variable weights around \S+ is another tensor"),
-    "a global": (lambda *given: given[2].setitem(globals(), "FACTOR", 2.0), r"the global variable FACTOR of \S*test_frozen is 2\.0"),
-    "in a global": (lambda *given: given[2].setitem(TABLE, "weight", 3.0), r"the global variable TABLE\['weight'\] of \S+ is 3\.0"),
-    "a global tensor": (lambda *given: given[2].setitem(globals(), "BIAS", torch.ones(4)), r"variable BIAS of \S+ is another tensor"),
+    "a variable": (
+        lambda _, around, __: around(beta=2.0),
+        r"the variable beta around \S+Net\.forward is 2\.0, and was 1\.0",
+    ),
+    "a variable's tensor": (
+        lambda _, around, __: around(weights=torch.zeros(4)),
+        r"the variable weights around \S+ is another tensor",
+    ),
+    "a global": (
+        lambda *given: given[2].setitem(globals(), "FACTOR", 2.0),
+        r"the global variable FACTOR of \S*test_frozen is 2\.0",
+    ),
+    "in a global": (
+        lambda *given: given[2].setitem(TABLE, "weight", 3.0),
+        r"the global variable TABLE\['weight'\] of \S+ is 3\.0",
+    ),
+    "a global tensor": (
+        lambda *given: given[2].setitem(globals(), "BIAS", torch.ones(4)),
+        r"variable BIAS of \S+ is another tensor",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_constant_that_changes_is_refused_wherever_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constant_that_changes_is_refused_wherever_it_is(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, around = made()
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     before = model(X).item()
@@ -157,13 +191,17 @@ def test_a_tensor_that_another_mode_alone_reads_is_the_users_not_a_copy(when: st
         module(X)
     model.offset.add_(1.0)
     for _ in range(2):
-        with pytest.raises(RuntimeStateError, match=r"the model's offset (was written|is another tensor)"):
+        with pytest.raises(
+            RuntimeStateError, match=r"the model's offset (was written|is another tensor)"
+        ):
             module(X)
     module.train()
     module(X)
 
 
-def test_neither_the_model_nor_its_tensors_are_kept_and_a_copy_of_the_module_looks_at_the_same() -> None:
+def test_neither_the_model_nor_its_tensors_are_kept_and_a_copy_of_the_module_looks_at_the_same() -> (  # noqa: E501
+    None
+):
     model, around = made()
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     copied, held = copy.deepcopy(module), [weakref.ref(model), weakref.ref(model.body.center)]

@@ -1,4 +1,5 @@
-"""torch.func: a program is called with other parameters where they rest as its own do, and is not transformed."""
+"""torch.func: a program is called with other parameters where they rest as its own do, and is
+not transformed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Net(nn.Module):
 def pair(*, loss: bool = True, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     plain = Net(loss=loss)
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options)
+    return plain, autopar.compile(
+        copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options
+    )
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
@@ -40,16 +43,24 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "jvp": lambda module: jvp(module, (X,), (X,)),
     "vmap": lambda module: vmap(module)(torch.stack([X, X])),
     "jacrev": lambda module: jacrev(module)(X),
-    "grad of parameters": lambda module: grad(lambda p: functional_call(module, p, (X,)).sum())(dict(module.named_parameters())),
+    "grad of parameters": lambda module: grad(lambda p: functional_call(module, p, (X,)).sum())(
+        dict(module.named_parameters())
+    ),
     "around it": lambda module: vmap(lambda y: module(X) + y)(torch.ones(3)),
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"loss": False}], ids=["whole", "microbatches", "no loss"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_microbatches": 2}, {"loss": False}],
+    ids=["whole", "microbatches", "no loss"],
+)
 def test_transforms_are_refused(name: str, options: dict[str, Any]) -> None:
     _, module = pair(**options)
-    with pytest.raises(RuntimeStateError, match=r"under a transform of torch\.func[\s\S]*torch\.autograd\.grad"):
+    with pytest.raises(
+        RuntimeStateError, match=r"under a transform of torch\.func[\s\S]*torch\.autograd\.grad"
+    ):
         TRANSFORMS[name](module)
     module(X)
 
@@ -62,11 +73,23 @@ def test_they_are_refused_before_the_model_is_planned_in_them() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"loss": False}], ids=["whole", "microbatches", "no loss"])
-def test_other_parameters_of_a_call_get_the_plain_models_gradients(options: dict[str, Any], whole: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_microbatches": 2}, {"loss": False}],
+    ids=["whole", "microbatches", "no loss"],
+)
+def test_other_parameters_of_a_call_get_the_plain_models_gradients(
+    options: dict[str, Any], whole: bool
+) -> None:
     plain, module = pair(**options)
-    values = {name: torch.linspace(0.0, 1.0, p.numel()).reshape(p.shape) for name, p in plain.named_parameters()}
-    others = {name: value.clone() if whole else module.get_parameter(name).detach().clone() for name, value in values.items()}
+    values = {
+        name: torch.linspace(0.0, 1.0, p.numel()).reshape(p.shape)
+        for name, p in plain.named_parameters()
+    }
+    others = {
+        name: value.clone() if whole else module.get_parameter(name).detach().clone()
+        for name, value in values.items()
+    }
     for name, value in values.items():
         if not whole:
             others[name].to_local().copy_(value)
@@ -79,6 +102,8 @@ def test_other_parameters_of_a_call_get_the_plain_models_gradients(options: dict
     found.backward()
     for name, p in others.items():
         assert p.grad is not None and isinstance(p.grad, DTensor) == (not whole)
-        torch.testing.assert_close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, values[name].grad)
+        torch.testing.assert_close(
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, values[name].grad
+        )
     torch.optim.SGD(others.values(), 0.1).step()
     assert all(p.grad is None for p in module.parameters())

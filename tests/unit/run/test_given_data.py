@@ -1,4 +1,5 @@
-"""A parameter that was given data computes with what it had: that is told, and what writes into it is not."""
+"""A parameter that was given data computes with what it had: that is told, and what writes into
+it is not."""
 
 from __future__ import annotations
 
@@ -31,11 +32,17 @@ def module() -> Any:
     return autopar.compile(Net(), example_inputs=(X,), hardware="cpu-gloo")
 
 
-@pytest.mark.parametrize("data", [lambda p: torch.eye(8), lambda p: p.data * 0.5], ids=["plain", "distributed"])
-def test_a_parameter_that_was_given_data_is_refused_at_the_next_call(module: Any, data: Callable[[Any], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "data", [lambda p: torch.eye(8), lambda p: p.data * 0.5], ids=["plain", "distributed"]
+)
+def test_a_parameter_that_was_given_data_is_refused_at_the_next_call(
+    module: Any, data: Callable[[Any], Tensor]
+) -> None:
     module(X).backward()
     module.body.weight.data = data(module.body.weight)
-    with pytest.raises(RuntimeStateError, match=r"'body\.weight' was given data \(p\.data = \.\.\.\)"):
+    with pytest.raises(
+        RuntimeStateError, match=r"'body\.weight' was given data \(p\.data = \.\.\.\)"
+    ):
         module(X)
     with pytest.raises(RuntimeStateError, match="was given data"), torch.no_grad():
         module(X)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.halo import Halo
-from autopar.kernels.bound import FINISHES, STARTS, shard
+from autopar.core.placements import Halo
+from autopar.kernels.bound_ops import FINISHES, STARTS, shard
 from autopar.kernels.collectives import AxisGroup, bound_settings
-from autopar.run.group_steps import step, with_halos
+from autopar.program.interpreter import step, with_halos
 
 SHAPES = [(2, 1, 4, 4), (1, 1, 4, 2), (4, 2, 1, 2)]
 ORDERS = list(itertools.permutations(range(4)))[::5]

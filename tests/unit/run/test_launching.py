@@ -14,7 +14,7 @@ import torch
 
 from autopar.api.arguments import launched
 from autopar.errors import AutoparError
-from autopar.run.launching import launch
+from autopar.runtime.launching import launch
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[3]
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(runpy, "run_module", lambda name, run_name: None)
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")  # so that it is as before afterwards
+    monkeypatch.setenv(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", ""
+    )  # so that it is as before afterwards
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     path = tmp_path / "train.py"
     path.touch()
@@ -32,16 +34,26 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_machine_needs_no_place_to_meet(script: Path) -> None:
     launch(script, ["--steps", "3"], num_processes=4)
-    assert sys.argv == ["torchrun", "--standalone", "--max-restarts=0", "--nproc-per-node=4", str(script), "--steps", "3"]
+    assert sys.argv == [
+        "torchrun",
+        "--standalone",
+        "--max-restarts=0",
+        "--nproc-per-node=4",
+        str(script),
+        "--steps",
+        "3",
+    ]
 
 
-@pytest.mark.parametrize(("num_gpus", "asked", "started"), [(8, None, 8), (0, None, 1), (8, 2, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("num_gpus", "asked", "started"), [(8, None, 8), (0, None, 1), (8, 2, 2), (1, 2, 2)]
+)
 def test_by_default_each_gpu_has_a_process_and_of_several_each_has_its_own_from_the_begin(
     num_gpus: int, asked: int | None, started: int, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     launch(script, ["--steps", "3"], num_processes=asked)
-    by_us = ["-m", "autopar.run.started"] if num_gpus > 1 else []
+    by_us = ["-m", "autopar.runtime.launch_worker"] if num_gpus > 1 else []
     assert sys.argv[3:] == [f"--nproc-per-node={started}", *by_us, str(script), "--steps", "3"]
 
 
@@ -49,15 +61,25 @@ def test_a_script_that_is_started_with_a_gpu_runs_as_python_runs_it(tmp_path: Pa
     (tmp_path / "beside.py").write_text("WORD = 'beside'", encoding="utf-8")
     script = tmp_path / "train.py"
     script.write_text(
-        "import multiprocessing, pickle, sys\nfrom beside import WORD\n\nclass Own: pass\n\n"
-        "if __name__ == '__main__':\n    assert type(pickle.loads(pickle.dumps(Own()))) is Own and sys.modules['__main__'].Own is Own\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool: pool.apply(Own)\n"
-        "    print(WORD, sys.argv[1:], __file__)\n    sys.exit(3)\n",
+        "import multiprocessing, pickle, sys\nfrom beside import WORD\n\nclass Own: pass\n\nif"
+        " __name__ == '__main__':\n    assert type(pickle.loads(pickle.dumps(Own()))) is Own and"
+        " sys.modules['__main__'].Own is Own\n    with multiprocessing.get_context('spawn').Pool(1)"
+        " as pool: pool.apply(Own)\n    print(WORD, sys.argv[1:], __file__)\n    sys.exit(3)\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "autopar.run.started", str(script), "--steps", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=100)
-    assert (done.returncode, done.stdout.strip()) == (3, f"beside ['--steps', '3'] {script}"), done.stderr
+    command = [sys.executable, "-m", "autopar.runtime.launch_worker", str(script), "--steps", "3"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout.strip()) == (
+        3,
+        f"beside ['--steps', '3'] {script}",
+    ), done.stderr
 
 
 def test_where_machines_come_and_go_losing_one_does_not_end_the_run(script: Path) -> None:
@@ -67,9 +89,17 @@ def test_where_machines_come_and_go_losing_one_does_not_end_the_run(script: Path
 
 def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
     launch(script, [], num_processes=8, nodes="2:4", meet="host:29500", restarts=3)
-    told = ["--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29500", "--rdzv-id=autopar", "--max-restarts=3"]
+    told = [
+        "--nnodes=2:4",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=host:29500",
+        "--rdzv-id=autopar",
+        "--max-restarts=3",
+    ]
     assert sys.argv == ["torchrun", *told, "--nproc-per-node=8", str(script)]
-    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "else a machine that joins later waits for the first one's word"
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", (
+        "else a machine that joins later waits for the first one's word"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +111,9 @@ def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
         ({"nodes": "3:2", "meet": "host:1"}, "from 3 to 2"),
     ],
 )
-def test_what_cannot_be_started_is_refused(script: Path, options: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_started_is_refused(
+    script: Path, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(AutoparError, match=words):
         launch(script, [], **options)
     with pytest.raises(AutoparError, match="no script"):
@@ -89,7 +121,9 @@ def test_what_cannot_be_started_is_refused(script: Path, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("world", "here", "shape"), [(None, None, (1, 1)), ("4", None, (1, 4)), ("16", "8", (2, 8)), ("6", "4", 6)], ids=str
+    ("world", "here", "shape"),
+    [(None, None, (1, 1)), ("4", None, (1, 4)), ("16", "8", (2, 8)), ("6", "4", 6)],
+    ids=str,
 )
 def test_the_mesh_is_by_default_all_that_was_started(
     monkeypatch: pytest.MonkeyPatch, world: str | None, here: str | None, shape: object
@@ -108,5 +142,8 @@ def test_where_the_script_fails_torchruns_own_traceback_is_left_out(tmp_path: Pa
     command = [sys.executable, "-m", "autopar", "run", "-n", "2", str(path)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 1 and "as the user wrote it" in found.stderr
-    assert "the script failed, on rank " in found.stderr.replace("\n", " ") and "ChildFailedError" not in found.stderr
+    assert (
+        "the script failed, on rank " in found.stderr.replace("\n", " ")
+        and "ChildFailedError" not in found.stderr
+    )
     assert "typer" not in found.stderr

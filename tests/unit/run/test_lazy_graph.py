@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.run.lazy_graph import LazyGraphModule
+from autopar.program.program import LazyGraphModule
 
 
 def graph_of(factor: int) -> fx.Graph:
@@ -41,6 +41,13 @@ def test_a_changed_graph_counts_once_it_is_recompiled(called: bool) -> None:
     assert module(torch.ones(1)).item() == 5.0 and "x, 5" in module.code
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), lambda m: fx.GraphModule(m, m.graph)])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda module: pickle.loads(pickle.dumps(module)),
+        lambda m: fx.GraphModule(m, m.graph),
+    ],
+)
 def test_copies_compute_the_same(copied) -> None:  # type: ignore[no-untyped-def]
     assert copied(LazyGraphModule({}, graph_of(2)))(torch.ones(1)).item() == 2.0

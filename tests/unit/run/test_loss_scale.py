@@ -1,4 +1,5 @@
-"""Losses that are multiplied after the call, where backward runs inside of it: one stage in two microbatches, on one device."""
+"""Losses that are multiplied after the call, where backward runs inside of it: one stage in two
+microbatches, on one device."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.run.loss_scale import LossScale, may_be_multiplied
-from autopar.run.stage_calls import StageCalls
+from autopar.runtime.loss_scaling import LossScale, may_be_multiplied
+from autopar.runtime.pipeline_runtime import StageCalls
 
 TINY, SCALE = 1e-7, 2.0**24
 
@@ -36,12 +37,21 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 16, generator=generator), torch.randn(8, 16, generator=generator)
 
 
-def pair(*, factor: float = TINY, noise: float = 0.0, dtype: torch.dtype = torch.float16) -> tuple[Any, Any]:
-    """The plain model and the compiled one; with `noise` two compiled ones, of which the first is told the scale before it is called."""
+def pair(
+    *, factor: float = TINY, noise: float = 0.0, dtype: torch.dtype = torch.float16
+) -> tuple[Any, Any]:
+    """The plain model and the compiled one; with `noise` two compiled ones, of which the first
+    is told the scale before it is called."""
     torch.manual_seed(0)
     plain = Net(factor, noise, dtype)
     made = [
-        autopar.compile(copy.deepcopy(plain), {"gpu": 1}, example_inputs=batch(), hardware="h100-sxm", num_microbatches=2)
+        autopar.compile(
+            copy.deepcopy(plain),
+            {"gpu": 1},
+            example_inputs=batch(),
+            hardware="h100-sxm",
+            num_microbatches=2,
+        )
         for _ in range(1 + bool(noise))
     ]
     for module in made:
@@ -52,13 +62,18 @@ def pair(*, factor: float = TINY, noise: float = 0.0, dtype: torch.dtype = torch
 
 
 def gradients(module: Any) -> list[Tensor]:
-    found = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in module.parameters()]
+    found = [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in module.parameters()
+    ]
     module.zero_grad()
     return found
 
 
 def apart(wanted: list[Tensor], found: list[Tensor]) -> float:
-    return max(float((x - y).abs().max() / x.abs().max().clamp(min=1e-30)) for x, y in zip(wanted, found, strict=True))
+    return max(
+        float((x - y).abs().max() / x.abs().max().clamp(min=1e-30))
+        for x, y in zip(wanted, found, strict=True)
+    )
 
 
 @pytest.fixture
@@ -78,7 +93,9 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     yield taken
 
 
-def test_a_step_runs_again_when_the_factor_changes_and_only_then(num_steps: Callable[[], int]) -> None:
+def test_a_step_runs_again_when_the_factor_changes_and_only_then(
+    num_steps: Callable[[], int],
+) -> None:
     plain, module = pair()
     for factor, wanted in ((SCALE, 2), (SCALE, 1), (SCALE / 2, 2), (SCALE / 2, 1)):
         for model in (plain, module):
@@ -113,13 +130,17 @@ def test_random_numbers_and_buffers_are_those_of_one_run(num_steps: Callable[[],
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), 0.0])
-def test_an_infinite_or_undefined_loss_has_gradients_as_such_and_leaves_the_scale(factor: float) -> None:
+def test_an_infinite_or_undefined_loss_has_gradients_as_such_and_leaves_the_scale(
+    factor: float,
+) -> None:
     plain, module = pair(factor=1.0)
     for step, each in enumerate((2.0**10, factor, 2.0**10)):
         for model in (plain, module):
             (model(*batch(step)) * each).backward()
         wanted, found = gradients(plain), gradients(module)
-        assert [bool(x.isfinite().all()) for x in found] == [bool(x.isfinite().all()) for x in wanted]
+        assert [bool(x.isfinite().all()) for x in found] == [
+            bool(x.isfinite().all()) for x in wanted
+        ]
     assert apart(wanted, found) < 2e-3
 
 
@@ -139,7 +160,10 @@ def test_a_step_that_cannot_run_again_is_refused_and_the_remedy_works() -> None:
     loss = module(x, y)
     x.add_(1.0)
     said = refusal((loss * SCALE).backward)
-    assert "input" in said.what and "set pm.loss_scale to the factor of the loss before the call" in said.remedy
+    assert (
+        "input" in said.what
+        and "set pm.loss_scale to the factor of the loss before the call" in said.remedy
+    )
     with torch.inference_mode():
         made = batch()
     assert "torch.inference_mode" in refusal((module(*made) * SCALE).backward).what
@@ -153,14 +177,23 @@ def test_a_step_that_cannot_run_again_is_refused_and_the_remedy_works() -> None:
     assert apart(*map(gradients, (plain, module))) < 2e-3
 
 
-def test_buffers_that_changed_where_no_scale_was_to_be_expected_are_refused_and_the_remedy_works() -> None:
+def test_buffers_that_changed_where_no_scale_was_to_be_expected_are_refused_and_the_remedy_works() -> (  # noqa: E501
+    None
+):
     """In float32 a factor has to be beyond all that a scaler uses."""
     torch.manual_seed(0)
     module: Any = autopar.compile(
-        Net(1.0, 0.5, torch.float32), {"gpu": 1}, example_inputs=batch(), hardware="h100-sxm", num_microbatches=2
+        Net(1.0, 0.5, torch.float32),
+        {"gpu": 1},
+        example_inputs=batch(),
+        hardware="h100-sxm",
+        num_microbatches=2,
     )
     said = refusal((module(*batch()) * 2.0**100).backward)
-    assert "buffers have changed" in said.what and said.remedy == "set pm.loss_scale = scaler.get_scale() before the first call"
+    assert (
+        "buffers have changed" in said.what
+        and said.remedy == "set pm.loss_scale = scaler.get_scale() before the first call"
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
     module.loss_scale = scaler.get_scale()
     for _ in range(2):
@@ -168,17 +201,29 @@ def test_buffers_that_changed_where_no_scale_was_to_be_expected_are_refused_and_
     assert all(bool(x.isfinite().all()) for x in gradients(module))
 
 
-def test_a_factor_that_changes_with_every_step_is_told_of_once_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_factor_that_changes_with_every_step_is_told_of_once_with_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     _, module = pair()
     with caplog.at_level(logging.WARNING, "autopar"):
         for step in range(24):
             (module(*batch()) * (step + 2.0)).backward()
-    assert sum("set pm.loss_scale to the whole factor" in record.getMessage() for record in caplog.records) == 1
+    assert (
+        sum(
+            "set pm.loss_scale to the whole factor" in record.getMessage()
+            for record in caplog.records
+        )
+        == 1
+    )
 
 
 def test_gradients_are_multiplied_only_where_that_is_exact() -> None:
-    assert may_be_multiplied(1.0, 2.0**24, is_fp16=False) and not may_be_multiplied(1.0, 2.0**24, is_fp16=True)
-    assert not may_be_multiplied(1.0, 2.0**100, is_fp16=False) and may_be_multiplied(0.3, 0.3000001, is_fp16=True)
+    assert may_be_multiplied(1.0, 2.0**24, is_fp16=False) and not may_be_multiplied(
+        1.0, 2.0**24, is_fp16=True
+    )
+    assert not may_be_multiplied(1.0, 2.0**100, is_fp16=False) and may_be_multiplied(
+        0.3, 0.3000001, is_fp16=True
+    )
     for value in (0.0, -1.0, float("nan"), float("inf"), "2"):
         with pytest.raises(RuntimeStateError, match="no factor of a loss"):
             LossScale().given = value  # type: ignore[assignment]

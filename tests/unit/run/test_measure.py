@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 
+from autopar.core.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
 from autopar.errors import HardwareError
-from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
-from autopar.run.measure import measure
-from autopar.run.measure_ops import CPU, Sizes, compute_measurements
-from autopar.run.measure_profile import COLLECTIVES, Json, Machine, dumps, measured_links, profile_json
+from autopar.profiler.measure import (
+    COLLECTIVES,
+    Json,
+    Machine,
+    dumps,
+    measure,
+    measured_links,
+    profile_json,
+)
+from autopar.profiler.worker import CPU, Sizes, compute_measurements
 
-HERE = Machine("cpu", "a machine, 4 processes", "measure(world_size=4)", "2026-11-22", 2**33, "of a test")
+HERE = Machine(
+    "cpu", "a machine, 4 processes", "measure(world_size=4)", "2026-11-22", 2**33, "of a test"
+)
 
 
 def points_of(sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
@@ -28,7 +37,11 @@ def points_of(sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
 def _data() -> Json:
     points = points_of(CPU)
     for kind in COLLECTIVES:
-        points[kind] = [{"num_devices": n, "bytes": b, "time_s": 1e-4 * n + b * 1e-9} for n in (2, 4) for b in (1024, 2**20)]
+        points[kind] = [
+            {"num_devices": n, "bytes": b, "time_s": 1e-4 * n + b * 1e-9}
+            for n in (2, 4)
+            for b in (1024, 2**20)
+        ]
     return profile_json(points, HERE, "local", measured_links(points, HERE, 4))
 
 
@@ -65,10 +78,14 @@ def test_what_cannot_be_measured_is_refused(arguments: dict[str, Any], message: 
         measure(**arguments)
 
 
-def test_a_process_that_fails_ends_the_measurement_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_ends_the_measurement_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 fails and the others would wait for it for ever."""
     script = tmp_path / "python"
-    script.write_text('#!/bin/sh\nif [ "$3" = 1 ]; then echo "no memory left" >&2; exit 3; fi\nexec sleep 1000\n')
+    script.write_text(
+        '#!/bin/sh\nif [ "$3" = 1 ]; then echo "no memory left" >&2; exit 3; fi\nexec sleep 1000\n'
+    )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(HardwareError, match=r"process 1 ended with code 3:\nno memory left"):

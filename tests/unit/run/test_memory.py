@@ -1,4 +1,5 @@
-"""Live bytes are counted per storage, from its first sight to its death, alike on real and fake tensors."""
+"""Live bytes are counted per storage, from its first sight to its death, alike on real and fake
+tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import torch
 from handwritten import program
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.run.live import LiveBytes
-from autopar.run.memory import trace_peak
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.memory import trace_peak
 
 
 def chain() -> torch.Tensor:

@@ -31,19 +31,28 @@ class Net(nn.Module):
         hidden = self.drop(torch.tanh(self.body(x))) * self.factor * self.settings["factor"]
         scores = self.two(hidden)
         more = {"best": scores.detach(), "which": scores > 0}
-        return {"loss": self.one(hidden).pow(2).mean(), "other": scores.mean(), "scores": scores, **more}
+        return {
+            "loss": self.one(hidden).pow(2).mean(),
+            "other": scores.mean(),
+            "scores": scores,
+            **more,
+        }
 
 
 def pair(**options: Any) -> tuple[Net, Any]:
     torch.manual_seed(0)
     plain = Net()
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=BATCH, hardware="cpu-gloo", **options)
+    return plain, autopar.compile(
+        copy.deepcopy(plain), example_inputs=BATCH, hardware="cpu-gloo", **options
+    )
 
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", ["other", "scores"])
-def test_backward_through_another_output_than_the_loss_is_refused(outputs: str, microbatches: int, name: str) -> None:
+def test_backward_through_another_output_than_the_loss_is_refused(
+    outputs: str, microbatches: int, name: str
+) -> None:
     if microbatches == 2 and outputs == "dtensor":
         return  # it has none
     _, module = pair(outputs=outputs, num_microbatches=microbatches)
@@ -53,10 +62,14 @@ def test_backward_through_another_output_than_the_loss_is_refused(outputs: str, 
 
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
-def test_outputs_require_a_gradient_where_the_plain_models_do_and_change_nothing_else(outputs: str) -> None:
+def test_outputs_require_a_gradient_where_the_plain_models_do_and_change_nothing_else(
+    outputs: str,
+) -> None:
     plain, module = pair(outputs=outputs)
     wanted, found = plain(**BATCH), module(**BATCH)
-    assert {name: x.requires_grad for name, x in found.items()} == {name: x.requires_grad for name, x in wanted.items()}
+    assert {name: x.requires_grad for name, x in found.items()} == {
+        name: x.requires_grad for name, x in wanted.items()
+    }
     found["scores"].detach().add_(0.0)
     found["loss"].backward()
     wanted["loss"].backward()
@@ -65,13 +78,17 @@ def test_outputs_require_a_gradient_where_the_plain_models_do_and_change_nothing
         assert not any(x.requires_grad for x in module(**BATCH).values())
 
 
-def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_plain_model_is_not() -> None:
+def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_plain_model_is_not() -> (  # noqa: E501
+    None
+):
     torch.manual_seed(0)
     plain = Net()
     before = torch.optim.AdamW(plain.parameters())
     module: Any = autopar.compile(plain, example_inputs=BATCH, hardware="cpu-gloo")
     module(**BATCH)["loss"].backward()
-    with pytest.raises(RuntimeStateError, match=r"holds parameters of the plain model[\s\S]*pm\.parameters"):
+    with pytest.raises(
+        RuntimeStateError, match=r"holds parameters of the plain model[\s\S]*pm\.parameters"
+    ):
         before.step()
     plain(**BATCH)["loss"].backward()
     before.step()
@@ -103,7 +120,9 @@ def test_the_state_of_a_plain_models_optimizer_is_gone_on_with(begun: bool) -> N
         assert bool(state) == (plain.get_parameter(name).grad is not None)
 
 
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
 def test_hooks_that_would_never_be_called_are_refused(kind: str) -> None:
     _, module = pair()
     with pytest.raises(RuntimeStateError, match="would never be called"):
@@ -117,7 +136,9 @@ def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_
     _, module = pair()
     assert module.factor == 2.0 and module.drop.p == 0.0 and module.body.in_features == 8
     for part, name in ((module, "factor"), (module.drop, "p")):
-        with pytest.raises(RuntimeStateError, match=f"'{name}' cannot be set: what the model computes was captured"):
+        with pytest.raises(
+            RuntimeStateError, match=f"'{name}' cannot be set: what the model computes was captured"
+        ):
             setattr(part, name, 3.0)
     module.note = "whatever else"
     assert module.note == "whatever else" and module.factor == 2.0
@@ -125,7 +146,9 @@ def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_
         module.nothing  # noqa: B018
 
 
-def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_refused_while_it_is_there() -> None:
+def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_refused_while_it_is_there() -> (  # noqa: E501
+    None
+):
     torch.manual_seed(0)
     plain = Net()
     plain.unread = 1.0  # type: ignore[assignment]
@@ -133,7 +156,10 @@ def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_re
     plain.unread = 2.0  # type: ignore[assignment]
     loss = module(**BATCH)["loss"].item()
     plain.factor = 3.0
-    with pytest.raises(RuntimeStateError, match=r"the model's factor is 3\.0, and was 2\.0 when the model was captured[\s\S]*buffer"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"the model's factor is 3\.0, and was 2\.0 when the model was captured[\s\S]*buffer",
+    ):
         module(**BATCH)
     plain.factor = 2.0
     assert module(**BATCH)["loss"].item() == loss
@@ -170,7 +196,9 @@ def test_a_setting_that_forward_guesses_is_no_constant_that_was_changed() -> Non
     plain = Guessing()
     module: Any = autopar.compile(plain, example_inputs=BATCH, hardware="cpu-gloo")
     assert plain(**BATCH).item() == pytest.approx(module(**BATCH).item(), rel=1e-6)
-    assert plain.kind == "mean" and module(**BATCH).item() == pytest.approx(plain(**BATCH).item(), rel=1e-6)
+    assert plain.kind == "mean" and module(**BATCH).item() == pytest.approx(
+        plain(**BATCH).item(), rel=1e-6
+    )
 
 
 def test_neither_a_bound_method_nor_what_hides_modules_is_shown_or_held() -> None:

@@ -16,13 +16,13 @@ from handwritten import Toy, batch, program, reference
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.core.mesh import Mesh
 from autopar.errors import CallError, MeshError, RuntimeStateError
-from autopar.mesh import Mesh
-from autopar.run import executor
-from autopar.run.device_mesh import device_mesh, mesh_of
-from autopar.run.live import LiveBytes
-from autopar.run.memory import trace_peak
-from autopar.run.module import ParallelModule
+from autopar.program import executor
+from autopar.program.abstract_executor import LiveBytes
+from autopar.program.memory import trace_peak
+from autopar.runtime.device_mesh import device_mesh, mesh_of
+from autopar.runtime.module import ParallelModule
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,9 @@ def call(model: torch.nn.Module, seed: int = 1) -> dict[str, Any]:
     return result
 
 
-def test_one_device_needs_no_launcher_and_computes_what_the_plain_model_computes(devices: DeviceMesh) -> None:
+def test_one_device_needs_no_launcher_and_computes_what_the_plain_model_computes(
+    devices: DeviceMesh,
+) -> None:
     module, plain = build(devices), Toy()
     out = call(module)
     out["loss"].backward()
@@ -71,7 +73,9 @@ def test_the_gradient_of_a_scaled_loss_is_scaled(devices: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_a_second_backward_through_one_call_is_a_clear_error(devices: DeviceMesh, retain: bool) -> None:
+def test_a_second_backward_through_one_call_is_a_clear_error(
+    devices: DeviceMesh, retain: bool
+) -> None:
     loss = call(build(devices))["loss"]
     loss.backward(retain_graph=retain)
     with pytest.raises(RuntimeStateError, match="backward ran a second time through one call"):
@@ -84,7 +88,9 @@ def test_parameters_that_backward_reads_may_not_change_before_it(devices: Device
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(0.5)
-    with pytest.raises(RuntimeStateError, match="was changed in place since the call, and backward reads it"):
+    with pytest.raises(
+        RuntimeStateError, match="was changed in place since the call, and backward reads it"
+    ):
         loss.backward()
     again = call(module)["loss"]
     again.backward()
@@ -117,7 +123,9 @@ def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: Device
     assert predicted.peak_bytes < trace_peak(program(1, 1)).peak_bytes
 
 
-def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(devices: DeviceMesh) -> None:
+def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(
+    devices: DeviceMesh,
+) -> None:
     module = build(devices)
     module.requires_grad_(False)
     assert not call(module)["loss"].requires_grad
@@ -140,11 +148,15 @@ def test_names_values_and_state_dict_are_the_models(devices: DeviceMesh) -> None
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert module.tied.weight is module.first.weight
     for name, value in module.state_dict().items():
-        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, state[name])
+        assert torch.equal(
+            value.full_tensor() if isinstance(value, DTensor) else value, state[name]
+        )
     assert not module.state_dict().keys() & {"offset"}
 
 
-def test_loading_full_tensors_changes_the_values_and_names_what_does_not_fit(devices: DeviceMesh) -> None:
+def test_loading_full_tensors_changes_the_values_and_names_what_does_not_fit(
+    devices: DeviceMesh,
+) -> None:
     module, plain = build(devices), Toy()
     state = {name: value + 1 for name, value in plain.state_dict().items()}
     module.load_state_dict(state)
@@ -165,7 +177,10 @@ def test_arguments_may_come_by_position_or_by_name_in_any_order(devices: DeviceM
     [
         (lambda v: {"x": v["x"]}, r"forward\(\) misses 'target'"),
         (lambda v: {**v, "more": v["x"]}, r"forward\(\) has no argument 'more'"),
-        (lambda v: {**v, "x": v["x"][:4]}, r"argument '0' is torch.float32 \(4, 8\), the program takes torch.float32 \(8, 8\)"),
+        (
+            lambda v: {**v, "x": v["x"][:4]},
+            r"argument '0' is torch.float32 \(4, 8\), the program takes torch.float32 \(8, 8\)",
+        ),
         (lambda v: {**v, "x": v["x"].double()}, "argument '0' is torch.float64"),
         (lambda v: {**v, "target": None}, "argument 'target' is NoneType, not a tensor"),
         (lambda v: {**v, "x": v["x"].to("meta")}, "argument '0' is on meta, the mesh on cpu"),
@@ -185,14 +200,24 @@ def test_the_other_mode_is_refused_unless_the_graph_serves_both(devices: DeviceM
 @pytest.mark.parametrize(
     "convert",
     [
-        lambda m: m.double(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta"),
-        lambda m: m.to_empty(device="meta"), lambda m: m.type(torch.float64), lambda m: next(iter(m.children())).half(),
+        lambda m: m.double(),
+        lambda m: m.half(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to("meta"),
+        lambda m: m.to_empty(device="meta"),
+        lambda m: m.type(torch.float64),
+        lambda m: next(iter(m.children())).half(),
         lambda m: m.apply(lambda part: part.double()),
     ],
-)  # fmt: skip
-def test_a_conversion_is_refused_when_it_is_asked_for_and_changes_nothing(devices: DeviceMesh, convert: Callable[[Any], Any]) -> None:
+)
+def test_a_conversion_is_refused_when_it_is_asked_for_and_changes_nothing(
+    devices: DeviceMesh, convert: Callable[[Any], Any]
+) -> None:
     module = build(devices)
-    with pytest.raises(RuntimeStateError, match=r"' cannot become torch\.\w+ on \w+: the program was made for torch\.float32 on cpu"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"' cannot become torch\.\w+ on \w+: the program was made for torch\.float32 on cpu",
+    ):
         convert(module)
     assert call(module)["loss"].isfinite()
 
@@ -202,7 +227,9 @@ def test_what_converts_nothing_is_done(devices: DeviceMesh) -> None:
     held = list(module.parameters())
     before = call(module)["loss"]
     for same in (module.cpu(), module.float(), module.to("cpu", torch.float32), module.to(held[0])):
-        assert same is module and all(a is b for a, b in zip(held, module.parameters(), strict=True))
+        assert same is module and all(
+            a is b for a, b in zip(held, module.parameters(), strict=True)
+        )
     assert torch.equal(call(module)["loss"], before)
 
 
@@ -211,15 +238,21 @@ def test_shared_memory_is_refused_as_each_process_has_its_part(devices: DeviceMe
         build(devices).share_memory()
 
 
-def test_a_parameter_that_was_replaced_by_one_of_another_dtype_is_refused(devices: DeviceMesh) -> None:
+def test_a_parameter_that_was_replaced_by_one_of_another_dtype_is_refused(
+    devices: DeviceMesh,
+) -> None:
     module = build(devices)
     others = {name: p.detach().double() for name, p in module.named_parameters()}
-    with pytest.raises(RuntimeStateError, match=r"is torch.float64 on cpu, the program was made for torch.float32"):
+    with pytest.raises(
+        RuntimeStateError, match=r"is torch.float64 on cpu, the program was made for torch.float32"
+    ):
         torch.func.functional_call(module, others, (), batch())
 
 
 def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> None:
-    with pytest.raises(RuntimeStateError, match=r"is torch\.float64 \(\), the program was made for torch\.float32"):
+    with pytest.raises(
+        RuntimeStateError, match=r"is torch\.float64 \(\), the program was made for torch\.float32"
+    ):
         ParallelModule(program(1, 1), devices, Toy().double())
     with pytest.raises(MeshError, match="the program is for mesh data=2,tensor=2"):
         ParallelModule(program(2, 2), devices, Toy())
@@ -229,10 +262,14 @@ def test_a_program_without_a_loss_runs_forward_only(devices: DeviceMesh) -> None
     target = program(1, 1)
     outputs = tuple(replace(tensor, is_loss=False, has_gradient=False) for tensor in target.outputs)
     parameters = tuple(replace(tensor, has_gradient=False) for tensor in target.parameters)
-    assert not call(ParallelModule(replace(target, outputs=outputs, parameters=parameters), devices, Toy()))["loss"].requires_grad
+    assert not call(
+        ParallelModule(replace(target, outputs=outputs, parameters=parameters), devices, Toy())
+    )["loss"].requires_grad
 
 
-def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(devices: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(
+    devices: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(executor.shutil, "which", lambda name: None)
     with pytest.warns(UserWarning, match="there is none: running eagerly"):
         assert call(build(devices, backend="inductor"))["loss"].isfinite()
@@ -253,7 +290,10 @@ def test_inductor_loads_nothing_that_another_user_may_have_compiled(
     assert first.parent == tmp_path and first.stat().st_mode & 0o777 == 0o700 and not caplog.records
     first.chmod(0o777)
     executor.use_private_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(first) and "TORCHINDUCTOR_CACHE_DIR=FOLDER" in caplog.text
+    assert (
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(first)
+        and "TORCHINDUCTOR_CACHE_DIR=FOLDER" in caplog.text
+    )
 
 
 def test_a_mesh_survives_the_way_to_torch_and_back(devices: DeviceMesh) -> None:

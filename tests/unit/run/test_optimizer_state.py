@@ -1,4 +1,5 @@
-"""An optimizer that holds other state than the plan reserves is told of, once, with both figures and a remedy that is right."""
+"""An optimizer that holds other state than the plan reserves is told of, once, with both figures
+and a remedy that is right."""
 
 from __future__ import annotations
 
@@ -41,35 +42,63 @@ Make = Callable[[Any], Optimizer]
 CASES: dict[str, tuple[str, Make, str]] = {
     "as planned": ("adamw", AdamW, ""),
     "SGD as planned": ("sgd", lambda p: SGD(p, 0.1), ""),
-    "less": ("adamw", lambda p: SGD(p, 0.1), "holds 0 bytes of state .* reserves 130 KiB, .*compile with optimizer='sgd'"),
-    "half": ("adamw", lambda p: SGD(p, 0.1, momentum=0.9), "SGD holds 64.8 KiB .*optimizer='momentum'"),
+    "less": (
+        "adamw",
+        lambda p: SGD(p, 0.1),
+        "holds 0 bytes of state .* reserves 130 KiB, .*compile with optimizer='sgd'",
+    ),
+    "half": (
+        "adamw",
+        lambda p: SGD(p, 0.1, momentum=0.9),
+        "SGD holds 64.8 KiB .*optimizer='momentum'",
+    ),
     "more": ("sgd", AdamW, "holds 130 KiB .*reserves 0 bytes, .*compile with optimizer='adamw'"),
-    "more than any": ("adamw", lambda p: Adam(p, amsgrad=True), "holds 194 KiB .*memory_bytes smaller by 64.8 KiB"),
+    "more than any": (
+        "adamw",
+        lambda p: Adam(p, amsgrad=True),
+        "holds 194 KiB .*memory_bytes smaller by 64.8 KiB",
+    ),
     "of the user's own": ("adamw", Signs, "Signs holds 64.8 KiB .*optimizer='momentum'"),
-    "none planned": ("none", lambda p: AdamW(p, fused=True), "reserves 0 bytes, .*optimizer='adamw'"),
+    "none planned": (
+        "none",
+        lambda p: AdamW(p, fused=True),
+        "reserves 0 bytes, .*optimizer='adamw'",
+    ),
     "little": ("adamw", Adafactor, "Adafactor holds .*optimizer='sgd'"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_other_state_than_planned_is_told_of_once_and_the_remedy_ends_it(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_state_than_planned_is_told_of_once_and_the_remedy_ends_it(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     planned, make, words = CASES[case]
     said = said_of(planned, make, caplog)
     assert len(said) == bool(words)
     if not words:
         return
     assert re.search(words, said[0])
-    name = next((each for each in OPTIMIZERS if f"compile with optimizer={each!r}" in said[0]), None)
+    name = next(
+        (each for each in OPTIMIZERS if f"compile with optimizer={each!r}" in said[0]), None
+    )
     if name is not None:
         assert said_of(name, make, caplog) == []
 
 
 def said_of(planned: str, make: Make, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
-    module: Any = autopar.compile(Net(), {"gpu": 1}, example_inputs=(torch.randn(8, 64),), hardware="h100-sxm", optimizer=planned)
+    module: Any = autopar.compile(
+        Net(),
+        {"gpu": 1},
+        example_inputs=(torch.randn(8, 64),),
+        hardware="h100-sxm",
+        optimizer=planned,
+    )
     optimizer = make(module.parameters())
     for _ in range(5):
         module(torch.randn(8, 64)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [record.getMessage() for record in caplog.records if "of state beside" in record.getMessage()]
+    return [
+        record.getMessage() for record in caplog.records if "of state beside" in record.getMessage()
+    ]

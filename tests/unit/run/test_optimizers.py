@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from autopar.errors import RuntimeStateError
-from autopar.run import held as taken
-from autopar.run.device_mesh import around
-from autopar.run.held import held
-from autopar.run.optimizers import Steps, watch_optimizers
+from autopar.runtime import dtensor as taken
+from autopar.runtime.device_mesh import around
+from autopar.runtime.dtensor import held
+from autopar.runtime.optimizers import Steps, watch_optimizers
 
 SHAPE = (3, 4)
 
@@ -47,7 +47,10 @@ def test_an_optimizer_that_is_given_parameters_later_is_checked_then() -> None:
     watch_optimizers([late], Steps())
     late.grad = torch.ones(2)
     optimizer.add_param_group({"params": [late]})
-    with pytest.raises(RuntimeStateError, match=r"torch\.optim\.SGD\(fused=True\) does not work on distributed parameters"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"torch\.optim\.SGD\(fused=True\) does not work on distributed parameters",
+    ):
         optimizer.step()
 
 
@@ -57,14 +60,19 @@ def test_fused_steps_that_dtensor_has_no_rule_for_are_refused_and_others_taken(n
     watch_optimizers(held, Steps())
     for p in held:
         p.grad = torch.ones(2)
-    with pytest.raises(RuntimeStateError, match=rf"torch\.optim\.{name}\(fused=True\) does not work on distributed parameters"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=rf"torch\.optim\.{name}\(fused=True\) does not work on distributed parameters",
+    ):
         getattr(torch.optim, name)(held[:1], lr=0.1, fused=True).step()
     getattr(torch.optim, name)(held[:1], lr=0.1).step()
     torch.optim.AdamW(held[1:], lr=0.1, fused=True).step()
     assert all((p < 1.0).all() for p in held)
 
 
-def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ours, plain = nn.Parameter(on_the_host(1.0)), nn.Parameter(torch.ones(SHAPE))
     optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (ours, plain)]
     for _ in range(3):
@@ -75,12 +83,16 @@ def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(caplog: pyte
     assert not caplog.records, "nothing was gathered whole"
 
 
-def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     through = taken._disabled
 
     def refusing(func: object, types: object, args: tuple[object, ...], kwargs: object) -> object:
         if func is torch._fused_adamw_:
-            through(func, types, (*args[:5], [], *args[6:]), kwargs)  # one step for each parameter is missing
+            through(
+                func, types, (*args[:5], [], *args[6:]), kwargs
+            )  # one step for each parameter is missing
         return through(func, types, args, kwargs)
 
     monkeypatch.setattr(taken, "_disabled", refusing)

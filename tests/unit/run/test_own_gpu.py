@@ -1,4 +1,5 @@
-"""Each process of a launcher has a GPU of its own, whatever was moved to ``"cuda"`` before, and its share of the cores."""
+"""Each process of a launcher has a GPU of its own, whatever was moved to ``"cuda"`` before, and
+its share of the cores."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
 from autopar.api import building
+from autopar.core.mesh import Mesh
 from autopar.errors import MeshError
-from autopar.mesh import Mesh
-from autopar.run import ranks
-from autopar.run.arguments import Arguments
-from autopar.run.device_mesh import device_mesh
-from autopar.run.program import Program
-from autopar.run.ranks import share_cores, take_gpu
+from autopar.program.program import Program
+from autopar.runtime import rank_comm
+from autopar.runtime.arguments import Arguments
+from autopar.runtime.device_mesh import device_mesh
+from autopar.runtime.rank_comm import share_cores, take_gpu
 
 
 @dataclass
@@ -61,25 +62,40 @@ def test_a_process_takes_the_gpu_of_its_place_unless_the_script_has_chosen(
     assert gpus.current == after
 
 
-def test_without_a_launcher_the_current_gpu_stays(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_current_gpu_stays(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     take_gpu()
     assert gpus.current == 0
 
 
-def test_more_processes_than_gpus_are_refused_before_torch_is_asked(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused_before_torch_is_asked(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "4")
     gpus.is_touched = False
-    with pytest.raises(MeshError, match=r"process 4 of this machine has no GPU: there are 4\n  what to do: .*autopar run -n 4 SCRIPT"):
+    with pytest.raises(
+        MeshError,
+        match=(
+            r"process 4 of this machine has no GPU: there are 4\n  what to do: .*autopar run -n 4"
+            r" SCRIPT"
+        ),
+    ):
         device_mesh(Mesh(8), "cuda")
 
 
 @pytest.mark.parametrize(
-    ("before", "here", "after"), [(1, "4", 3), (1, None, 12), (2, "4", 2), (1, "12", 1)],
+    ("before", "here", "after"),
+    [(1, "4", 3), (1, None, 12), (2, "4", 2), (1, "12", 1)],
     ids=["torchrun's one", "alone", "the script's", "a core for each"],
-)  # fmt: skip
+)
 def test_a_process_has_its_share_of_the_cores_for_what_rests_on_the_host(
-    before: int, here: str | None, after: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    before: int,
+    here: str | None,
+    after: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [before]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
@@ -92,30 +108,40 @@ def test_a_process_has_its_share_of_the_cores_for_what_rests_on_the_host(
     assert now == [after] and bool(caplog.records) == (after != before)
 
 
-@pytest.mark.parametrize(("backends", "is_told"), [("cpu:gloo,cuda:nccl", False), ("cuda:nccl", True)])
+@pytest.mark.parametrize(
+    ("backends", "is_told"), [("cpu:gloo,cuda:nccl", False), ("cuda:nccl", True)]
+)
 def test_groups_that_do_not_reach_the_host_are_told_of(
     backends: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "rank", lambda: 0)
-    monkeypatch.setattr(ranks.dist, "get_backend_config", lambda: backends)
-    ranks.tell_of_hosts()
-    assert [record.getMessage().count("of cuda:nccl do not reach") for record in caplog.records] == [1] * is_told
+    monkeypatch.setattr(rank_comm, "num_ranks", lambda: 2)
+    monkeypatch.setattr(rank_comm, "rank", lambda: 0)
+    monkeypatch.setattr(rank_comm.dist, "get_backend_config", lambda: backends)
+    rank_comm.tell_of_hosts()
+    assert [
+        record.getMessage().count("of cuda:nccl do not reach") for record in caplog.records
+    ] == [1] * is_told
 
 
 @pytest.fixture(scope="module")
 def compiled() -> tuple[Program, dict[str, Tensor]]:
     model, batch = zoo_small.llama(num_layers=1)
-    made = autopar.compile(model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm").program
+    made = autopar.compile(
+        model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm"
+    ).program
     assert isinstance(made, Program)
     return made, batch
 
 
 @pytest.mark.parametrize(("place", "remedy"), [("2", "int(os.environ['LOCAL_RANK'])"), (None, "0")])
 def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_once(
-    place: str | None, remedy: str, compiled: tuple[Program, dict[str, Tensor]], gpus: Gpus, monkeypatch: pytest.MonkeyPatch,
+    place: str | None,
+    remedy: str,
+    compiled: tuple[Program, dict[str, Tensor]],
+    gpus: Gpus,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if place is not None:
         monkeypatch.setenv("LOCAL_RANK", place)
@@ -123,15 +149,28 @@ def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_on
     gpus.current = 2
     arguments = Arguments(program, None, "global", (), "cuda")
     with FakeTensorMode():
-        there, here = ({name: torch.zeros(x.shape, dtype=x.dtype, device=f"cuda:{gpu}") for name, x in batch.items()} for gpu in (0, 2))
+        there, here = (
+            {
+                name: torch.zeros(x.shape, dtype=x.dtype, device=f"cuda:{gpu}")
+                for name, x in batch.items()
+            }
+            for gpu in (0, 2)
+        )
         arguments._tensors((), here)
         assert not caplog.records
         for given in (there, there, here):
             found = arguments._tensors((), given)
             assert {x.device for x in found} == {torch.device("cuda", 2)}
-        assert {id(x) for x in found} <= {id(x) for x in here.values()}, "what is there is taken as it is"
-    (said,) = [record.getMessage() for record in caplog.records if "copies it there" in record.getMessage()]
-    assert "is on cuda:0, and this process computes on cuda:2" in said and f"set_device({remedy})" in said
+        assert {id(x) for x in found} <= {id(x) for x in here.values()}, (
+            "what is there is taken as it is"
+        )
+    (said,) = [
+        record.getMessage() for record in caplog.records if "copies it there" in record.getMessage()
+    ]
+    assert (
+        "is on cuda:0, and this process computes on cuda:2" in said
+        and f"set_device({remedy})" in said
+    )
 
 
 class Reached(Exception):
@@ -150,15 +189,22 @@ def test_that_gpus_are_left_alone_is_told(
     monkeypatch.setattr(building, "_plan_together", reached)
     with pytest.raises(Reached):
         autopar.compile(model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm")
-    assert any("model and batch are on the CPU" in record.getMessage() for record in caplog.records) == bool(num)
+    assert any(
+        "model and batch are on the CPU" in record.getMessage() for record in caplog.records
+    ) == bool(num)
 
 
 @pytest.mark.parametrize(
-    ("num", "mesh", "is_told"), [(8, 1, True), (8, (1, 8), False), (8, Mesh(1), False), (1, 1, False)], ids=["one", "all", "asked", "alone"]
+    ("num", "mesh", "is_told"),
+    [(8, 1, True), (8, (1, 8), False), (8, Mesh(1), False), (1, 1, False)],
+    ids=["one", "all", "asked", "alone"],
 )
 def test_that_one_of_several_gpus_works_is_told_where_nobody_has_asked_for_that(
     num: int, mesh: Any, is_told: bool, gpus: Gpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpus.num = num
     building._tell_of_gpus("cuda", mesh)
-    assert [record.getMessage().count("one of 8 GPUs works: `autopar run SCRIPT`") for record in caplog.records] == [1] * is_told
+    assert [
+        record.getMessage().count("one of 8 GPUs works: `autopar run SCRIPT`")
+        for record in caplog.records
+    ] == [1] * is_told

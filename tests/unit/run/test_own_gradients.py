@@ -20,14 +20,20 @@ class Turning(nn.Module):
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = nn.functional.gelu(self.up(x).view(6, 3, 4).permute(2, 0, 1) * 2).permute(1, 2, 0).reshape(6, 12)
+        turned = (
+            nn.functional.gelu(self.up(x).view(6, 3, 4).permute(2, 0, 1) * 2)
+            .permute(1, 2, 0)
+            .reshape(6, 12)
+        )
         return self.down(turned.tanh()).square().sum()
 
 
 @pytest.mark.slow
 def test_inductor_takes_gradients_that_are_written_where_they_lie() -> None:
     plain, x = Turning(), torch.randn(6, 8)
-    module = autopar.compile(copy.deepcopy(plain), 1, example_inputs=(x,), hardware="cpu-gloo", backend="inductor")
+    module = autopar.compile(
+        copy.deepcopy(plain), 1, example_inputs=(x,), hardware="cpu-gloo", backend="inductor"
+    )
     for each in (plain, module):
         each(x).backward()
     for name, parameter in plain.named_parameters():
@@ -37,9 +43,15 @@ def test_inductor_takes_gradients_that_are_written_where_they_lie() -> None:
 class Alike(nn.Module):
     """Two parameters have one gradient."""
 
-    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
-        self.a, self.b, self.loss = nn.Parameter(torch.rand(6, 8)), nn.Parameter(torch.rand(6, 8)), loss
+        self.a, self.b, self.loss = (
+            nn.Parameter(torch.rand(6, 8)),
+            nn.Parameter(torch.rand(6, 8)),
+            loss,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.loss(self.a, self.b, x)
@@ -61,6 +73,8 @@ def test_gradients_have_memory_of_their_own(loss: Callable[..., torch.Tensor]) -
     for each in (plain, module):
         for _ in range(2):
             each(x).backward()
-    torch.testing.assert_close(module.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    torch.testing.assert_close(
+        module.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    )
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), parameter.grad)

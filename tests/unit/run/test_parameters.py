@@ -6,11 +6,11 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.core.stored_placements import Resting, resting, storable, stored_dims
 from autopar.errors import LayoutError, MeshError
-from autopar.layout import Layout
-from autopar.layout.stored_placements import Resting, resting, storable, stored_dims
-from autopar.mesh import Mesh
-from autopar.run.device_mesh import device_mesh
+from autopar.runtime.device_mesh import device_mesh
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,12 @@ def test_each_stored_dim_is_seen_as_some_view_dims(
     assert groups == expected
 
 
-@pytest.mark.parametrize(("shape", "view"), [((4, 6), (24,)), ((4, 6), (2, 12)), ((4,), (4, 2)), ((4, 6), (6, 4))])
-def test_a_view_that_mixes_stored_dims_is_refused(shape: tuple[int, ...], view: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "view"), [((4, 6), (24,)), ((4, 6), (2, 12)), ((4,), (4, 2)), ((4, 6), (6, 4))]
+)
+def test_a_view_that_mixes_stored_dims_is_refused(
+    shape: tuple[int, ...], view: tuple[int, ...]
+) -> None:
     with pytest.raises(LayoutError, match="cannot be seen as"):
         stored_dims(shape, view)
 
@@ -63,7 +67,11 @@ def test_placements_say_where_the_data_lies(
         ("S(2) S(0) S(2)", ((0, 2), (1,)), (_StridedShard(1, split_factor=3), Shard(0))),
         ("S(0) S(2) S(2)", ((0,), (1, 2)), (Shard(0), _StridedShard(1, split_factor=3))),
         ("S(2) S(2) S(2)", ((0, 1, 2),), (_StridedShard(1, split_factor=3),)),
-        ("S(0) S(2)#0 S(0)", ((0,), (1,), (2,)), (Shard(0), _StridedShard(1, split_factor=3), Shard(0))),
+        (
+            "S(0) S(2)#0 S(0)",
+            ((0,), (1,), (2,)),
+            (Shard(0), _StridedShard(1, split_factor=3), Shard(0)),
+        ),
     ],
 )
 def test_axes_that_split_heads_together_are_one_dim_of_the_dtensors_mesh(
@@ -94,7 +102,9 @@ def test_an_uneven_part_of_a_view_cannot_be_stored_but_an_uneven_plain_shard_can
     assert storable((7, 8), (7, 8), Layout.parse("R S(0)"), (2, 2))
 
 
-def test_a_mesh_of_several_devices_without_a_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_of_several_devices_without_a_launcher_says_how_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(MeshError, match=r"needs 4 processes.*not initialised") as caught:
         device_mesh(Mesh({"data": 2, "tensor": 2}))

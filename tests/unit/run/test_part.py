@@ -69,7 +69,9 @@ class Net(nn.Module):
         super().__init__()
         self.own, self.drop = Own(), nn.Dropout(0.0)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.more = nn.ModuleDict({"norm": nn.LayerNorm(4), "seq": nn.Sequential(nn.Linear(4, 4), nn.ReLU())})
+        self.more = nn.ModuleDict(
+            {"norm": nn.LayerNorm(4), "seq": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}
+        )
         self.register_buffer("center", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,35 +87,58 @@ class Net(nn.Module):
 def pair(**options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = Net()
-    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options)
+    return plain, autopar.compile(
+        copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options
+    )
 
 
 def test_parts_are_of_the_plain_modules_classes() -> None:
     plain, module = pair()
     for kind in (nn.Linear, Own, nn.LayerNorm, nn.ModuleList, nn.Sequential, nn.Dropout):
         wanted = [name for name, each in plain.named_modules() if isinstance(each, kind)]
-        assert wanted and [name for name, each in module.named_modules() if isinstance(each, kind)] == wanted
+        assert (
+            wanted
+            and [name for name, each in module.named_modules() if isinstance(each, kind)] == wanted
+        )
     with torch.no_grad():
         module.apply(lambda each: each.weight.zero_() if isinstance(each, nn.Linear) else None)
     assert not module.own.weight.full_tensor().any() and module(X).item() != plain(X).item()
-    assert repr(module).count("Linear(in_features=4, out_features=4, bias=True)") == 3 and "Dropout(p=0.0" in repr(module)
+    assert repr(module).count(
+        "Linear(in_features=4, out_features=4, bias=True)"
+    ) == 3 and "Dropout(p=0.0" in repr(module)
 
 
 def test_containers_are_walked() -> None:
     _, module = pair()
-    assert len(module.layers) == 2 and module.layers[1] is list(module.layers)[-1] and module.layers[-1] is module.layers[1]
-    assert list(module.more) == ["norm", "seq"] and "norm" in module.more and module.more["norm"] is module.more.norm
-    assert [*module.more.keys()] == [name for name, _ in module.more.items()] and len(module.more["seq"][:1]) == 1
+    assert (
+        len(module.layers) == 2
+        and module.layers[1] is list(module.layers)[-1]
+        and module.layers[-1] is module.layers[1]
+    )
+    assert (
+        list(module.more) == ["norm", "seq"]
+        and "norm" in module.more
+        and module.more["norm"] is module.more.norm
+    )
+    assert [*module.more.keys()] == [name for name, _ in module.more.items()] and len(
+        module.more["seq"][:1]
+    ) == 1
     assert module.layers[0].bias is not None and module.own.bias is None
     layers = module.layers
-    for change in (lambda: layers.append(nn.Linear(4, 4)), lambda: module.more.update({}), lambda: layers.__setitem__(0, None)):
+    for change in (
+        lambda: layers.append(nn.Linear(4, 4)),
+        lambda: module.more.update({}),
+        lambda: layers.__setitem__(0, None),
+    ):
         with pytest.raises(AutoparError):
             change()
 
 
 def test_the_models_own_methods_run_on_what_is_held() -> None:
     plain, module = pair()
-    assert module.generate() == 1 and module.own.generate().full_tensor().equal(plain.own.weight * 2)
+    assert module.generate() == 1 and module.own.generate().full_tensor().equal(
+        plain.own.weight * 2
+    )
     module.own.reset_parameters()
     assert not module.own.weight.full_tensor().equal(plain.own.weight)
 
@@ -122,7 +147,9 @@ def test_of_libraries_methods_a_compiled_module_has_none_and_says_so() -> None:
     _, module = pair()
     for part, name in ((module.layers[0], "reset_parameters"), (module.layers, "append")):
         assert not hasattr(part, name)
-        with pytest.raises(RuntimeStateError, match=f"does not have '{name}' of torch[\\s\\S]*full_state_dict"):
+        with pytest.raises(
+            RuntimeStateError, match=f"does not have '{name}' of torch[\\s\\S]*full_state_dict"
+        ):
             getattr(part, name)
     with pytest.raises(RuntimeStateError, match="gradients add up"), module.no_sync():
         pass
@@ -142,11 +169,17 @@ def test_properties_of_the_models_classes_are_of_what_is_held() -> None:
     assert module.own.device == plain.own.device == torch.device("cpu")
     assert module.own.width == plain.own.width == 4
     assert not hasattr(module.own, "answer") and not hasattr(module.own, "size")
-    with pytest.raises(RuntimeStateError, match=r"property 'size' cannot be read on a compiled module: it computes with tensors"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"property 'size' cannot be read on a compiled module: it computes with tensors",
+    ):
         module.own.size  # noqa: B018
     with pytest.raises(RuntimeStateError, match="'size' cannot be set"):
         module.own.size = 1.0
-    with pytest.raises(RuntimeStateError, match=r"property 'answer' cannot be read on a compiled module: it computes with tensors"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"property 'answer' cannot be read on a compiled module: it computes with tensors",
+    ):
         module.own.answer  # noqa: B018
 
 
@@ -170,7 +203,10 @@ def test_modules_are_neither_replaced_nor_added(name: str) -> None:
     _, module = pair()
     before = module(X).item()
     for part in (module, module.own, module.more):
-        with pytest.raises(RuntimeStateError, match=r"neither replaced nor added[\s\S]*change the plain model, and compile it again"):
+        with pytest.raises(
+            RuntimeStateError,
+            match=r"neither replaced nor added[\s\S]*change the plain model, and compile it again",
+        ):
             setattr(part, name, nn.Dropout(0.9))
         for add in (part.add_module, part.register_module):
             with pytest.raises(RuntimeStateError, match="takes no modules"):
@@ -185,15 +221,33 @@ def test_modules_are_neither_replaced_nor_added(name: str) -> None:
 def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
     _, module = pair()
     for part, name, value, says in (
-        (module.own, "weight", nn.Parameter(torch.zeros(4, 4)), r"the program takes a DTensor \(4, 4\) torch\.float32"),
+        (
+            module.own,
+            "weight",
+            nn.Parameter(torch.zeros(4, 4)),
+            r"the program takes a DTensor \(4, 4\) torch\.float32",
+        ),
         (module.own, "weight", None, "the program takes"),
-        (module.own, "bias", nn.Parameter(torch.zeros(4)), "takes no parameters that the model had not"),
-        (module, "extra", nn.Parameter(torch.zeros(4)), "takes no parameters that the model had not"),
+        (
+            module.own,
+            "bias",
+            nn.Parameter(torch.zeros(4)),
+            "takes no parameters that the model had not",
+        ),
+        (
+            module,
+            "extra",
+            nn.Parameter(torch.zeros(4)),
+            "takes no parameters that the model had not",
+        ),
         (module, "center", torch.zeros(2), r"the program takes a tensor \(4,\)"),
     ):
         with pytest.raises(RuntimeStateError, match=says):
             setattr(part, name, value)
-    for register, value in ((module.register_parameter, nn.Parameter(torch.zeros(1))), (module.register_buffer, torch.zeros(1))):
+    for register, value in (
+        (module.register_parameter, nn.Parameter(torch.zeros(1))),
+        (module.register_buffer, torch.zeros(1)),
+    ):
         with pytest.raises(RuntimeStateError, match="takes no modules, parameters or buffers"):
             register("extra", value)
     before = module(X).item()
@@ -206,7 +260,9 @@ def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
 def test_a_copy_is_made_without_a_warning_and_learns_apart(num: int, kwargs: bool) -> None:
     plain, batch = Plain(), {"x": torch.randn(4, 4)}
     example: Any = batch if kwargs else (batch["x"],)
-    module: Any = autopar.compile(plain, 1, example_inputs=example, hardware="cpu-gloo", num_microbatches=num)
+    module: Any = autopar.compile(
+        plain, 1, example_inputs=example, hardware="cpu-gloo", num_microbatches=num
+    )
     call = (lambda m: m(**batch)) if kwargs else (lambda m: m(batch["x"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,17 +291,57 @@ def test_what_is_copied_is_whole_and_nothing_is_pickled() -> None:
     with torch.no_grad():
         copied.own.weight.zero_()
     assert isinstance(copied.own, Own) and copied(X).item() != module(X).item()
-    for save in (lambda: torch.save(module, io.BytesIO()), lambda: pickle.dumps(module), lambda: pickle.dumps(module.own)):
+    for save in (
+        lambda: torch.save(module, io.BytesIO()),
+        lambda: pickle.dumps(module),
+        lambda: pickle.dumps(module.own),
+    ):
         with pytest.raises(RuntimeStateError, match=r"not pickled[\s\S]*save_weights"):
             save()
 
 
 NAMES = (
-    "sampler", "plan", "program", "variants", "stored", "shown", "takes", "resting", "stand_for", "same_names", "random_state",
-    "manual_seed", "device_mesh", "input_layouts", "rank", "only_forward", "loss_scale", "world_mesh", "check_same",
-    "check_values", "clip_grad_norm_", "hold_module", "_run", "_set", "_parameter", "_buffer", "_pending", "_storages", "_names",
-    "_frozen", "_left", "_own", "_plain", "_calls", "_executor", "_container", "_world", "_unset", "full_state_dict", "_extra_states",
-)  # fmt: skip
+    "sampler",
+    "plan",
+    "program",
+    "variants",
+    "stored",
+    "shown",
+    "takes",
+    "resting",
+    "stand_for",
+    "same_names",
+    "random_state",
+    "manual_seed",
+    "device_mesh",
+    "input_layouts",
+    "rank",
+    "only_forward",
+    "loss_scale",
+    "world_mesh",
+    "check_same",
+    "check_values",
+    "clip_grad_norm_",
+    "hold_module",
+    "_run",
+    "_set",
+    "_parameter",
+    "_buffer",
+    "_pending",
+    "_storages",
+    "_names",
+    "_frozen",
+    "_left",
+    "_own",
+    "_plain",
+    "_calls",
+    "_executor",
+    "_container",
+    "_world",
+    "_unset",
+    "full_state_dict",
+    "_extra_states",
+)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -266,8 +362,15 @@ def test_modules_of_any_name_train_and_are_saved_as_the_plain_models(microbatche
 
     torch.manual_seed(0)
     plain: Any = Named().eval()
-    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", num_microbatches=microbatches)
-    assert [name for name, _ in module.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    module: Any = autopar.compile(
+        copy.deepcopy(plain),
+        example_inputs=(X,),
+        hardware="cpu-gloo",
+        num_microbatches=microbatches,
+    )
+    assert [name for name, _ in module.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     assert list(module.state_dict()) == list(plain.state_dict())
     for model in (plain, module):
         model(X).backward()
@@ -276,7 +379,9 @@ def test_modules_of_any_name_train_and_are_saved_as_the_plain_models(microbatche
     assert module.get_parameter("_run._run.weight").grad is not None
     for name, wanted in plain.named_parameters():
         torch.testing.assert_close(module.get_parameter(name).full_tensor(), wanted)
-        assert "." not in name or isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        assert "." not in name or isinstance(
+            module.get_submodule(name.rpartition(".")[0]), nn.Linear
+        )
     assert isinstance(module.plan, autopar.Plan) and callable(module.sampler)
     module.manual_seed(3)
     module.train()
@@ -289,7 +394,9 @@ def test_modules_of_any_name_train_and_are_saved_as_the_plain_models(microbatche
 def test_under_torch_compile_it_runs_as_ever() -> None:
     plain, module = pair()
     traced: list[Any] = []
-    compiled: Any = torch.compile(module, backend=lambda graph, _: traced.append(graph) or graph.forward)
+    compiled: Any = torch.compile(
+        module, backend=lambda graph, _: traced.append(graph) or graph.forward
+    )
     for model in (plain, compiled):
         model(X).backward()
     torch.testing.assert_close(module.own.weight.grad.full_tensor(), plain.own.weight.grad)
@@ -298,13 +405,21 @@ def test_under_torch_compile_it_runs_as_ever() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("convert", ["half", "double", "bfloat16"])
-def test_what_was_converted_is_refused_whatever_it_is_called_with(convert: str, microbatches: int) -> None:
+def test_what_was_converted_is_refused_whatever_it_is_called_with(
+    convert: str, microbatches: int
+) -> None:
     _, module = pair(**({"num_microbatches": 2} if microbatches > 1 else {}))
     others = {name: getattr(p.detach(), convert)() for name, p in module.named_parameters()}
     for x in (X, getattr(X, convert)()):
-        with pytest.raises(RuntimeStateError, match=r"the program was made for torch\.float32 on cpu[\s\S]*before autopar\.compile"):
+        with pytest.raises(
+            RuntimeStateError,
+            match=r"the program was made for torch\.float32 on cpu[\s\S]*before autopar\.compile",
+        ):
             torch.func.functional_call(module, others, (x,))
-    with pytest.raises(RuntimeStateError, match=r"cannot become torch\.\w+ on cpu: the program was made for torch\.float32 on cpu"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"cannot become torch\.\w+ on cpu: the program was made for torch\.float32 on cpu",
+    ):
         getattr(module, convert)()
 
 
@@ -353,7 +468,12 @@ class Asked(nn.Module):
 def test_a_model_that_asks_a_part_for_what_it_has_not_does_so_when_it_is_compiled() -> None:
     model: Any = Asking(Asking(Asked()))
     module: Any = autopar.compile(model, example_inputs=(torch.ones(2, 4),), hardware="cpu-gloo")
-    assert (module.settings, module.depth, module.device, module.how) == (model.settings, 3, torch.device("cpu"), "tuned")
+    assert (module.settings, module.depth, module.device, module.how) == (
+        model.settings,
+        3,
+        torch.device("cpu"),
+        "tuned",
+    )
     assert module.layer is module.part.part.layer
     assert module.generate() == "made"
     for absent in ("nothing", "_is_tuned", "_weights", "of_one_part_alone"):

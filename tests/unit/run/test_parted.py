@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import RuntimeStateError
-from autopar.run.parted import PartedOutput, parted
+from autopar.runtime.outputs import PartedOutput, parted
 
 READS: dict[str, Callable[[Any], Any]] = {
     "item": lambda out: out.argmax(-1).float().mean().item(),
@@ -53,12 +53,17 @@ def two_ranks() -> Iterator[None]:
 def output(*placements: Any) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    return parted(DTensor.from_local(torch.randn(4, 4), mesh, placements or (Shard(0),), run_check=False))
+    return parted(
+        DTensor.from_local(torch.randn(4, 4), mesh, placements or (Shard(0),), run_check=False)
+    )
 
 
 @pytest.mark.parametrize("read", READS)
 def test_a_number_of_one_rank_s_part_is_refused_with_what_to_do(read: str) -> None:
-    with pytest.raises(RuntimeStateError, match=r"this rank's part alone[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"this rank's part alone[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)",
+    ):
         READS[read](output())
 
 
@@ -69,7 +74,9 @@ def test_a_partial_sum_is_no_number_either() -> None:
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_plain_tensor_beside_it_is_refused_with_what_to_do(beside: str) -> None:
-    with pytest.raises(RuntimeStateError, match=r"a plain tensor[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)"):
+    with pytest.raises(
+        RuntimeStateError, match=r"a plain tensor[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)"
+    ):
         BESIDE[beside](output(), torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64))
 
 

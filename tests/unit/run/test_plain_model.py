@@ -1,4 +1,5 @@
-"""What is done to the plain model after it was compiled, and the compiled one does not do, is refused or told of."""
+"""What is done to the plain model after it was compiled, and the compiled one does not do, is
+refused or told of."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.run.sampled import sampled
+from autopar.runtime.tensor_guards import sampled
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
@@ -43,7 +44,9 @@ def other() -> dict[str, Tensor]:
 def test_another_mode_is_refused_until_the_compiled_module_has_it_too() -> None:
     plain, module = pair()
     plain.eval()
-    with pytest.raises(RuntimeStateError, match=r"the plain model was set to another mode[\s\S]*call pm\.eval\(\)"):
+    with pytest.raises(
+        RuntimeStateError, match=r"the plain model was set to another mode[\s\S]*call pm\.eval\(\)"
+    ):
         module(X)
     module.eval()
     with torch.no_grad():
@@ -58,17 +61,28 @@ def test_another_mode_is_refused_until_the_compiled_module_has_it_too() -> None:
 def test_another_mode_of_a_part_is_refused() -> None:
     plain, module = pair()
     plain.norm.eval()
-    with pytest.raises(RuntimeStateError, match=r"plain model's 'norm' was set to another mode[\s\S]*before compiling"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"plain model's 'norm' was set to another mode[\s\S]*before compiling",
+    ):
         module(X)
     plain.norm.train()
     module(X)
 
 
-def test_parameters_that_are_frozen_are_refused_until_those_of_the_compiled_module_are_too() -> None:
+def test_parameters_that_are_frozen_are_refused_until_those_of_the_compiled_module_are_too() -> (
+    None
+):
     plain, module = pair()
     module(X).backward()
     plain.layer.requires_grad_(False)
-    with pytest.raises(RuntimeStateError, match=r"'layer\.weight' was frozen after it was compiled[\s\S]*get_parameter\('layer\.weight'\)"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=(
+            r"'layer\.weight' was frozen after it was"
+            r" compiled[\s\S]*get_parameter\('layer\.weight'\)"
+        ),
+    ):
         module(X)
     module.layer.requires_grad_(False)
     module.zero_grad()
@@ -104,17 +118,29 @@ def _past_what_counts(plain: Any) -> None:
 
 
 WAYS: list[Callable[[Any], Any]] = [
-    lambda plain: plain.load_state_dict(other()), _in_place, _replace, _data, _past_what_counts,
-    lambda plain: nn.init.ones_(plain.layer.weight.data), lambda plain: plain.layer.weight.detach().numpy().fill(1.0),
-]  # fmt: skip
+    lambda plain: plain.load_state_dict(other()),
+    _in_place,
+    _replace,
+    _data,
+    _past_what_counts,
+    lambda plain: nn.init.ones_(plain.layer.weight.data),
+    lambda plain: plain.layer.weight.detach().numpy().fill(1.0),
+]
 
 
-@pytest.mark.parametrize("write", WAYS, ids=["load", "in place", "replace", "data", "in data", "init of data", "numpy"])
-def test_parameters_that_are_written_before_the_first_call_are_refused(write: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "write", WAYS, ids=["load", "in place", "replace", "data", "in data", "init of data", "numpy"]
+)
+def test_parameters_that_are_written_before_the_first_call_are_refused(
+    write: Callable[[Any], Any],
+) -> None:
     plain, module = pair()
     write(plain)
     for _ in range(3):
-        with pytest.raises(RuntimeStateError, match=r"'layer\.weight' was written after it was compiled[\s\S]*load_state_dict into"):
+        with pytest.raises(
+            RuntimeStateError,
+            match=r"'layer\.weight' was written after it was compiled[\s\S]*load_state_dict into",
+        ):
             module(X)
     module.load_state_dict(plain.state_dict())
     module(X)
@@ -129,7 +155,9 @@ def test_what_was_written_to_both_before_the_first_call_is_not_refused() -> None
     module(X)
 
 
-def test_values_are_looked_at_in_calls_2_4_8_and_one_written_value_is_enough(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_are_looked_at_in_calls_2_4_8_and_one_written_value_is_enough(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain, module = pair()
     for call in range(1, 9):
         with caplog.at_level(logging.WARNING, "autopar"):
@@ -143,12 +171,18 @@ def test_values_are_looked_at_in_calls_2_4_8_and_one_written_value_is_enough(cap
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.zeros(300, 300), lambda: torch.zeros(3, 4).T, lambda: torch.zeros(1000, 30, dtype=torch.bfloat16).T,
-        lambda: torch.zeros(3, dtype=torch.complex128).conj(), lambda: torch.zeros(2, dtype=torch.bool), lambda: torch.tensor(0.0),
+        lambda: torch.zeros(300, 300),
+        lambda: torch.zeros(3, 4).T,
+        lambda: torch.zeros(1000, 30, dtype=torch.bfloat16).T,
+        lambda: torch.zeros(3, dtype=torch.complex128).conj(),
+        lambda: torch.zeros(2, dtype=torch.bool),
+        lambda: torch.tensor(0.0),
         lambda: torch.full((2,), float("nan")),
     ],
-)  # fmt: skip
-def test_of_any_tensor_values_that_are_written_are_seen_and_no_others(make: Callable[[], Tensor]) -> None:
+)
+def test_of_any_tensor_values_that_are_written_are_seen_and_no_others(
+    make: Callable[[], Tensor],
+) -> None:
     x = make()
     before = sampled(x)
     assert before == sampled(make()) is not None
@@ -167,7 +201,9 @@ def test_of_a_large_tensor_values_of_every_column_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("what", ["later", "later by data", "trained", "buffer"])
-def test_of_values_that_may_be_written_on_purpose_there_is_one_warning(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_values_that_may_be_written_on_purpose_there_is_one_warning(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, module = pair()
     if what == "later":
         module(X)
@@ -189,7 +225,9 @@ def test_of_values_that_may_be_written_on_purpose_there_is_one_warning(what: str
     assert "of the plain model was written after it was compiled" in caplog.text
 
 
-def test_where_its_weights_are_on_meta_or_it_is_gone_there_is_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_its_weights_are_on_meta_or_it_is_gone_there_is_nothing_to_compare(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain, module = pair()
     plain.to("meta")
     module(X).backward()
@@ -204,7 +242,9 @@ def test_a_model_on_meta_that_is_given_values_is_refused() -> None:
         plain: Any = Net()
     module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
     plain.load_state_dict(other(), assign=True)
-    with pytest.raises(RuntimeStateError, match="was on meta"):  # those of the compiled one have no values
+    with pytest.raises(
+        RuntimeStateError, match="was on meta"
+    ):  # those of the compiled one have no values
         module(X)
     module.load_state_dict(other())
     module(X)
@@ -228,19 +268,27 @@ def test_the_plain_model_and_its_weights_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("mode", ["of the model", "of what waits"])
-def test_what_waits_for_its_first_call_is_planned_in_the_mode_that_was_set_until_then(mode: str) -> None:
+def test_what_waits_for_its_first_call_is_planned_in_the_mode_that_was_set_until_then(
+    mode: str,
+) -> None:
     torch.manual_seed(0)
     plain = Net()
     module: Any = autopar.compile(plain, hardware="cpu-gloo")
     (plain if mode == "of the model" else module).eval()
     with torch.no_grad():
         found = module(X).item()
-        assert not module.training and not plain.training and found == pytest.approx(plain(X).item())
+        assert (
+            not module.training and not plain.training and found == pytest.approx(plain(X).item())
+        )
 
 
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
 @pytest.mark.parametrize("path", ["", "layer"])
-def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(path: str, kind: str) -> None:
+def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(
+    path: str, kind: str
+) -> None:
     torch.manual_seed(0)
     plain: Any = Net()
     plain.drop.register_forward_hook(lambda *_: None)
@@ -248,7 +296,9 @@ def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(path
     module(X)
     where = f"'s '{path}'" if path else ""
     handle = getattr(plain.get_submodule(path), f"register_{kind}")(lambda *_: None)
-    with pytest.raises(RuntimeStateError, match=f"hook was registered on the plain model{where} after"):
+    with pytest.raises(
+        RuntimeStateError, match=f"hook was registered on the plain model{where} after"
+    ):
         module(X)
     handle.remove()
     module(X)
@@ -257,7 +307,10 @@ def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(path
 def test_hooks_on_parameters_that_are_registered_since_are_refused() -> None:
     plain, module = pair()
     handle = plain.layer.weight.register_hook(lambda grad: grad)
-    with pytest.raises(RuntimeStateError, match=r"plain model's parameter 'layer\.weight'[\s\S]*pm\.get_parameter\('layer\.weight'\)"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"plain model's parameter 'layer\.weight'[\s\S]*pm\.get_parameter\('layer\.weight'\)",
+    ):
         module(X)
     handle.remove()
     module(X)

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autopar.core.layout import Layout
 from autopar.errors import RuntimeStateError
-from autopar.layout import Layout
-from autopar.run.parameters import Storage
-from autopar.run.program import ProgramTensor
+from autopar.program.program import ProgramTensor
+from autopar.runtime.parameters import Storage
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,5 +58,10 @@ def test_what_rests_so_is_taken_whatever_axes_of_size_1_say() -> None:
     ],
 )
 def test_what_rests_otherwise_is_refused_with_what_to_do(layout: str, given: Any) -> None:
-    with pytest.raises(RuntimeStateError, match=r"stands for 'w', which the program takes[\s\S]*distribute_tensor[\s\S]*load_state_dict"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=(
+            r"stands for 'w', which the program takes[\s\S]*distribute_tensor[\s\S]*load_state_dict"
+        ),
+    ):
         storage(layout).local(given())

@@ -1,4 +1,5 @@
-"""Checkpoints on one process: which there are, what is refused, and that a refusal changes nothing."""
+"""Checkpoints on one process: which there are, what is refused, and that a refusal changes
+nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import autopar
+from autopar.checkpoint import manager
+from autopar.checkpoint import manager as saved_in
+from autopar.checkpoint.files import read_about
+from autopar.checkpoint.loading import read_metadata
+from autopar.checkpoint.manager import runs_of
 from autopar.errors import RuntimeStateError
-from autopar.run import saved as saved_in
-from autopar.run import saved_runs
-from autopar.run.saved_files import read_about
-from autopar.run.saved_loading import read_metadata
-from autopar.run.saved_runs import runs_of
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
@@ -64,7 +65,9 @@ def saved(tmp_path: Path) -> tuple[Path, float]:
     return tmp_path / "run", step(module, optimizer)
 
 
-def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(saved: tuple[Path, float]) -> None:
+def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(
+    saved: tuple[Path, float],
+) -> None:
     folder, wanted = saved
     (folder / "step_000000002.part").mkdir()
     (folder / "step_000000009.part").mkdir()
@@ -76,7 +79,9 @@ def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(saved
     assert checkpoints.load(module, optimizer) == 3
     assert optimizer.param_groups[0]["lr"] == 0.1, "the run's own rate"
     assert step(module, optimizer) == wanted
-    again = autopar.compile(Net(), example_inputs=BATCH, plan=folder / "step_000000003" / "plan.json")
+    again = autopar.compile(
+        Net(), example_inputs=BATCH, plan=folder / "step_000000003" / "plan.json"
+    )
     assert again.plan.hash == module.plan.hash, "with what it was saved of"
 
 
@@ -95,7 +100,9 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved: tuple[Path,
     (folder / "step_000000003").rename(folder / "step_000000007")
     module, checkpoints = compiled(), autopar.Checkpoints(folder)
     before = values(module)
-    with pytest.raises(RuntimeStateError, match="step 7 is damaged: it was saved as step 3") as refusal:
+    with pytest.raises(
+        RuntimeStateError, match="step 7 is damaged: it was saved as step 3"
+    ) as refusal:
         checkpoints.load(module)
     assert "step 2 is whole" in refusal.value.remedy
     assert all(torch.equal(before[name], value) for name, value in values(module).items())
@@ -105,23 +112,32 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved: tuple[Path,
 
 
 @pytest.mark.parametrize("case", ["shape", "names", "optimizer", "scheduler", "format"])
-def test_what_does_not_fit_is_refused_and_nothing_changes(saved: tuple[Path, float], case: str) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_changes(
+    saved: tuple[Path, float], case: str
+) -> None:
     folder, _ = saved
     module = compiled(16 if case == "shape" else 8)
     if case == "names":
         torch.manual_seed(0)
-        module = autopar.compile(nn.Sequential(Net()), example_inputs=(BATCH["x"],), hardware="cpu-gloo")
+        module = autopar.compile(
+            nn.Sequential(Net()), example_inputs=(BATCH["x"],), hardware="cpu-gloo"
+        )
     kind = torch.optim.Adagrad if case == "optimizer" else torch.optim.AdamW
     optimizer = kind(module.parameters(), lr=0.5)
-    others = {"warmup": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if case == "scheduler" else {}
+    others = (
+        {"warmup": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if case == "scheduler" else {}
+    )
     if case == "format":
         about = folder / "step_000000003" / "autopar.json"
         about.write_text(json.dumps({**json.loads(about.read_text()), "version": 99}))
     before, had_state = values(module), bool(optimizer.state)
     words = {
-        "shape": r"first\.weight is \(8, 8\) in it, \(16, 8\) here", "names": "0.first.weight of the model is not in it",
-        "optimizer": "sum of the optimizer is not in it", "scheduler": "no 'warmup'", "format": "version 99",
-    }  # fmt: skip
+        "shape": r"first\.weight is \(8, 8\) in it, \(16, 8\) here",
+        "names": "0.first.weight of the model is not in it",
+        "optimizer": "sum of the optimizer is not in it",
+        "scheduler": "no 'warmup'",
+        "format": "version 99",
+    }
     with pytest.raises(RuntimeStateError, match=words[case]):
         autopar.Checkpoints(folder).load(module, optimizer, **others)
     assert all(torch.equal(before[name], value) for name, value in values(module).items())
@@ -131,7 +147,10 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(saved: tuple[Path, flo
 def test_parameters_that_had_no_gradient_yet_have_no_state_after_loading(tmp_path: Path) -> None:
     def parts(module: Any) -> tuple[list[Tensor], list[Tensor]]:
         named = dict(module.named_parameters())
-        return [named["first.weight"], named["first.bias"]], [named["second.weight"], named["second.bias"]]
+        return [named["first.weight"], named["first.bias"]], [
+            named["second.weight"],
+            named["second.bias"],
+        ]
 
     def optimizer_of(module: Any) -> torch.optim.Optimizer:
         first, second = parts(module)
@@ -145,21 +164,33 @@ def test_parameters_that_had_no_gradient_yet_have_no_state_after_loading(tmp_pat
     optimizer.step()
     autopar.Checkpoints(tmp_path).save(1, module, optimizer)
     autopar.Checkpoints(tmp_path).load(other, fresh)
-    assert all(p in fresh.state for p in parts(other)[0]) and not any(p in fresh.state for p in parts(other)[1])
+    assert all(p in fresh.state for p in parts(other)[0]) and not any(
+        p in fresh.state for p in parts(other)[1]
+    )
     optimizer.zero_grad()
     assert [step(module, optimizer) for _ in range(3)] == [step(other, fresh) for _ in range(3)]
 
 
 KINDS = (
-    ("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {}), ("SGD", {"momentum": 0.9, "dampening": 0.5}), ("NAdam", {}), ("ASGD", {}),
+    ("AdamW", {}),
+    ("Adam", {"amsgrad": True}),
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    ("NAdam", {}),
+    ("ASGD", {}),
     ("AdamW", {"lr": torch.tensor(0.1)}),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
-def test_saving_before_the_first_step_changes_nothing(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_saving_before_the_first_step_changes_nothing(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     def made(module: Any) -> torch.optim.Optimizer:
-        settled = {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
+        settled = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in settings.items()
+        }
         return getattr(torch.optim, kind)(module.parameters(), **{"lr": 0.1, **settled})
 
     plain, module, other = compiled(), compiled(), compiled()
@@ -174,9 +205,14 @@ def test_saving_before_the_first_step_changes_nothing(kind: str, settings: dict[
 
 
 @pytest.mark.parametrize("at", [2, 1])
-def test_a_run_that_did_not_go_on_writes_nothing_beside_later_steps(saved: tuple[Path, float], at: int) -> None:
+def test_a_run_that_did_not_go_on_writes_nothing_beside_later_steps(
+    saved: tuple[Path, float], at: int
+) -> None:
     folder, _ = saved
-    with pytest.raises(RuntimeStateError, match=f"step {at} is not saved beside later ones: {'3' if at == 2 else '2, 3'}"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=f"step {at} is not saved beside later ones: {'3' if at == 2 else '2, 3'}",
+    ):
         autopar.Checkpoints(folder).save(at, compiled())
     assert autopar.Checkpoints(folder).steps() == (2, 3)
     for bad in (-1, 1.5):
@@ -184,7 +220,9 @@ def test_a_run_that_did_not_go_on_writes_nothing_beside_later_steps(saved: tuple
             autopar.Checkpoints(folder).save(bad, compiled())  # type: ignore[arg-type]
 
 
-def test_a_kill_between_two_names_loses_nothing(saved: tuple[Path, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_two_names_loses_nothing(
+    saved: tuple[Path, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, wanted = saved
 
     def rename(self: Path, target: Path) -> Path:
@@ -200,21 +238,29 @@ def test_a_kill_between_two_names_loses_nothing(saved: tuple[Path, float], monke
     assert not (folder / "step_000000003").exists()
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters())
-    assert autopar.Checkpoints(folder).load(module, optimizer) == 3 and step(module, optimizer) == wanted
+    assert (
+        autopar.Checkpoints(folder).load(module, optimizer) == 3
+        and step(module, optimizer) == wanted
+    )
 
 
 class Run:
     """A run of its own, as in a process of its own, that saves a model with one value in it."""
 
     def __init__(self, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.name, self._patch, self.module, self.checkpoints = name, monkeypatch, compiled(), autopar.Checkpoints(folder, keep=5)
+        self.name, self._patch, self.module, self.checkpoints = (
+            name,
+            monkeypatch,
+            compiled(),
+            autopar.Checkpoints(folder, keep=5),
+        )
 
     def load(self) -> int:
         return self.checkpoints.load(self.module)
 
     def save(self, at: int) -> Path:
         with torch.no_grad(), self._patch.context() as patch:
-            for module in (saved_in, saved_runs):
+            for module in (saved_in, manager):
                 patch.setattr(module, "this_run", lambda: self.name)
             next(self.module.parameters()).fill_(len(self.name))
             return self.checkpoints.save(at, self.module)
@@ -225,33 +271,51 @@ class Run:
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(tmp_path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(
+    tmp_path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = Run("first", tmp_path, monkeypatch)
     first.save(1)
     second = Run("second run", tmp_path, monkeypatch)
     assert not loads or second.load() == 1
     place = second.save(2)
     for at in (2, 3, 1):
-        with pytest.raises(RuntimeStateError, match="another run saves into this folder, too: step 2 is of second run, this run is first"):
+        with pytest.raises(
+            RuntimeStateError,
+            match=(
+                "another run saves into this folder, too: step 2 is of second run, this run is"
+                " first"
+            ),
+        ):
             first.save(at)
     assert second.is_of(place) and first.is_of(tmp_path / "step_000000001")
     second.save(3)
-    assert first.load() == 3 and first.save(4).is_dir(), "the one that loads goes on after the other"
+    assert first.load() == 3 and first.save(4).is_dir(), (
+        "the one that loads goes on after the other"
+    )
     with pytest.raises(RuntimeStateError, match="step 4 is of first"):
         second.save(4)
 
 
-def test_a_run_goes_on_after_one_that_died_and_may_save_its_last_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_after_one_that_died_and_may_save_its_last_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Run("first", tmp_path, monkeypatch).save(1)
     (tmp_path / "step_000000002.first.part").mkdir()
     second = Run("second run", tmp_path, monkeypatch)
     assert second.load() == 1
-    assert second.is_of(second.save(1)) and second.is_of(second.save(2)) and not list(tmp_path.glob("*.part"))
+    assert (
+        second.is_of(second.save(1))
+        and second.is_of(second.save(2))
+        and not list(tmp_path.glob("*.part"))
+    )
 
 
 @pytest.mark.parametrize("when", ["before its parts", "before its name"])
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
-def test_of_two_runs_that_save_a_step_at_once_one_does(tmp_path: Path, when: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_runs_that_save_a_step_at_once_one_does(
+    tmp_path: Path, when: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = Run("first", tmp_path, monkeypatch), Run("second run", tmp_path, monkeypatch)
     if again:
         first.save(1)
@@ -288,23 +352,36 @@ FILES = ("autopar.json", "others.json", "plan.json", "contents.json", "rank_0000
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["gone", "cut", "flipped"])
-def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(saved: tuple[Path, float], file: str, damage: Any) -> None:
+def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(
+    saved: tuple[Path, float], file: str, damage: Any
+) -> None:
     folder, _ = saved
     damage(folder / "step_000000003" / file)
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     before = values(module)
-    words = rf"step 3 is damaged: {file} (.|\n)*step_000000003(.|\n)*remove it: step 2 is whole, and is taken then"
+    words = (
+        rf"step 3 is damaged: {file} (.|\n)*step_000000003(.|\n)*remove it: step 2 is whole, and is"
+        r" taken then"
+    )
     with pytest.raises(RuntimeStateError, match=words):
         autopar.Checkpoints(folder).load(module, optimizer)
-    assert all(torch.equal(before[name], value) for name, value in values(module).items()) and not optimizer.state
+    assert (
+        all(torch.equal(before[name], value) for name, value in values(module).items())
+        and not optimizer.state
+    )
 
 
 @pytest.mark.parametrize(
     ("damaged", "remedy"),
-    [((3, 2), "remove it and 2, damaged too: step 1 is whole, and is taken then"), ((3, 2, 1), "to begin anew: no earlier one is whole")],
+    [
+        ((3, 2), "remove it and 2, damaged too: step 1 is whole, and is taken then"),
+        ((3, 2, 1), "to begin anew: no earlier one is whole"),
+    ],
 )
-def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(tmp_path: Path, damaged: tuple[int, ...], remedy: str) -> None:
+def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(
+    tmp_path: Path, damaged: tuple[int, ...], remedy: str
+) -> None:
     module, checkpoints = compiled(), autopar.Checkpoints(tmp_path, keep=3)
     for n in (1, 2, 3):
         checkpoints.save(n, module)
@@ -330,7 +407,9 @@ def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> N
     assert read_about(place)[1] == ""
 
 
-def test_what_was_saved_and_is_not_asked_for_is_told(saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_what_was_saved_and_is_not_asked_for_is_told(
+    saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -351,7 +430,10 @@ class Drawing:
 
 def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> None:
     folder, _ = saved
-    with pytest.raises(RuntimeStateError, match=r"draws\['path'\] is a pathlib.PosixPath, which a checkpoint cannot hold"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"draws\['path'\] is a pathlib.PosixPath, which a checkpoint cannot hold",
+    ):
         autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
     (folder.parent / "file").touch()
     with pytest.raises(RuntimeStateError, match=r"NotADirectoryError(.|\n)*can be written to"):
@@ -359,7 +441,9 @@ def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> 
     module = compiled()
     autopar.Checkpoints(folder.parent / "alone").save(1, module)
     with pytest.raises(RuntimeStateError, match="holds no optimizer"):
-        autopar.Checkpoints(folder.parent / "alone").load(module, torch.optim.AdamW(module.parameters()))
+        autopar.Checkpoints(folder.parent / "alone").load(
+            module, torch.optim.AdamW(module.parameters())
+        )
 
 
 def test_what_is_no_compiled_model_is_refused(tmp_path: Path) -> None:
@@ -382,7 +466,10 @@ def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pat
     autopar.Checkpoints(tmp_path).save(1, module, optimizer)
     other = compiled()
     assert autopar.Checkpoints(tmp_path).load(other, torch.optim.AdamW(other.parameters())) == 1
-    assert all(torch.equal(values(other)[name], p.detach().full_tensor()) for name, p in module.named_parameters())
+    assert all(
+        torch.equal(values(other)[name], p.detach().full_tensor())
+        for name, p in module.named_parameters()
+    )
 
 
 def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
@@ -390,7 +477,9 @@ def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
     losses = []
     for loads in (False, True):
         module = compiled()
-        optimizer = torch.optim.AdamW([{"params": list(module.parameters())}, {"params": [], "weight_decay": 0.5}], lr=0.1)
+        optimizer = torch.optim.AdamW(
+            [{"params": list(module.parameters())}, {"params": [], "weight_decay": 0.5}], lr=0.1
+        )
         checkpoints = autopar.Checkpoints(tmp_path)
         if loads:
             assert checkpoints.load(module, optimizer) == 1
@@ -416,4 +505,6 @@ def test_without_weights_the_optimizer_alone_is_saved_and_read(tmp_path: Path) -
     assert all(torch.equal(values(other)[name], value) for name, value in before.items())
     assert fresh.param_groups[0]["lr"] == 0.1
     other.load_state_dict(module.state_dict())
-    assert step(other, fresh) == step(module, optimizer) and step(other, fresh) == step(module, optimizer)
+    assert step(other, fresh) == step(module, optimizer) and step(other, fresh) == step(
+        module, optimizer
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints that are written in the background: training goes on, a crash leaves the one before, and no error is lost."""
+"""Checkpoints that are written in the background: training goes on, a crash leaves the one
+before, and no error is lost."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.checkpoint import manager, parts, writing
 from autopar.errors import RuntimeStateError
-from autopar.run import saved_parts, saved_runs, saved_writing
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
@@ -57,7 +58,12 @@ class Training:
 
     @property
     def all(self) -> dict[str, Any]:
-        return {"module": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler, "kept": self.kept}
+        return {
+            "module": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "kept": self.kept,
+        }
 
     def step(self) -> None:
         self.module(**BATCH).backward()
@@ -67,9 +73,19 @@ class Training:
         self.kept.mean += 1.0
 
     def state(self) -> str:
-        moments = [(name, x.tolist()) for of in self.optimizer.state.values() for name, x in of.items()]
+        moments = [
+            (name, x.tolist()) for of in self.optimizer.state.values() for name, x in of.items()
+        ]
         values = [(name, p.tolist()) for name, p in self.module.state_dict().items()]
-        return repr((values, moments, self.optimizer.param_groups[0]["lr"], self.scheduler.state_dict(), self.kept.mean))
+        return repr(
+            (
+                values,
+                moments,
+                self.optimizer.param_groups[0]["lr"],
+                self.scheduler.state_dict(),
+                self.kept.mean,
+            )
+        )
 
 
 class Gate:
@@ -77,14 +93,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        plain = saved_parts.write_tensors
+        plain = parts.write_tensors
 
         def write(path: Path, tensors: Any) -> int:
             self.reached.set()
             assert self.opened.wait(60)
             return plain(path, tensors)
 
-        monkeypatch.setattr(saved_parts, "write_tensors", write)
+        monkeypatch.setattr(parts, "write_tensors", write)
 
 
 @pytest.fixture
@@ -151,13 +167,19 @@ def test_an_error_is_logged_at_once_and_raised_by_whichever_call_is_next(
     for name, call in NEXT.items():
         run.step()
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(saved_parts, "write_tensors", full)
+            patch.setattr(parts, "write_tensors", full)
             run.checkpoints.async_save(1, **run.all)
             assert run.checkpoints._background is not None
             run.checkpoints._background._thread.join()
-        assert "step 1 was not saved in the background" in caplog.text and "No space left" in caplog.text, name
+        assert (
+            "step 1 was not saved in the background" in caplog.text
+            and "No space left" in caplog.text
+        ), name
         before = run.state()
-        with pytest.raises(RuntimeStateError, match=r"step 1 was not saved in the background: OSError: (.|\n)*No space left") as refusal:
+        with pytest.raises(
+            RuntimeStateError,
+            match=r"step 1 was not saved in the background: OSError: (.|\n)*No space left",
+        ) as refusal:
             call(run)
         assert "free space" in refusal.value.remedy and run.state() == before, name
         assert run.checkpoints.steps() == (0,), "it is told once, and the call did nothing"
@@ -181,9 +203,14 @@ def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> N
     run.checkpoints.wait()
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "again"])
-def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path: Path, again: bool) -> None:
-    """A child is killed at the n-th time that it asks for something of the disk, until it is not killed any more."""
+@pytest.mark.parametrize(
+    "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "again"]
+)
+def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(
+    tmp_path: Path, again: bool
+) -> None:
+    """A child is killed at the n-th time that it asks for something of the disk, until it is not
+    killed any more."""
     run = Training(tmp_path, keep=1)
     run.step()
     run.checkpoints.save(1, **run.all)
@@ -195,7 +222,9 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_pa
         other = Training(tmp_path, keep=1)
         found = other.checkpoints.load(**other.all)
         is_new = other.state() == run.state()
-        assert found == (step if is_new else step - (not again)) and (is_new or other.state() == states[1]), number
+        assert found == (step if is_new else step - (not again)) and (
+            is_new or other.state() == states[1]
+        ), number
         seen.add(is_new)
         if not os.WIFSIGNALED(status):
             assert os.WEXITSTATUS(status) == 0
@@ -208,15 +237,16 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_pa
 
 
 def killed_at(number: int, run: Training, step: int) -> int:
-    """The status of a child that writes a checkpoint in the background, and is killed before its n-th call of the system."""
-    parent = saved_runs.this_run()
+    """The status of a child that writes a checkpoint in the background, and is killed before its
+    n-th call of the system."""
+    parent = manager.this_run()
     others = {"scheduler": run.scheduler, "kept": run.kept}
     saving = run.checkpoints._collect(step, run.module, run.optimizer, others, None)
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
     try:
-        saved_runs._run_of_process = lambda _: parent  # one run
+        manager._run_of_process = lambda _: parent  # one run
         left = [number]
 
         def guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,15 +260,15 @@ def killed_at(number: int, run: Training, step: int) -> int:
 
         for name in ("fsync", "rename", "mkdir", "rmdir"):
             setattr(os, name, guarded(getattr(os, name)))
-        plain = saved_parts.write_tensors
+        plain = parts.write_tensors
 
         def half(path: Path, tensors: dict[str, Tensor]) -> int:
             guarded(lambda: path.write_bytes(b"half"))()
             guarded(lambda: None)()
             return plain(path, tensors)
 
-        saved_parts.write_tensors = half
-        saved_writing.Background(saving, run.checkpoints._finish).result()
+        parts.write_tensors = half
+        writing.Background(saving, run.checkpoints._finish).result()
         os._exit(0)
     except BaseException:  # the status tells
         import traceback
@@ -256,17 +286,24 @@ def test_a_folder_that_was_not_written_to_the_end_is_told_and_never_loaded(
     (begun,) = tmp_path.glob("*.part")
     assert begun.name.startswith("step_000000002.")
     other = Training(tmp_path)
-    assert other.checkpoints.load(**other.all) == 1 and f"not saved to the end, and not loaded: {begun.name}" in caplog.text
+    assert (
+        other.checkpoints.load(**other.all) == 1
+        and f"not saved to the end, and not loaded: {begun.name}" in caplog.text
+    )
 
 
-def test_the_first_rank_waits_for_the_marks_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_waits_for_the_marks_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Training(tmp_path)
     saving = run.checkpoints._collect(1, run.module, None, {}, None)
-    saving = saved_writing.Saving(**{name: getattr(saving, name) for name in saving.__slots__} | {"num_ranks": 3})
+    saving = writing.Saving(
+        **{name: getattr(saving, name) for name in saving.__slots__} | {"num_ranks": 3}
+    )
     place = saving.place
 
     def finish() -> str:
-        background = saved_writing.Background(saving, lambda *_: None)
+        background = writing.Background(saving, lambda *_: None)
         try:
             background.result()
         except RuntimeStateError as error:
@@ -276,7 +313,7 @@ def test_the_first_rank_waits_for_the_marks_of_all(tmp_path: Path, monkeypatch: 
     for rank in (1, 2):
         (place / f"rank_{rank:05d}.done").write_text(f'{{"rank_{rank:05d}.safetensors": {rank}}}')
     assert finish() == ""
-    monkeypatch.setattr(saved_writing, "WITHIN_S", 0.1)
+    monkeypatch.setattr(writing, "WITHIN_S", 0.1)
     (place / "rank_00001.done").write_text("{}")
     assert "ranks [2] did not write their parts in time" in finish()
     (place / "rank_00002.failed").write_text('"no space"')

@@ -1,4 +1,5 @@
-"""What is saved beside a model, on one process: optimizers of other forms, modules that were not called yet, and what is refused."""
+"""What is saved beside a model, on one process: optimizers of other forms, modules that were not
+called yet, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Make = Callable[[Any], torch.optim.Optimizer]
 def compiled(seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    return autopar.compile(net, hardware="cpu-gloo", outputs="full", **{"example_inputs": (X,), **options})
+    return autopar.compile(
+        net, hardware="cpu-gloo", outputs="full", **{"example_inputs": (X,), **options}
+    )
 
 
 def step(module: Any, optimizer: torch.optim.Optimizer) -> float:
@@ -36,7 +39,9 @@ def step(module: Any, optimizer: torch.optim.Optimizer) -> float:
 KINDS: dict[str, Make] = {
     "with names": lambda module: torch.optim.AdamW(module.named_parameters(), 0.1),
     "of lists": lambda module: torch.optim.LBFGS(module.parameters(), 0.1, max_iter=2),
-    "of a part": lambda module: torch.optim.SGD(module.get_submodule("0").parameters(), 0.1, momentum=0.9),
+    "of a part": lambda module: torch.optim.SGD(
+        module.get_submodule("0").parameters(), 0.1, momentum=0.9
+    ),
 }
 
 
@@ -49,13 +54,20 @@ def test_an_optimizer_beside_goes_on(kind: str, num_steps: int, tmp_path: Path) 
         step(module, optimizer)
     autopar.Checkpoints(tmp_path).save(num_steps, module, own=optimizer)
     assert autopar.Checkpoints(tmp_path).load(other, own=fresh) == num_steps
-    assert [step(other, fresh) for _ in range(3)] == pytest.approx([step(module, optimizer) for _ in range(3)], rel=1e-6)
+    assert [step(other, fresh) for _ in range(3)] == pytest.approx(
+        [step(module, optimizer) for _ in range(3)], rel=1e-6
+    )
 
 
-def test_the_models_own_optimizer_with_lists_is_refused_and_what_to_do_works(tmp_path: Path) -> None:
+def test_the_models_own_optimizer_with_lists_is_refused_and_what_to_do_works(
+    tmp_path: Path,
+) -> None:
     module = compiled()
     optimizer = KINDS["of lists"](module)
-    with pytest.raises(RuntimeStateError, match=r"LBFGS has lists of tensors[\s\S]*save\(step, pm, lbfgs=optimizer\)"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"LBFGS has lists of tensors[\s\S]*save\(step, pm, lbfgs=optimizer\)",
+    ):
         autopar.Checkpoints(tmp_path).save(1, module, optimizer)
     assert not list(tmp_path.iterdir())
     autopar.Checkpoints(tmp_path).save(1, module, lbfgs=optimizer)
@@ -80,7 +92,9 @@ def test_a_module_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pa
     with pytest.raises(RuntimeStateError, match="before the first call"):
         autopar.Checkpoints(tmp_path).save(1, module, critic=critic)
     critic(X).sum().backward()
-    autopar.Checkpoints(tmp_path).save(1, module, critic=critic, of_critic=torch.optim.SGD(critic.parameters(), 0.1))
+    autopar.Checkpoints(tmp_path).save(
+        1, module, critic=critic, of_critic=torch.optim.SGD(critic.parameters(), 0.1)
+    )
     other = compiled(2)
     assert autopar.Checkpoints(tmp_path).load(module, critic=other) == 1
     assert other(X).equal(critic(X))
@@ -88,10 +102,15 @@ def test_a_module_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pa
 
 def test_what_is_of_another_kind_or_shape_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     module, critic = compiled(), compiled(1)
-    autopar.Checkpoints(tmp_path).save(1, module, critic=critic, values={"a": module.get_parameter("0.weight").detach(), "b": 1})
+    autopar.Checkpoints(tmp_path).save(
+        1, module, critic=critic, values={"a": module.get_parameter("0.weight").detach(), "b": 1}
+    )
     values = {"kept": True}
     wrong: dict[str, tuple[dict[str, Any], str]] = {
-        "kind": ({"critic": values}, "'critic' of the checkpoint is the state of a module, not of a dict"),
+        "kind": (
+            {"critic": values},
+            "'critic' of the checkpoint is the state of a module, not of a dict",
+        ),
         "shape": ({"values": values, "critic": nn.Linear(3, 3)}, "weight of critic is not in it"),
         "name": ({"values": values, "other": critic}, "has no 'other'; it has values, critic"),
     }
@@ -101,7 +120,9 @@ def test_what_is_of_another_kind_or_shape_is_refused_and_nothing_changes(tmp_pat
     for others, words in wrong.values():
         with pytest.raises(RuntimeStateError, match=words):
             autopar.Checkpoints(tmp_path).load(module, **others)
-        assert values == {"kept": True} and module.get_parameter("0.weight").full_tensor().equal(before + 1)
+        assert values == {"kept": True} and module.get_parameter("0.weight").full_tensor().equal(
+            before + 1
+        )
     autopar.Checkpoints(tmp_path).load(module, values=values)
     assert values["a"].equal(before) and values["b"] == 1 and len(values) == 2
 

@@ -1,4 +1,5 @@
-"""The files of a checkpoint hold no pickle; a file that was damaged or falsified is refused by its name, and changes nothing."""
+"""The files of a checkpoint hold no pickle; a file that was damaged or falsified is refused by
+its name, and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import autopar
+from autopar.checkpoint.contents import CONTENTS, check_boxes, read_contents
+from autopar.checkpoint.loading import load_parts
+from autopar.checkpoint.parts import save_parts
+from autopar.checkpoint.safetensors_files import TensorFile, write_tensors
+from autopar.checkpoint.values import decode, encode
+from autopar.core.json_text import read_json
 from autopar.errors import RuntimeStateError
-from autopar.json_text import read_json
-from autopar.run.saved_contents import CONTENTS, check_boxes, read_contents
-from autopar.run.saved_loading import load_parts
-from autopar.run.saved_parts import save_parts
-from autopar.run.saved_tensors import TensorFile, write_tensors
-from autopar.run.saved_values import decode, encode
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 PART = "rank_00000.safetensors"
@@ -62,7 +63,12 @@ class Training:
         self.module: Any = autopar.compile(Net(), example_inputs=BATCH, hardware="cpu-gloo")
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 4])
-        self.kept = Kept({"means": [torch.ones(3), torch.zeros((), dtype=torch.complex128)], "best": float("inf")})
+        self.kept = Kept(
+            {
+                "means": [torch.ones(3), torch.zeros((), dtype=torch.complex128)],
+                "best": float("inf"),
+            }
+        )
 
     @property
     def others(self) -> Json:
@@ -81,9 +87,14 @@ class Training:
 
     def state(self) -> str:
         """All that a checkpoint restores, as text."""
-        rates = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        rates = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
         values = [(name, p.tolist()) for name, p in self.module.state_dict().items()]
-        moments = [(name, x.tolist()) for of in self.optimizer.state.values() for name, x in of.items()]
+        moments = [
+            (name, x.tolist()) for of in self.optimizer.state.values() for name, x in of.items()
+        ]
         return repr((values, moments, rates, self.scheduler.state_dict(), self.kept.state))
 
 
@@ -119,12 +130,20 @@ def refused(fresh: Training, place: Path) -> str:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
-def test_a_checkpoint_of_each_format_goes_on_as_if_nothing_had_happened(whole: tuple[Path, str, float], place: Path, old: bool) -> None:
+def test_a_checkpoint_of_each_format_goes_on_as_if_nothing_had_happened(
+    whole: tuple[Path, str, float], place: Path, old: bool
+) -> None:
     names = {PART, CONTENTS, "others.json", "others.safetensors", "plan.json", "autopar.json"}
     assert {path.name for path in place.iterdir()} == names
     if old:
         to_old_format(place)
-        assert {path.name for path in place.iterdir()} == {"__0_0.distcp", ".metadata", "others.pt", "plan.json", "autopar.json"}
+        assert {path.name for path in place.iterdir()} == {
+            "__0_0.distcp",
+            ".metadata",
+            "others.pt",
+            "plan.json",
+            "autopar.json",
+        }
     run = Training()
     run.kept.state = None
     assert run.load(place.parent) == 2 and run.state() == whole[1] and run.step() == whole[2]
@@ -148,7 +167,9 @@ class Planted:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
-def test_a_pickle_in_any_file_is_not_run(place: Path, fresh: Training, old: bool, tmp_path: Path) -> None:
+def test_a_pickle_in_any_file_is_not_run(
+    place: Path, fresh: Training, old: bool, tmp_path: Path
+) -> None:
     if old:
         to_old_format(place)
     mark = tmp_path / "mark"
@@ -180,9 +201,14 @@ CHANGES: dict[str, Callable[[Json], object]] = {
     "dtype": lambda d: d["tensors"]["model.first.weight"].update(dtype="float64"),
     "dtype of as many bytes": lambda d: d["tensors"]["model.first.weight"].update(dtype="int32"),
     "no dtype": lambda d: d["tensors"]["model.first.weight"].update(dtype="nn"),
-    "dtype that is not a text": lambda d: d["tensors"]["model.first.weight"].update(dtype=["float32"]),
+    "dtype that is not a text": lambda d: d["tensors"]["model.first.weight"].update(
+        dtype=["float32"]
+    ),
     "shape": lambda d: d["tensors"]["model.first.weight"].update(shape=[8, 16]),
-    "shape and box": lambda d: (d["tensors"]["model.first.weight"].update(shape=[4, 16]), box(d).__setitem__(2, [4, 16])),
+    "shape and box": lambda d: (
+        d["tensors"]["model.first.weight"].update(shape=[4, 16]),
+        box(d).__setitem__(2, [4, 16]),
+    ),
     "negative shape": lambda d: d["tensors"]["model.first.weight"].update(shape=[-8, -8]),
     "huge shape": lambda d: d["tensors"]["model.first.weight"].update(shape=[2**63, 8]),
     "shape of numbers": lambda d: d["tensors"]["model.first.weight"].update(shape=[8.0, 8.0]),
@@ -193,25 +219,40 @@ CHANGES: dict[str, Callable[[Json], object]] = {
     "sizes": lambda d: box(d).__setitem__(2, [4, 8]),
     "no boxes": lambda d: d["tensors"]["model.first.weight"].update(boxes=[]),
     "box twice": lambda d: d["tensors"]["model.first.weight"].update(boxes=[box(d), box(d)]),
-    "boxes that overlap": lambda d: d["tensors"]["model.first.weight"].update(boxes=[[PART, [0, 0], [8, 4]], [PART, [0, 3], [8, 4]]]),
-    "other boxes": lambda d: d["tensors"]["model.first.weight"].update(boxes=[[PART, [0, 0], [8, 4]], [PART, [0, 4], [8, 4]]]),
+    "boxes that overlap": lambda d: d["tensors"]["model.first.weight"].update(
+        boxes=[[PART, [0, 0], [8, 4]], [PART, [0, 3], [8, 4]]]
+    ),
+    "other boxes": lambda d: d["tensors"]["model.first.weight"].update(
+        boxes=[[PART, [0, 0], [8, 4]], [PART, [0, 4], [8, 4]]]
+    ),
     "box that is a text": lambda d: d["tensors"]["model.first.weight"].update(boxes=["x"]),
     "file": lambda d: box(d).__setitem__(0, "others.safetensors"),
     "file elsewhere": lambda d: box(d).__setitem__(0, "../rank_00000.safetensors"),
     "file that is not there": lambda d: box(d).__setitem__(0, "rank_00007.safetensors"),
     "name": lambda d: d["tensors"].update({"model.third": d["tensors"].pop("model.first.weight")}),
-    "names swapped": lambda d: _swap(d["tensors"], "model.first.weight", "optimizer.state.first.weight.step"),
-    "tensor that is a value": lambda d: (d["tensors"].pop("model.first.weight"), d["values"].update({"model.first.weight": 1.0})),
-    "value that is a tensor": lambda d: d["tensors"].update({_RATE: d["tensors"]["optimizer.state.first.weight.step"]}),
+    "names swapped": lambda d: _swap(
+        d["tensors"], "model.first.weight", "optimizer.state.first.weight.step"
+    ),
+    "tensor that is a value": lambda d: (
+        d["tensors"].pop("model.first.weight"),
+        d["values"].update({"model.first.weight": 1.0}),
+    ),
+    "value that is a tensor": lambda d: d["tensors"].update(
+        {_RATE: d["tensors"]["optimizer.state.first.weight.step"]}
+    ),
     "tensor that is a list": lambda d: d["tensors"].update({"model.first.weight": []}),
     "rate that is a text": lambda d: d["values"].update({_RATE: "fast"}),
     "rate that is a list": lambda d: d["values"].update({_RATE: [0.1]}),
     "betas that are a number": lambda d: d["values"].update({_RATE.replace(".lr", ".betas"): 0.9}),
-    "three betas": lambda d: d["values"].update({_RATE.replace(".lr", ".betas"): {"!tuple": [0.9, 0.9, 0.9]}}),
+    "three betas": lambda d: d["values"].update(
+        {_RATE.replace(".lr", ".betas"): {"!tuple": [0.9, 0.9, 0.9]}}
+    ),
     "unknown kind": lambda d: d["values"].update({_RATE: {"!call": "os.system"}}),
     "two kinds": lambda d: d["values"].update({_RATE: {"!tuple": [], "!set": []}}),
     "kind of other content": lambda d: d["values"].update({_RATE: {"!set": [[]]}}),
-    "tensor among values": lambda d: d["values"].update({_RATE: {"!tensor": ["cpu", "float32", [2]]}}),
+    "tensor among values": lambda d: d["values"].update(
+        {_RATE: {"!tensor": ["cpu", "float32", [2]]}}
+    ),
     "no tensors": lambda d: d.pop("tensors"),
     "no values": lambda d: d.update(values=[]),
     "format": lambda d: d.update(format="x"),
@@ -225,7 +266,9 @@ def _swap(data: Json, a: str, b: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_falsified_contents_are_refused_though_their_checksum_fits(kind: str, place: Path, fresh: Training) -> None:
+def test_falsified_contents_are_refused_though_their_checksum_fits(
+    kind: str, place: Path, fresh: Training
+) -> None:
     data = json.loads((place / CONTENTS).read_text())
     CHANGES[kind](data)
     (place / CONTENTS).write_text(json.dumps(data))
@@ -234,9 +277,24 @@ def test_falsified_contents_are_refused_though_their_checksum_fits(kind: str, pl
     assert any(word in said for word in (CONTENTS, "safetensors", "first.weight", "model.third"))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "3", "{", "[" * 100_000, '{"format": 1e999}', '{"a": ' + "9" * 5000 + "}", "\ufffe"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "3",
+        "{",
+        "[" * 100_000,
+        '{"format": 1e999}',
+        '{"a": ' + "9" * 5000 + "}",
+        "\ufffe",
+    ],
+)
 @pytest.mark.parametrize("name", [CONTENTS, "others.json", "autopar.json"])
-def test_json_that_is_none_or_hostile_is_refused(name: str, text: str, place: Path, fresh: Training) -> None:
+def test_json_that_is_none_or_hostile_is_refused(
+    name: str, text: str, place: Path, fresh: Training
+) -> None:
     (place / name).write_bytes(text.encode("utf-16") if text == "\ufffe" else text.encode())
     if name != "autopar.json":
         forge(place)
@@ -262,7 +320,9 @@ STATES: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_falsified_states_are_refused_though_their_checksum_fits(kind: str, place: Path, fresh: Training) -> None:
+def test_falsified_states_are_refused_though_their_checksum_fits(
+    kind: str, place: Path, fresh: Training
+) -> None:
     data = json.loads((place / "others.json").read_text())
     STATES[kind](data["states"])
     (place / "others.json").write_text(json.dumps(data))
@@ -290,14 +350,18 @@ ABOUT: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("kind", ABOUT)
-def test_falsified_facts_of_a_checkpoint_are_refused_though_their_checksum_fits(kind: str, place: Path, fresh: Training) -> None:
+def test_falsified_facts_of_a_checkpoint_are_refused_though_their_checksum_fits(
+    kind: str, place: Path, fresh: Training
+) -> None:
     forge(place, ABOUT[kind])
     assert "autopar.json" in refused(fresh, place) or "step" in refused(fresh, place)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, -1, -100])
 @pytest.mark.parametrize("name", [PART, "others.safetensors"])
-def test_a_cut_file_of_tensors_is_refused_though_its_checksum_fits(name: str, cut: int, place: Path, fresh: Training) -> None:
+def test_a_cut_file_of_tensors_is_refused_though_its_checksum_fits(
+    name: str, cut: int, place: Path, fresh: Training
+) -> None:
     content = (place / name).read_bytes()
     (place / name).write_bytes(content[:cut])
     forge(place)
@@ -307,7 +371,13 @@ def test_a_cut_file_of_tensors_is_refused_though_its_checksum_fits(name: str, cu
 def test_a_file_of_tensors_of_other_shapes_is_refused(place: Path, fresh: Training) -> None:
     tensors = load_file(place / PART)
     for change in ({"dtype": torch.float64}, {"dtype": torch.int32}):
-        save_file({name: x.to(**change) if "first.weight" in name and x.dim() == 2 else x for name, x in tensors.items()}, place / PART)
+        save_file(
+            {
+                name: x.to(**change) if "first.weight" in name and x.dim() == 2 else x
+                for name, x in tensors.items()
+            },
+            place / PART,
+        )
         forge(place)
         assert f"{PART} holds" in refused(fresh, place)
     save_file({name: x for name, x in tensors.items() if "first" not in name}, place / PART)
@@ -316,10 +386,36 @@ def test_a_file_of_tensors_of_other_shapes_is_refused(place: Path, fresh: Traini
 
 
 VALUES: dict[str, Any] = {
-    "numbers": [0, -1, 2**62, 2**63, -(2**64), 10**400, 0.1, -0.0, 5e-324, float("inf"), float("-inf"), True, False, None, 1 - 2j],
+    "numbers": [
+        0,
+        -1,
+        2**62,
+        2**63,
+        -(2**64),
+        10**400,
+        0.1,
+        -0.0,
+        5e-324,
+        float("inf"),
+        float("-inf"),
+        True,
+        False,
+        None,
+        1 - 2j,
+    ],
     "texts": ["", "!", "\ud800", "\x00", "é" * 100],
     "bytes": [b"", b"\x00\xff", bytearray(b"ab")],
-    "containers": [(), (1, (2,)), set(), {1, "a"}, frozenset({(1, 2)}), torch.Size((2, 3)), [[[]]], {}, {"a": {"b": []}}],
+    "containers": [
+        (),
+        (1, (2,)),
+        set(),
+        {1, "a"},
+        frozenset({(1, 2)}),
+        torch.Size((2, 3)),
+        [[[]]],
+        {},
+        {"a": {"b": []}},
+    ],
     "keys": {1: 2, "1": 3, None: 4, (1, 2): 5, "!tuple": 6, 1.5: 7, True + 1: 8},
     "tagged": {"!tuple": [1]},
     "kinds of dicts": [OrderedDict(b=1, a=2), Counter({2: 1, 4: 0}), OrderedDict({"!x": 1})],
@@ -335,7 +431,9 @@ def test_a_value_is_read_as_it_was(kind: str) -> None:
 
 
 def test_numbers_of_numpy_are_plain_numbers() -> None:
-    assert repr(encode([np.float64(0.25), np.int32(3), np.bool_(True)], ("it",))) == "[0.25, 3, True]"
+    assert (
+        repr(encode([np.float64(0.25), np.int32(3), np.bool_(True)], ("it",))) == "[0.25, 3, True]"
+    )
 
 
 def _within_itself() -> list[Any]:
@@ -345,29 +443,57 @@ def _within_itself() -> list[Any]:
 
 
 REFUSED: dict[str, Any] = {
-    "array": np.array(["a text"]), "path": Path("x"), "function": len, "class": int, "object": Planted(Path("x")), "lambda": lambda: 0,
-    "sparse": torch.eye(2).to_sparse(), "meta": torch.ones(2, device="meta"), "kind of int": type("Own", (int,), {})(3),
-    "in itself": _within_itself(), "kind of dict": type("Own", (dict,), {})(),
-}  # fmt: skip
+    "array": np.array(["a text"]),
+    "path": Path("x"),
+    "function": len,
+    "class": int,
+    "object": Planted(Path("x")),
+    "lambda": lambda: 0,
+    "sparse": torch.eye(2).to_sparse(),
+    "meta": torch.ones(2, device="meta"),
+    "kind of int": type("Own", (int,), {})(3),
+    "in itself": _within_itself(),
+    "kind of dict": type("Own", (dict,), {})(),
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_written_is_refused_by_name_when_it_is_saved(kind: str, tmp_path: Path, fresh: Training) -> None:
+def test_what_cannot_be_written_is_refused_by_name_when_it_is_saved(
+    kind: str, tmp_path: Path, fresh: Training
+) -> None:
     state = {"deep": [{"er": REFUSED[kind]}]}
-    with pytest.raises(RuntimeStateError, match=r"kept\['deep'\]\[0\]\['er'\].* which a checkpoint cannot hold") as refusal:
+    with pytest.raises(
+        RuntimeStateError, match=r"kept\['deep'\]\[0\]\['er'\].* which a checkpoint cannot hold"
+    ) as refusal:
         autopar.Checkpoints(tmp_path / "run").save(1, fresh.module, kept=Kept(state))
     assert "state_dict return tensors" in refusal.value.remedy and not list(tmp_path.glob("run/*"))
 
 
 DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
-    torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+)
 
 
 def test_tensors_of_any_dtype_and_form_are_read_as_they_were(tmp_path: Path) -> None:
     made = {f"{dtype}": (torch.arange(15).reshape(3, 5) % 7).to(dtype) for dtype in DTYPES}
-    tensors = {**made, **{f"{name} scalar": x[1, 2] for name, x in made.items()}, **{f"{name} none": x[:0] for name, x in made.items()}}
+    tensors = {
+        **made,
+        **{f"{name} scalar": x[1, 2] for name, x in made.items()},
+        **{f"{name} none": x[:0] for name, x in made.items()},
+    }
     tensors |= {"turned": torch.rand(3, 5).t(), "part": torch.rand(9, 9)[::2, 1:4]}
     tensors["conjugate"] = torch.rand(3, dtype=torch.complex64).conj()
     write_tensors(tmp_path / "file", tensors)
@@ -379,14 +505,26 @@ def test_tensors_of_any_dtype_and_form_are_read_as_they_were(tmp_path: Path) -> 
             box = (slice(1, 3), slice(0, 2))
             assert file.read(name, x.dtype, x.shape, box).tolist() == x[box].tolist()
     plain = load_file(tmp_path / "file")
-    assert plain["torch.bfloat16"].tolist() == made["torch.bfloat16"].tolist(), "any reader of the format reads it"
+    assert plain["torch.bfloat16"].tolist() == made["torch.bfloat16"].tolist(), (
+        "any reader of the format reads it"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nested_states_with_tensors_in_lists_are_read_back(tmp_path: Path) -> None:
-    state = {"a": {"b": [torch.ones(2), torch.zeros(())], "c": "x"}, "betas": (0.9, 0.99), "empty": torch.ones(0, 3), "none": None}
+    state = {
+        "a": {"b": [torch.ones(2), torch.zeros(())], "c": "x"},
+        "betas": (0.9, 0.99),
+        "empty": torch.ones(0, 3),
+        "none": None,
+    }
     save_parts(state, tmp_path, "a test", "nothing changed")
-    found: Json = {"a": {"b": [torch.zeros(2), torch.ones(())], "c": ""}, "betas": (0.0, 0.0), "empty": torch.ones(0, 3), "none": None}
+    found: Json = {
+        "a": {"b": [torch.zeros(2), torch.ones(())], "c": ""},
+        "betas": (0.0, 0.0),
+        "empty": torch.ones(0, 3),
+        "none": None,
+    }
     load_parts(found, tmp_path)
     assert repr(found) == repr(state)
     assert "a.b.0[0]" in TensorFile(tmp_path / PART).names

@@ -1,4 +1,5 @@
-"""A pickle that is planted in a checkpoint of an earlier version is refused, and what it would do is not done."""
+"""A pickle that is planted in a checkpoint of an earlier version is refused, and what it would
+do is not done."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import autopar
+from autopar.checkpoint.earlier_format import OldReader
+from autopar.checkpoint.loading import load_parts
 from autopar.errors import RuntimeStateError
-from autopar.run.saved_loading import load_parts
-from autopar.run.saved_reader import OldReader
 
 
 class Call:
@@ -57,15 +58,24 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "a command": (_pickled(lambda marker: Call(os.system, f"touch {marker}")), "posix.system"),
     "eval": (_pickled(_eval), "builtins.eval"),
     "in a dict": (_pickled(lambda m: Metadata({"model.a": {"b": [_eval(m)]}})), "builtins.eval"),
-    "as a key": (_pickled(lambda m: Metadata({}, storage_data={(1, _eval(m)): 0})), "builtins.eval"),
+    "as a key": (
+        _pickled(lambda m: Metadata({}, storage_data={(1, _eval(m)): 0})),
+        "builtins.eval",
+    ),
     "getattr": (
         _pickled(lambda marker: Call(getattr, Metadata, "__init__")),
         "builtins.getattr",
     ),
     "a getter": (_pickled(lambda marker: operator.attrgetter("os.system")), "operator.attrgetter"),
     "a dotted name": (_dotted, "torch.distributed.checkpoint.metadata.os.system"),
-    "torch.load": (_pickled(lambda marker: Call(torch.load, str(marker))), "torch.serialization.load"),
-    "a module's class": (_pickled(lambda marker: nn.Linear(1, 1)), "torch.nn.modules.linear.Linear"),
+    "torch.load": (
+        _pickled(lambda marker: Call(torch.load, str(marker))),
+        "torch.serialization.load",
+    ),
+    "a module's class": (
+        _pickled(lambda marker: nn.Linear(1, 1)),
+        "torch.nn.modules.linear.Linear",
+    ),
 }
 
 
@@ -97,7 +107,9 @@ def test_metadata_that_would_call_something_is_refused_by_name(kind: str, tmp_pa
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("planted", [b"", b"\x80\x04.", b"no pickle", pickle.dumps({}), pickle.dumps(3)])
+@pytest.mark.parametrize(
+    "planted", [b"", b"\x80\x04.", b"no pickle", pickle.dumps({}), pickle.dumps(3)]
+)
 def test_metadata_that_is_none_is_refused(planted: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(planted)
     with pytest.raises(RuntimeStateError, match=r"\.metadata of the checkpoint"):
@@ -105,7 +117,11 @@ def test_metadata_that_is_none_is_refused(planted: bytes, tmp_path: Path) -> Non
 
 
 def test_loading_and_exporting_run_nothing_of_a_planted_file(tmp_path: Path) -> None:
-    module, checkpoints, marker = _compiled(), autopar.Checkpoints(tmp_path / "run"), tmp_path / "marker"
+    module, checkpoints, marker = (
+        _compiled(),
+        autopar.Checkpoints(tmp_path / "run"),
+        tmp_path / "marker",
+    )
     place = checkpoints.save(1, module)
     to_old_format(place)
     assert checkpoints.load(module) == 1
@@ -129,9 +145,21 @@ def test_a_planted_value_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool)
+    dtypes = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.int8,
+        torch.bool,
+    )
     tensors = {f"model.{dtype}": torch.ones(2, 3).to(dtype) for dtype in dtypes}
-    nested = {"deep": {"tensors": [torch.ones(2), torch.zeros(())]}, "lr": 0.1, "betas": (0.9, 0.99), "none": None}
+    nested = {
+        "deep": {"tensors": [torch.ones(2), torch.zeros(())]},
+        "lr": 0.1,
+        "betas": (0.9, 0.99),
+        "none": None,
+    }
     dcp.save({**tensors, **nested}, checkpoint_id=tmp_path, no_dist=True)
     own, wanted = OldReader(tmp_path).read_metadata(), FileSystemReader(tmp_path).read_metadata()
     assert own.state_dict_metadata == wanted.state_dict_metadata
@@ -146,7 +174,9 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: setattr(m, "storage_data", {k: _moved(v, "../a") for k, v in m.storage_data.items()}),
+        lambda m: setattr(
+            m, "storage_data", {k: _moved(v, "../a") for k, v in m.storage_data.items()}
+        ),
         lambda m: setattr(m, "storage_data", {k: 3 for k in m.storage_data}),
         lambda m: setattr(m, "storage_data", [1]),
         lambda m: setattr(m, "state_dict_metadata", {"a": 3}),
@@ -157,7 +187,9 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
         lambda m: setattr(m.state_dict_metadata["a"], "chunks", [None]),
     ],
 )
-def test_metadata_that_does_not_describe_its_files_is_refused(change: Callable[[Any], object], tmp_path: Path) -> None:
+def test_metadata_that_does_not_describe_its_files_is_refused(
+    change: Callable[[Any], object], tmp_path: Path
+) -> None:
     dcp.save({"a": torch.ones(4, 4)}, checkpoint_id=tmp_path, no_dist=True)
     metadata = FileSystemReader(tmp_path).read_metadata()
     change(metadata)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import LayoutError, VerificationError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.run.splitting import join, split
+from autopar.program.splitting import join, split
 
 MESH = Mesh({"a": 2, "b": 3})
 
 
-@pytest.mark.parametrize("layout", ["R R", "S(0) R", "S(0) S(1)", "S(1) S(1)", "S(1)#1 S(1)#0", "R S(2)"])
+@pytest.mark.parametrize(
+    "layout", ["R R", "S(0) R", "S(0) S(1)", "S(1) S(1)", "S(1)#1 S(1)#0", "R S(2)"]
+)
 @pytest.mark.parametrize("size", [6, 7])
 def test_join_undoes_split_also_where_parts_are_uneven(layout: str, size: int) -> None:
     full = torch.randn(4, 3 * size * 2)
@@ -43,7 +45,9 @@ def test_replicas_that_differ_are_an_error_unless_within_the_tolerance() -> None
 
 
 def test_equal_not_a_numbers_are_equal_replicas() -> None:
-    assert join([torch.tensor(float("nan")) for _ in range(6)], Layout.parse("R R"), MESH, ()).isnan()
+    assert join(
+        [torch.tensor(float("nan")) for _ in range(6)], Layout.parse("R R"), MESH, ()
+    ).isnan()
 
 
 def test_a_view_of_another_size_and_partial_sums_cannot_be_split() -> None:

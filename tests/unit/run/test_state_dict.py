@@ -51,7 +51,11 @@ def test_it_is_what_the_plain_model_loads_strictly() -> None:
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     state = module.full_state_dict()
     assert state.keys() == plain.state_dict().keys() and state["a.weight"] is state["b.weight"]
-    assert all(type(x) is Tensor and not x.requires_grad for name, x in state.items() if name != "_extra_state")
+    assert all(
+        type(x) is Tensor and not x.requires_grad
+        for name, x in state.items()
+        if name != "_extra_state"
+    )
     fresh = Net()
     fresh.load_state_dict(state)
     assert fresh.version == 7 and fresh(X).item() == pytest.approx(module(X).item())
@@ -79,7 +83,14 @@ def test_on_one_process_pickles_hold_plain_tensors() -> None:
     module(X).sum().backward()
     optimizer.step()
     file = io.BytesIO()
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "weight": module.weight}, file)
+    torch.save(
+        {
+            "model": module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "weight": module.weight,
+        },
+        file,
+    )
     file.seek(0)
     found = torch.load(file, weights_only=True)
     plain.load_state_dict(found["model"])
@@ -91,7 +102,9 @@ def test_on_one_process_pickles_hold_plain_tensors() -> None:
 def test_a_parameter_is_copied_as_what_it_is() -> None:
     module = compiled(nn.Linear(4, 4), example_inputs=(X,))
     weight = copy.copy(module.weight)
-    assert type(weight) is type(module.weight) and weight.full_tensor().equal(module.weight.full_tensor())
+    assert type(weight) is type(module.weight) and weight.full_tensor().equal(
+        module.weight.full_tensor()
+    )
 
 
 def test_states_that_are_no_tensors_are_as_when_it_was_compiled() -> None:
@@ -101,7 +114,9 @@ def test_states_that_are_no_tensors_are_as_when_it_was_compiled() -> None:
     module.load_state_dict(plain.state_dict())
     module.load_state_dict(module.full_state_dict())
     plain.version = 2
-    with pytest.raises(RuntimeStateError, match="'_extra_state' is another one than when the model was compiled"):
+    with pytest.raises(
+        RuntimeStateError, match="'_extra_state' is another one than when the model was compiled"
+    ):
         module.load_state_dict(plain.state_dict())
 
 

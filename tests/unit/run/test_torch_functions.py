@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.run.torch_functions import computes_in_place, draws, tensors_in, written_by
+from autopar.runtime.gather_fallback import computes_in_place, draws, tensors_in, written_by
 
 X, Y, OUT = torch.zeros(3), torch.ones(3), torch.zeros(3)
 
@@ -29,12 +29,23 @@ X, Y, OUT = torch.zeros(3), torch.ones(3), torch.zeros(3)
         (torch.add, (X, Y), {"out": OUT}, [OUT]),
         (nn.init.uniform_, (), {"tensor": X}, [X]),
     ],
-)  # fmt: skip
-def test_what_a_function_writes_into(func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+)
+def test_what_a_function_writes_into(
+    func: Any, args: Any, kwargs: Any, written: list[Tensor]
+) -> None:
     assert [id(x) for x in written_by(func, args, kwargs)] == [id(x) for x in written]
 
 
-@pytest.mark.parametrize("func", [Tensor.normal_, torch.randn_like, torch.bernoulli, nn.functional.dropout, nn.init.kaiming_uniform_])
+@pytest.mark.parametrize(
+    "func",
+    [
+        Tensor.normal_,
+        torch.randn_like,
+        torch.bernoulli,
+        nn.functional.dropout,
+        nn.init.kaiming_uniform_,
+    ],
+)
 def test_draws_are_known(func: Any) -> None:
     assert draws(func) and not draws(torch.zeros_like)
 

@@ -1,4 +1,5 @@
-"""What the user holds and backward reads may not change between a call and its backward; all else may."""
+"""What the user holds and backward reads may not change between a call and its backward; all
+else may."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from autopar.errors import RuntimeStateError
 
 
 class Net(nn.Module):
-    """Backward reads the input, the scale and `exp`; it reads neither `shifted` nor the running mean, which forward changes."""
+    """Backward reads the input, the scale and `exp`; it reads neither `shifted` nor the running
+    mean, which forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +44,33 @@ def made(**options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
-@pytest.mark.parametrize("held", ["input '0'", "output 'exp'", "buffer 'scale'", "parameter 'layer.weight'", "output 'shifted'", "mean"])
-def test_what_backward_reads_may_not_change_before_it_and_what_it_does_not_may(held: str, outputs: str) -> None:
+@pytest.mark.parametrize(
+    "held",
+    [
+        "input '0'",
+        "output 'exp'",
+        "buffer 'scale'",
+        "parameter 'layer.weight'",
+        "output 'shifted'",
+        "mean",
+    ],
+)
+def test_what_backward_reads_may_not_change_before_it_and_what_it_does_not_may(
+    held: str, outputs: str
+) -> None:
     def run(change: bool) -> Tensor:
         module, x = made(outputs=outputs), batch()
         out = module(x)
-        tensors = {"input '0'": x, "output 'exp'": out["exp"], "buffer 'scale'": module.scale, "mean": module.mean}
-        tensors |= {"output 'shifted'": out["shifted"], "parameter 'layer.weight'": module.layer.weight}
+        tensors = {
+            "input '0'": x,
+            "output 'exp'": out["exp"],
+            "buffer 'scale'": module.scale,
+            "mean": module.mean,
+        }
+        tensors |= {
+            "output 'shifted'": out["shifted"],
+            "parameter 'layer.weight'": module.layer.weight,
+        }
         assert isinstance(out["exp"], DTensor) == (outputs == "dtensor")
         if change:
             with torch.no_grad():
@@ -56,10 +78,17 @@ def test_what_backward_reads_may_not_change_before_it_and_what_it_does_not_may(h
         out["loss"].backward()
         return module.layer.weight.grad.full_tensor()
 
-    if held in ("output 'shifted'", "mean", "parameter 'layer.weight'"):  # no gradient but the weight's own is made, which it is not in
+    if held in (
+        "output 'shifted'",
+        "mean",
+        "parameter 'layer.weight'",
+    ):  # no gradient but the weight's own is made, which it is not in
         torch.testing.assert_close(run(change=True), run(change=False))
         return
-    with pytest.raises(RuntimeStateError, match=f"{held} was changed in place since the call, and backward reads it"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=f"{held} was changed in place since the call, and backward reads it",
+    ):
         run(change=True)
 
 
@@ -83,7 +112,12 @@ def test_compiled_graphs_are_watched_as_well() -> None:
 
 def test_a_scaled_loss_and_a_call_before_the_backward_of_another_are_no_change() -> None:
     module, plain, x = made(), Net(), batch()
-    plain.load_state_dict({name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in module.state_dict().items()})
+    plain.load_state_dict(
+        {
+            name: t.full_tensor() if isinstance(t, DTensor) else t
+            for name, t in module.state_dict().items()
+        }
+    )
     for each in (module, plain):
         losses = [each(x)["loss"], each(x + 1.0)["loss"]]
         for loss in losses:
@@ -115,7 +149,9 @@ class Perplexity(Net):
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 @pytest.mark.parametrize("backward", [True, False])
 def test_what_is_watched_is_held_no_longer_than_what_is_saved(backward: bool, outputs: str) -> None:
-    module = autopar.compile(Perplexity(), 1, example_inputs=(batch(),), hardware="cpu-gloo", outputs=outputs)
+    module = autopar.compile(
+        Perplexity(), 1, example_inputs=(batch(),), hardware="cpu-gloo", outputs=outputs
+    )
     gc.disable()
     try:
         out = module(batch())

@@ -1,4 +1,5 @@
-"""Weights in and out as safetensors on one process, models without weights, and that nothing runs before it has its values."""
+"""Weights in and out as safetensors on one process, models without weights, and that nothing
+runs before it has its values."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(8, width), nn.Linear(8, width), nn.Linear(width, 1)
+        self.first, self.second, self.last = (
+            nn.Linear(8, width),
+            nn.Linear(8, width),
+            nn.Linear(width, 1),
+        )
         self.second.weight = self.first.weight
         self.register_buffer("seen", torch.tensor([3, 4]))
         self.register_buffer("scale", torch.full((width,), 2.0), persistent=False)
@@ -52,7 +57,10 @@ def without_values() -> Any:
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for name, x in module.state_dict().items()}
+    return {
+        name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+        for name, x in module.state_dict().items()
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -68,16 +76,29 @@ def folder(tmp_path: Path) -> Path:
 
 def test_weights_go_out_in_several_files_with_an_index_and_in_again(folder: Path) -> None:
     names = {each.name for each in folder.iterdir()}
-    assert "model.safetensors.index.json" in names and "model-00001-of-00003.safetensors" in names and len(names) == 4
+    assert (
+        "model.safetensors.index.json" in names
+        and "model-00001-of-00003.safetensors" in names
+        and len(names) == 4
+    )
     module = without_values()
     assert autopar.load_weights(module, folder) == ()
     assert same(state(module), plain(1).state_dict())
     assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)
 
 
-def test_what_is_tied_is_written_once_and_read_under_any_of_its_names(folder: Path, tmp_path: Path) -> None:
+def test_what_is_tied_is_written_once_and_read_under_any_of_its_names(
+    folder: Path, tmp_path: Path
+) -> None:
     written = {name for each in folder.glob("*.safetensors") for name in load_file(each)}
-    assert written == {"first.weight", "first.bias", "second.bias", "last.weight", "last.bias", "seen"}
+    assert written == {
+        "first.weight",
+        "first.bias",
+        "second.bias",
+        "last.weight",
+        "last.bias",
+        "seen",
+    }
     here = dict(plain(2).state_dict())
     del here["first.weight"]
     save_file(here, tmp_path / "other.safetensors")
@@ -90,20 +111,38 @@ def test_weights_take_the_place_of_those_that_were_there_and_of_nothing_else(fol
     for other in ("config.json", "model_ema.safetensors"):
         (folder / other).write_text("{}")
     autopar.save_weights(compiled(plain(2)), folder, dtype=torch.bfloat16)
-    assert {each.name for each in folder.iterdir()} == {"config.json", "model_ema.safetensors", "model.safetensors"}
+    assert {each.name for each in folder.iterdir()} == {
+        "config.json",
+        "model_ema.safetensors",
+        "model.safetensors",
+    }
     found = load_file(folder / "model.safetensors")
-    assert torch.equal(found["last.weight"], plain(2).last.weight.bfloat16()) and found["seen"].dtype == torch.int64
+    assert (
+        torch.equal(found["last.weight"], plain(2).last.weight.bfloat16())
+        and found["seen"].dtype == torch.int64
+    )
     module = without_values()
     autopar.load_weights(module, folder)
     assert torch.equal(state(module)["last.weight"], plain(2).last.weight.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_transformers_reads_what_is_written_and_what_it_writes_is_read(kind: str, tmp_path: Path) -> None:
-    sizes = {"gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16}, "llama": {
-        "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 32,
-    }}  # fmt: skip
-    config = AutoConfig.for_model(kind, vocab_size=32, bos_token_id=1, eos_token_id=2, **sizes[kind])
+def test_transformers_reads_what_is_written_and_what_it_writes_is_read(
+    kind: str, tmp_path: Path
+) -> None:
+    sizes = {
+        "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16},
+        "llama": {
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "intermediate_size": 32,
+        },
+    }
+    config = AutoConfig.for_model(
+        kind, vocab_size=32, bos_token_id=1, eos_token_id=2, **sizes[kind]
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
@@ -120,17 +159,35 @@ def test_transformers_reads_what_is_written_and_what_it_writes_is_read(kind: str
     assert same(again.state_dict(), model.state_dict())
 
 
-def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_file({"encoder." + name: x for name, x in plain(3).state_dict().items() if name != "second.weight"}, tmp_path / "x.safetensors")
+def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(
+        {
+            "encoder." + name: x
+            for name, x in plain(3).state_dict().items()
+            if name != "second.weight"
+        },
+        tmp_path / "x.safetensors",
+    )
     module = compiled(plain(0))
     autopar.load_weights(module, tmp_path / "x.safetensors", rename="encoder.{}".format)
     assert same(state(module), plain(3).state_dict())
-    save_file({"last.weight": plain(4).last.weight.detach(), "head.weight": torch.ones(2)}, tmp_path / "x.safetensors")
+    save_file(
+        {"last.weight": plain(4).last.weight.detach(), "head.weight": torch.ones(2)},
+        tmp_path / "x.safetensors",
+    )
     missing = autopar.load_weights(module, tmp_path / "x.safetensors", strict=False)
-    assert set(missing) == {"seen", "first.weight", "first.bias", "second.bias", "last.bias"} and len(missing) == 5
+    assert (
+        set(missing) == {"seen", "first.weight", "first.bias", "second.bias", "last.bias"}
+        and len(missing) == 5
+    )
     assert same(state(module), {**plain(3).state_dict(), "last.weight": plain(4).last.weight})
     assert "1 weights are in the files, and not in the model: head.weight" in caplog.text
-    assert f"5 weights are not in the files, and left as they are: {', '.join(missing[:3])}, …" in caplog.text
+    assert (
+        f"5 weights are not in the files, and left as they are: {', '.join(missing[:3])}, …"
+        in caplog.text
+    )
 
 
 def test_only_what_is_named_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,20 +230,35 @@ def _index_of_nothing(place: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (_of(lambda here: here.pop("last.bias")), r"do not fit the model: last.bias is not there[\s\S]*rename="),
-        (_of(lambda here: here.update({"seen": torch.ones(2)})), r"seen is F32 there, torch.int64 here"),
-        (_of(lambda here: here.update({"last.bias": torch.ones(2)})), r"last.bias is \(2,\) there, \(1,\) here"),
-        (_of(lambda here: here.update({"last.bias": torch.ones(1, dtype=torch.float8_e4m3fn)})), r"last.bias is F8_E4M3 there"),
+        (
+            _of(lambda here: here.pop("last.bias")),
+            r"do not fit the model: last.bias is not there[\s\S]*rename=",
+        ),
+        (
+            _of(lambda here: here.update({"seen": torch.ones(2)})),
+            r"seen is F32 there, torch.int64 here",
+        ),
+        (
+            _of(lambda here: here.update({"last.bias": torch.ones(2)})),
+            r"last.bias is \(2,\) there, \(1,\) here",
+        ),
+        (
+            _of(lambda here: here.update({"last.bias": torch.ones(1, dtype=torch.float8_e4m3fn)})),
+            r"last.bias is F8_E4M3 there",
+        ),
         (_text("pytorch_model.bin", "x"), r"pickles alone \(pytorch_model.bin\)"),
         (_text("model.safetensors", "x"), r"cannot be read"),
         (_text("model.safetensors.index.json", "[]"), r"the index cannot be read"),
-        (_text("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), r"gone.safetensors"),
+        (
+            _text("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'),
+            r"gone.safetensors",
+        ),
         (_index_of_nothing, r"the index says that 'x' is in a file that does not hold it"),
         (_two, r"there are several: a.safetensors, b.safetensors"),
         (lambda place: place, r"no .safetensors files"),
         (lambda place: place / "nowhere", r"there are no weights"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_or_cannot_be_read_is_refused_and_nothing_changes(
     write: Callable[[Path], Path], words: str, tmp_path: Path
 ) -> None:
@@ -199,7 +271,11 @@ def test_what_does_not_fit_or_cannot_be_read_is_refused_and_nothing_changes(
 def test_models_that_are_built_on_meta_have_buffers_and_what_is_tied_stays_one() -> None:
     with autopar.weights_on_meta():
         model = Net()
-    assert model.first.weight.is_meta and model.first.weight is model.second.weight and not model.scale.is_meta  # type: ignore[union-attr]
+    assert (
+        model.first.weight.is_meta
+        and model.first.weight is model.second.weight
+        and not model.scale.is_meta
+    )  # type: ignore[union-attr]
     with pytest.raises(ZeroDivisionError), autopar.weights_on_meta():
         raise ZeroDivisionError
     assert not Net().first.weight.is_meta
@@ -207,19 +283,29 @@ def test_models_that_are_built_on_meta_have_buffers_and_what_is_tied_stays_one()
 
 WAYS: dict[str, Callable[[Any, Path], object]] = {
     "full tensors": lambda module, place: module.load_state_dict(plain(1).state_dict()),
-    "in place": lambda module, place: dcp.load({"model": module.state_dict()}, checkpoint_id=place / "dcp"),
+    "in place": lambda module, place: dcp.load(
+        {"model": module.state_dict()}, checkpoint_id=place / "dcp"
+    ),
     "a checkpoint": lambda module, place: autopar.Checkpoints(place / "run").load(module),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_without_values_neither_runs_nor_is_saved_until_it_is_given_them(way: str, tmp_path: Path) -> None:
+def test_a_module_without_values_neither_runs_nor_is_saved_until_it_is_given_them(
+    way: str, tmp_path: Path
+) -> None:
     source = compiled(plain(1))
     autopar.Checkpoints(tmp_path / "run").save(1, source)
     dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / "dcp")
     module = without_values()
     for refused in (lambda: module(**BATCH), lambda: autopar.save_weights(module, tmp_path / "x")):
-        with pytest.raises(RuntimeStateError, match=r"'first\.weight' was on meta, and has not been given values since, nor have 4 others"):
+        with pytest.raises(
+            RuntimeStateError,
+            match=(
+                r"'first\.weight' was on meta, and has not been given values since, nor have 4"
+                r" others"
+            ),
+        ):
             refused()
     with pytest.raises(RuntimeStateError, match="was on meta"):
         autopar.Checkpoints(tmp_path / "other").save(1, module)
@@ -248,11 +334,18 @@ def test_a_checkpoint_is_exported_without_a_mesh(
     assert checkpoints.export(tmp_path / "one", step=1) == 1
     found = load_file(tmp_path / "one" / "model.safetensors")
     assert same({**found, "second.weight": found["first.weight"]}, plain(1).state_dict())
-    monkeypatch.setattr(sys, "argv", ["autopar", "export", str(tmp_path / "run"), str(tmp_path / "two"), "--dtype", "bfloat16"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["autopar", "export", str(tmp_path / "run"), str(tmp_path / "two"), "--dtype", "bfloat16"],
+    )
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert not exit_.value.code and "after step 2" in capsys.readouterr().out.replace("\n", " ")
-    assert torch.equal(load_file(tmp_path / "two" / "model.safetensors")["last.weight"], plain(2).last.weight.bfloat16())
+    assert torch.equal(
+        load_file(tmp_path / "two" / "model.safetensors")["last.weight"],
+        plain(2).last.weight.bfloat16(),
+    )
     with pytest.raises(RuntimeStateError, match=r"no checkpoint of step 3[\s\S]*steps 1, 2"):
         checkpoints.export(tmp_path / "three", step=3)
     data = next((tmp_path / "run" / "step_000000002").glob("rank_*"))
@@ -273,7 +366,9 @@ def test_numbers_that_happen_to_be_the_mark_of_none_are_values_once_they_were_gi
     assert module(**BATCH).isfinite() and torch.equal(module.seen, wanted["seen"])
 
 
-def test_while_weights_take_the_place_of_others_what_is_there_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_weights_take_the_place_of_others_what_is_there_is_no_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace, moved = Path.replace, list[Path]()
 
     def breaks(self: Path, target: Path) -> Path:

@@ -1,4 +1,5 @@
-"""A problem without a legal assignment is refused, by whichever way it is found out, and the op that refuses is named."""
+"""A problem without a legal assignment is refused, by whichever way it is found out, and the op
+that refuses is named."""
 
 from __future__ import annotations
 
@@ -6,36 +7,54 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.core.layout import Layout, Strategy
+from autopar.core.layout_graph import LayoutGraph
+from autopar.core.problem import Problem
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, Strategy
-from autopar.layout_graph import LayoutGraph
-from autopar.problem import Problem
-from autopar.solve import climbing, quick, search, solve
-from autopar.solve.ascent import Ascent
+from autopar.solve import branch_and_cut, greedy, restricted, solve
+from autopar.solve.dual_ascent import Ascent
 from tests.laws.test_solver_oracles import GRADIENT, A, problem
 
 WHOLE, SPLIT = Layout.parse("R"), Layout.parse("S(0)")
 
 
 def refused() -> Problem:
-    """The parameter w adds up its gradient in parts, c makes it whole, and no collectives lead there."""
+    """The parameter w adds up its gradient in parts, c makes it whole, and no collectives lead
+    there."""
     p = problem(0)
     w, c = p.ops[0], p.ops[-1]
-    w = replace(w, strategies=tuple(replace(s, layouts=Strategy((SPLIT,), s.layouts.outputs)) for s in w.strategies))
-    c = replace(c, strategies=tuple(replace(s, layouts=Strategy(s.layouts.inputs, (WHOLE,))) for s in c.strategies))
+    w = replace(
+        w,
+        strategies=tuple(
+            replace(s, layouts=Strategy((SPLIT,), s.layouts.outputs)) for s in w.strategies
+        ),
+    )
+    c = replace(
+        c,
+        strategies=tuple(
+            replace(s, layouts=Strategy(s.layouts.inputs, (WHOLE,))) for s in c.strategies
+        ),
+    )
     graph = LayoutGraph((SPLIT, WHOLE), (32, 64), (), {SPLIT: 0, WHOLE: 1})
-    values = tuple(replace(value, graph=graph) if v == GRADIENT else value for v, value in enumerate(p.values))
+    values = tuple(
+        replace(value, graph=graph) if v == GRADIENT else value for v, value in enumerate(p.values)
+    )
     return replace(p, ops=(w, *p.ops[1:-1], c), values=values)
 
 
 @pytest.mark.parametrize("small", [0, 4000])
 @pytest.mark.parametrize("huge", [0, 100_000])
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
-def test_every_way_of_finding_out_names_the_op_that_refuses(small: int, huge: int, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (search, climbing):
+def test_every_way_of_finding_out_names_the_op_that_refuses(
+    small: int, huge: int, solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (branch_and_cut, restricted):
         monkeypatch.setattr(module, "SMALL", small)  # from here on dual ascent begins
-    monkeypatch.setattr(quick, "_HUGE", huge)
-    with pytest.raises(InfeasibleError, match=r"legal: w refuses, it reads c as S\(0\), which no collectives make of R") as refusal:
+    monkeypatch.setattr(greedy, "_HUGE", huge)
+    with pytest.raises(
+        InfeasibleError,
+        match=r"legal: w refuses, it reads c as S\(0\), which no collectives make of R",
+    ) as refusal:
         solve(refused(), solver=solver)
     assert "constraints" in refusal.value.remedy
 
@@ -47,7 +66,7 @@ def test_dual_ascent_refuses_by_itself() -> None:
 
 @pytest.mark.parametrize("small", [0, 4000])
 def test_an_op_without_a_strategy_is_named(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (search, climbing):
+    for module in (branch_and_cut, restricted):
         monkeypatch.setattr(module, "SMALL", small)
     p = problem(0)
     with pytest.raises(InfeasibleError, match="b refuses, it has no strategy"):

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 from tight_problems import small_problems
 
-from autopar.problem import Problem
-from autopar.solve.engine import Relaxation
-from autopar.solve.search import BranchAndCut, Outcome
+from autopar.core.problem import Problem
+from autopar.solve.branch_and_cut import BranchAndCut, Outcome
+from autopar.solve.highs import Relaxation
 
 PHASES = (
     "_round_off",
@@ -64,11 +64,13 @@ def test_a_round_runs_all_phases_if_none_of_them_ends_it(monkeypatch: pytest.Mon
 
 
 def test_a_round_ends_if_a_plan_is_close_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solve.incumbent.Incumbent.is_close", lambda _: True)
+    monkeypatch.setattr("autopar.solve.bounds.Incumbent.is_close", lambda _: True)
     assert run_round({}, monkeypatch) == ([PHASES[0]], Outcome())
 
 
-def test_a_search_without_further_rows_ends_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_further_rows_ends_after_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rounds, run = list[Outcome](), BranchAndCut._run_round
 
     def watched(search: BranchAndCut, relaxation: Relaxation) -> Outcome:

@@ -8,17 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.solve.live import Point
-from autopar.solve.tree import Tree, _Node
+from autopar.solve.branching import Tree, _Node
+from autopar.solve.highs import Point
 
-BOXES = {1.0: [2.0, 3.0], 3.0: [4.0, 5.0], 4.0: [], 5.0: []}  # the bound of a box → those of the boxes that it falls into
+BOXES = {
+    1.0: [2.0, 3.0],
+    3.0: [4.0, 5.0],
+    4.0: [],
+    5.0: [],
+}  # the bound of a box → those of the boxes that it falls into
 CLOSED = {1.0: 2.0}  # which of them are closed
 
 
 def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[float]]:
     """The bound that a tree of these boxes proves, and the boxes that it looks into."""
     program: Any = SimpleNamespace(x=[], again={}, keep={}, regions={})
-    engine: Any = SimpleNamespace(column={}, cost=np.zeros(1), rows=SimpleNamespace(lower=np.zeros(1)))
+    engine: Any = SimpleNamespace(
+        column={}, cost=np.zeros(1), rows=SimpleNamespace(lower=np.zeros(1))
+    )
     live: Any = SimpleNamespace(num_iterations=0, is_over=False)
     looked_into: list[float] = []
 
@@ -38,7 +45,9 @@ def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[flo
     return tree.branch().bound, looked_into
 
 
-def test_it_ends_once_a_closed_box_proves_no_more_than_any_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_once_a_closed_box_proves_no_more_than_any_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bound, looked_into = grown(10.0, monkeypatch)
     assert bound == 2.0, "what waits cannot raise it"
     assert looked_into == [1.0]

@@ -1,4 +1,5 @@
-"""A huge program is not solved where the plan that has every tensor whole will do, and has an answer where time runs out."""
+"""A huge program is not solved where the plan that has every tensor whole will do, and has an
+answer where time runs out."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import zoo_small
 
 from autopar.capture import capture
 from autopar.certificate.bound import lower_bound
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
 from autopar.cost.price import price
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.problem import Problem
-from autopar.solve import evaluate, quick, solve
-from autopar.solve.engine import Engine, Relaxation, proof
-from autopar.solve.search import BranchAndCut
-from autopar.strategies import classes_of
+from autopar.sharding import classes_of
+from autopar.solve import evaluate, greedy, solve
+from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.highs import Engine, Relaxation, proof
 
 H100 = HardwareProfile.load("h100-sxm")
 
@@ -29,30 +30,38 @@ def problem(budget_bytes: int = 2**36) -> Problem:
     """Of a model so small that a launch takes longer than what it launches."""
     model, batch = zoo_small.gpt2(dtype=torch.bfloat16)
     trace, mesh = capture(model, (), batch), Mesh(2)
-    return price(trace, classes_of(trace, mesh.shape), mesh, H100, budget_bytes=budget_bytes).problem
+    return price(
+        trace, classes_of(trace, mesh.shape), mesh, H100, budget_bytes=budget_bytes
+    ).problem
 
 
 def whole(p: Problem) -> tuple[int, ...]:
     found = []
     for op in p.ops:
         layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
-        found.append(next(i for i, each in enumerate(layouts) if all(x.is_replicated for x in each)))
+        found.append(
+            next(i for i, each in enumerate(layouts) if all(x.is_replicated for x in each))
+        )
     return tuple(found)
 
 
 @pytest.fixture
 def huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "_HUGE", 0)
+    monkeypatch.setattr(greedy, "_HUGE", 0)
 
 
 @pytest.mark.usefixtures("huge")
-def test_where_it_is_close_to_the_quickest_of_every_op_no_relaxation_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_close_to_the_quickest_of_every_op_no_relaxation_is_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(BranchAndCut, "_relax", lambda self: pytest.fail("it is close enough"))
     p = problem()
     found = solve(p, gap=0.2)
     assert found.strategies == whole(p)
     assert found.objective_s == pytest.approx(evaluate(p, whole(p)).objective_s)
-    assert found.multipliers is not None and found.multipliers.bound_s == pytest.approx(lower_bound(p, {}, []))
+    assert found.multipliers is not None and found.multipliers.bound_s == pytest.approx(
+        lower_bound(p, {}, [])
+    )
     assert found.bound_s == pytest.approx(found.multipliers.bound_s) and 0.0 < found.gap <= 0.2
 
 
@@ -61,10 +70,12 @@ def test_where_it_is_not_the_search_goes_on_and_ends_as_it_would_have() -> None:
     """On a slow device work is worth sharing."""
     p = problem()
     rows = [tuple(replace(s, time_s=s.time_s * work(s)) for s in op.strategies) for op in p.ops]
-    slow = replace(p, ops=tuple(replace(op, strategies=row) for op, row in zip(p.ops, rows, strict=True)))
+    slow = replace(
+        p, ops=tuple(replace(op, strategies=row) for op, row in zip(p.ops, rows, strict=True))
+    )
     found = solve(slow, gap=0.0)
     assert found.objective_s < evaluate(slow, whole(slow)).objective_s
-    quick._HUGE = 10**9
+    greedy._HUGE = 10**9
     assert found.objective_s == pytest.approx(solve(slow, gap=0.0).objective_s, rel=1e-9)
 
 
@@ -99,4 +110,7 @@ def test_where_it_does_not_fit_it_is_no_answer() -> None:
     assert max(e.resting_bytes) > tight.budget_bytes
     found = solve(tight, gap=0.05)
     assert found.strategies != whole(tight)
-    assert max(evaluate(tight, found.strategies, found.recomputed, found.kept).resting_bytes) <= tight.budget_bytes
+    assert (
+        max(evaluate(tight, found.strategies, found.recomputed, found.kept).resting_bytes)
+        <= tight.budget_bytes
+    )

@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 from tight_problems import small_problems
 
-from autopar.choices import Choices, Multipliers
-from autopar.problem import Problem
-from autopar.solve import Common, choices_or_least, search, solve
-from autopar.solve.engine import Engine
-from autopar.solve.search import BranchAndCut
-from autopar.solve.work import Work
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices, Multipliers
+from autopar.solve import Common, branch_and_cut, choices_or_least, solve
+from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.highs import Engine, Work
 
 
-def searched(problem: Problem, *, gap: float = 0.0, shared: Common | None = None, met: Choices | None = None) -> Choices:
-    found = choices_or_least(problem, gap=gap, time_limit_s=math.inf, solver="highs", bound_only=True, common=shared, met=met)
+def searched(
+    problem: Problem, *, gap: float = 0.0, shared: Common | None = None, met: Choices | None = None
+) -> Choices:
+    found = choices_or_least(
+        problem,
+        gap=gap,
+        time_limit_s=math.inf,
+        solver="highs",
+        bound_only=True,
+        common=shared,
+        met=met,
+    )
     assert isinstance(found, Choices)
     return found
 
@@ -50,9 +59,11 @@ def test_a_problem_takes_the_same_work_each_time_and_searches_that_share_add_the
     assert alone[0].work.spent > spent
 
 
-def test_a_search_that_has_a_plan_ends_when_its_work_is_done_with_a_bound_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_has_a_plan_ends_when_its_work_is_done_with_a_bound_that_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem, *_ = small_problems()
-    monkeypatch.setattr(search, "SMALL", 0)
+    monkeypatch.setattr(branch_and_cut, "SMALL", 0)
     best, whole = solve(problem, gap=0.0), Common()
     searched(problem, shared=whole)
     short = Common()
@@ -66,18 +77,29 @@ def test_without_a_plan_it_goes_on_to_the_first_whatever_the_work() -> None:
     problem, *_ = small_problems()
     shared = Common()
     shared.work.most = 1.0
-    assert searched(problem, shared=shared).objective_s >= solve(problem, gap=0.0).bound_s * (1 - 1e-9)
+    assert searched(problem, shared=shared).objective_s >= solve(problem, gap=0.0).bound_s * (
+        1 - 1e-9
+    )
 
 
 def test_what_is_known_is_the_answer_unless_a_better_one_is_found_and_its_bound_holds_on() -> None:
     problem, *_ = small_problems()
     best = solve(problem, gap=0.0)
     worse = solve(problem, gap=0.5)
-    assert searched(problem, met=replace(worse, bound_s=0.0)).objective_s == pytest.approx(best.objective_s)
+    assert searched(problem, met=replace(worse, bound_s=0.0)).objective_s == pytest.approx(
+        best.objective_s
+    )
     again = searched(problem, gap=0.5, met=best)
     assert again.objective_s == best.objective_s, "a search for less does not lose it"
-    assert again.bound_s == pytest.approx(best.bound_s) and again.bound_s > solve(problem, gap=0.5).bound_s
-    assert again.multipliers is not None and best.multipliers is not None and again.multipliers.bound_s >= best.multipliers.bound_s
+    assert (
+        again.bound_s == pytest.approx(best.bound_s)
+        and again.bound_s > solve(problem, gap=0.5).bound_s
+    )
+    assert (
+        again.multipliers is not None
+        and best.multipliers is not None
+        and again.multipliers.bound_s >= best.multipliers.bound_s
+    )
 
 
 def test_what_does_not_fit_this_problem_is_not_begun_with() -> None:
@@ -89,7 +111,9 @@ def test_what_does_not_fit_this_problem_is_not_begun_with() -> None:
     assert searched(problem, met=replace(ample, bound_s=0.0)).objective_s > ample.objective_s
 
 
-def test_the_same_columns_under_the_same_rows_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_columns_under_the_same_rows_are_searched_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem, *_ = small_problems()
     looked = BranchAndCut(problem, 0.0, 200)
     runs = list[int]()

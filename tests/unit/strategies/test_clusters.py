@@ -1,4 +1,5 @@
-"""Clusters and classes: every node belongs to one decision, equal layers share it, and nothing moves inside one."""
+"""Clusters and classes: every node belongs to one decision, equal layers share it, and nothing
+moves inside one."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from torch import nn
 from autopar import ops
 from autopar.capture import capture
 from autopar.capture.trace import Trace
-from autopar.layout import Layout
+from autopar.core.layout import Layout
 from autopar.rules import is_strategy
-from autopar.strategies import ClusterClass, classes_of, clusters_of, pattern_of
+from autopar.sharding import ClusterClass, classes_of, clusters_of, pattern_of
 
 MESH = (2, 2)
 HEADS = {ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward}
@@ -38,13 +39,23 @@ def classes(gpt2: Trace) -> tuple[ClusterClass, ...]:
     [
         ("head/dot/forward/0", "head/dot/forward/0", ()),
         ("layers.3.mlp/dot/forward/1", "layers.{0}.mlp/dot/forward/1", (3,)),
-        ("stages.1.layers.12/add.Tensor/backward/0", "stages.{0}.layers.{1}/add.Tensor/backward/0", (1, 12)),
-        ("net.conv2d.0.w1/parameter", "net.conv2d.{0}.w1/parameter", (0,)),  # only a whole name is an index
+        (
+            "stages.1.layers.12/add.Tensor/backward/0",
+            "stages.{0}.layers.{1}/add.Tensor/backward/0",
+            (1, 12),
+        ),
+        (
+            "net.conv2d.0.w1/parameter",
+            "net.conv2d.{0}.w1/parameter",
+            (0,),
+        ),  # only a whole name is an index
         ("a.{b}.0/relu/forward/0", "a.{{b}}.{0}/relu/forward/0", (0,)),
         ("/mean/forward/0", "/mean/forward/0", ()),
     ],
 )
-def test_a_pattern_holds_fields_for_the_indices_and_gives_the_key_back(key: str, pattern: str, indices: tuple[int, ...]) -> None:
+def test_a_pattern_holds_fields_for_the_indices_and_gives_the_key_back(
+    key: str, pattern: str, indices: tuple[int, ...]
+) -> None:
     assert pattern_of(key) == (pattern, indices)
     assert pattern.format(*indices) == key
 
@@ -62,10 +73,14 @@ def test_every_node_belongs_to_one_cluster_and_no_cluster_waits_for_itself(gpt2:
 def test_clusters_read_from_outside_and_make_what_others_read(gpt2: Trace) -> None:
     clusters = clusters_of(gpt2)
     output = next(iter(reversed(gpt2.graph.nodes)))
-    wanted = {(n.name, 0) for n in output.all_input_nodes} | {r for c in clusters for r in c.operands}
+    wanted = {(n.name, 0) for n in output.all_input_nodes} | {
+        r for c in clusters for r in c.operands
+    }
     for cluster in clusters:
         inside = {m.node for m in cluster.members}
-        assert not any(name in inside for name, _ in cluster.operands) and len(set(cluster.operands)) == len(cluster.operands)
+        assert not any(name in inside for name, _ in cluster.operands) and len(
+            set(cluster.operands)
+        ) == len(cluster.operands)
         made = [ref for m in cluster.members for ref in m.makes]
         assert [ref for ref in made if ref in wanted] == list(cluster.results)
         assert len({gpt2.node(m.node).meta["phase"] for m in cluster.members}) == 1
@@ -82,17 +97,23 @@ def test_equal_layers_take_one_decision(classes: tuple[ClusterClass, ...]) -> No
     layered = [c for c in classes if c.first.indices]
     assert {len(c.instances) for c in layered} <= {1, 2, 3}
     counts = Counter(len(c.instances) for c in layered)
-    assert counts[3] > 5 * (counts[1] + counts[2]), "the first and last layers differ in a few ops only"
+    assert counts[3] > 5 * (counts[1] + counts[2]), (
+        "the first and last layers differ in a few ops only"
+    )
     for c in layered:
         assert len({i.indices for i in c.instances}) == len(c.instances)
         assert len({tuple(m.pattern for m in i.members) for i in c.instances}) == 1
 
 
-def test_a_strategy_of_a_cluster_is_one_of_each_members_rule_with_nothing_moved_inside(classes: tuple[ClusterClass, ...]) -> None:
+def test_a_strategy_of_a_cluster_is_one_of_each_members_rule_with_nothing_moved_inside(
+    classes: tuple[ClusterClass, ...],
+) -> None:
     for c in classes:
         assert len({s.outer for s in c.strategies}) == len(c.strategies) > 0
         for s in c.strategies[:: max(1, len(c.strategies) // 8)]:
-            at: dict[tuple[str, int], Layout] = dict(zip(c.first.operands, s.outer.inputs, strict=True))
+            at: dict[tuple[str, int], Layout] = dict(
+                zip(c.first.operands, s.outer.inputs, strict=True)
+            )
             for member, own in zip(c.first.members, s.members, strict=True):
                 assert is_strategy(member.call, own, MESH), f"{member.key}: {own}"
                 assert [at[ref] for ref in member.reads] == list(own.inputs), "read as it was made"
@@ -100,13 +121,23 @@ def test_a_strategy_of_a_cluster_is_one_of_each_members_rule_with_nothing_moved_
             assert [at[ref] for ref in c.first.results] == list(s.outer.outputs)
 
 
-def test_every_class_can_run_whole_and_every_strategy_fits_its_tensors(classes: tuple[ClusterClass, ...]) -> None:
+def test_every_class_can_run_whole_and_every_strategy_fits_its_tensors(
+    classes: tuple[ClusterClass, ...],
+) -> None:
     for c in classes:
-        whole = [s for s in c.strategies if all(layout.is_replicated for layout in (*s.outer.inputs, *s.outer.outputs))]
+        whole = [
+            s
+            for s in c.strategies
+            if all(layout.is_replicated for layout in (*s.outer.inputs, *s.outer.outputs))
+        ]
         assert len(whole) == 1
         for s in c.strategies:
             for member, own in zip(c.first.members, s.members, strict=True):
-                infos = zip((*own.inputs, *own.outputs), (*member.call.inputs, *member.call.outputs), strict=True)
+                infos = zip(
+                    (*own.inputs, *own.outputs),
+                    (*member.call.inputs, *member.call.outputs),
+                    strict=True,
+                )
                 assert all(layout.fits(info.shape, MESH) for layout, info in infos)
 
 
@@ -116,9 +147,15 @@ def test_partial_operands_are_offered_only_where_some_producer_gives_them() -> N
     for c in classes:
         for s in c.strategies:
             for ref, layout in zip(c.first.operands, s.outer.inputs, strict=True):
-                assert not layout.has_partial or ref in made or len(c.instances) > 1, f"{c.first.members[0].key} reads a sum nobody makes"
+                assert not layout.has_partial or ref in made or len(c.instances) > 1, (
+                    f"{c.first.members[0].key} reads a sum nobody makes"
+                )
             for cluster in c.instances:
-                made |= {ref for ref, layout in zip(cluster.results, s.outer.outputs, strict=True) if layout.has_partial}
+                made |= {
+                    ref
+                    for ref, layout in zip(cluster.results, s.outer.outputs, strict=True)
+                    if layout.has_partial
+                }
     assert made
 
 
@@ -127,12 +164,20 @@ def test_products_do_not_take_partial_sums() -> None:
     for c in classes:
         for position, member in enumerate(c.first.members):
             if member.call.target == ops.dot:
-                assert not any(layout.has_partial for s in c.strategies for layout in s.members[position].inputs)
+                assert not any(
+                    layout.has_partial
+                    for s in c.strategies
+                    for layout in s.members[position].inputs
+                )
 
 
 def test_an_axis_of_size_one_offers_nothing_but_replication() -> None:
     for c in classes_of(traced(8, 16, 8, num_layers=1, dtype=torch.float32), (1, 2)):
-        assert all(str(layout).startswith("R ") for s in c.strategies for layout in (*s.outer.inputs, *s.outer.outputs))
+        assert all(
+            str(layout).startswith("R ")
+            for s in c.strategies
+            for layout in (*s.outer.inputs, *s.outer.outputs)
+        )
 
 
 def test_two_axes_split_one_dim_in_both_orders_and_all_tensors_in_the_same() -> None:
@@ -145,7 +190,8 @@ def test_two_axes_split_one_dim_in_both_orders_and_all_tensors_in_the_same() -> 
 
 
 class Bands(nn.Module):
-    """Repeated rows added up, whose gradients are written into zeros made like them; and a halo's operand that a follower reads."""
+    """Repeated rows added up, whose gradients are written into zeros made like them; and a
+    halo's operand that a follower reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +207,9 @@ def test_a_tensor_made_like_another_may_lie_in_any_way_and_follows_no_cluster() 
     trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
     members = [[m.call.target for m in cluster.members] for cluster in clusters_of(trace)]
     made_alike = [torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default]
-    assert any(target in made_alike for targets in members for target in targets), "the model has one"
+    assert any(target in made_alike for targets in members for target in targets), (
+        "the model has one"
+    )
     assert not any(target in made_alike for targets in members for target in targets[1:])
     assert max(len(c.strategies) for c in classes_of(trace, MESH)) < 200
 
@@ -180,18 +228,39 @@ class Weighed(nn.Module):
 
 def test_what_is_made_of_nothing_has_no_follower_that_reads_anything_else() -> None:
     trace = capture(Weighed(), (), {"x": torch.randn(4, 8)})
-    names = [[m.call.target.__name__ for m in cluster.members] for cluster in clusters_of(trace) if cluster.phase == "forward"]
-    assert ["ones.default", "cumsum.default", "sqrt.default"] in names, "what is made of it alone is one decision with it"
-    found = next(c for c in classes_of(trace, (2,)) if c.first.members[0].key == "/mul.Tensor/forward/0")
-    assert {"R", "S(0)", "S(1)"} <= {str(s.members[0].outputs[0]) for s in found.strategies}, "all that it reads can be split"
+    names = [
+        [m.call.target.__name__ for m in cluster.members]
+        for cluster in clusters_of(trace)
+        if cluster.phase == "forward"
+    ]
+    assert [
+        "ones.default",
+        "cumsum.default",
+        "sqrt.default",
+    ] in names, "what is made of it alone is one decision with it"
+    found = next(
+        c for c in classes_of(trace, (2,)) if c.first.members[0].key == "/mul.Tensor/forward/0"
+    )
+    assert {"R", "S(0)", "S(1)"} <= {str(s.members[0].outputs[0]) for s in found.strategies}, (
+        "all that it reads can be split"
+    )
 
 
 def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without() -> None:
     trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
-    backward = [c for c in classes_of(trace, (2,)) if c.first.members[0].call.target == torch.ops.aten.convolution_backward.default]
+    backward = [
+        c
+        for c in classes_of(trace, (2,))
+        if c.first.members[0].call.target == torch.ops.aten.convolution_backward.default
+    ]
     assert backward
     for found in backward:
-        assert any(halo.dim >= 2 for s in found.strategies for layout in s.outer.inputs for halo in layout.special), "space is a choice"
+        assert any(
+            halo.dim >= 2
+            for s in found.strategies
+            for layout in s.outer.inputs
+            for halo in layout.special
+        ), "space is a choice"
 
 
 class Centred(nn.Module):

@@ -13,14 +13,14 @@ from torch import nn
 from autopar.capture import capture
 from autopar.capture.trace import Parameter, Trace
 from autopar.constraints import LayoutConstraint, layout
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
-from autopar.strategies import classes_of, resolve
-from autopar.strategies.forced import view_layout
+from autopar.sharding import classes_of, resolve
+from autopar.sharding.resolve_constraints import view_layout
 
 MESH = Mesh({"a": 2, "b": 2})
 
@@ -30,7 +30,9 @@ def trace() -> Trace:
 
 
 def forced(*constraints: LayoutConstraint) -> Plan:
-    return make_plan(trace(), MESH, HardwareProfile.load("cpu-gloo"), PlanOptions(constraints=constraints)).plan
+    return make_plan(
+        trace(), MESH, HardwareProfile.load("cpu-gloo"), PlanOptions(constraints=constraints)
+    ).plan
 
 
 def test_a_forced_weight_is_read_so_in_forward_and_in_backward_and_others_stay_free() -> None:
@@ -49,7 +51,10 @@ def test_a_forced_bias_is_read_so() -> None:
 
 
 def test_a_bias_that_is_to_be_split_where_its_product_is_to_make_partial_sums_is_refused() -> None:
-    message = r"no strategy(.|\n)*layers\.0\.down/dot/forward/0 as '(R S\(1\)|R S\(0\))'(.|\n)*with the other constraints"
+    message = (
+        r"no strategy(.|\n)*layers\.0\.down/dot/forward/0 as '(R S\(1\)|R S\(0\))'(.|\n)*with the"
+        r" other constraints"
+    )
     with pytest.raises(ConstraintError, match=message):
         forced(layout("layers.0.down", weight="R S(1)", bias="R S(0)"))
 
@@ -63,8 +68,12 @@ def test_a_forced_storage_is_where_the_parameter_rests_with_its_gradient() -> No
 def test_a_forced_input_is_how_the_scope_reads_what_comes_from_outside() -> None:
     choices = forced(layout("layers.1", input="S(0) S(1)")).node_choices()
     assert str(choices["layers.1.up/dot/forward/0"].inputs[0]) == "S(0) S(1)"
-    assert str(choices["layers.1/add.Tensor/forward/0"].inputs[0]) == "S(0) S(1)", "the residual comes from outside too"
-    assert str(choices["layers.1.down/dot/forward/0"].inputs[0]) != "S(0) S(1)", "what the scope makes itself stays free"
+    assert str(choices["layers.1/add.Tensor/forward/0"].inputs[0]) == "S(0) S(1)", (
+        "the residual comes from outside too"
+    )
+    assert str(choices["layers.1.down/dot/forward/0"].inputs[0]) != "S(0) S(1)", (
+        "what the scope makes itself stays free"
+    )
 
 
 def test_a_forced_output_is_how_the_scope_makes_what_others_read() -> None:
@@ -74,14 +83,19 @@ def test_a_forced_output_is_how_the_scope_makes_what_others_read() -> None:
 
 def test_constraints_split_equal_layers_into_classes_of_their_own() -> None:
     free = classes_of(trace(), MESH.shape)
-    some = classes_of(trace(), MESH.shape, resolve(trace(), [layout("layers.1.up", weight="R S(0)")], MESH))
+    some = classes_of(
+        trace(), MESH.shape, resolve(trace(), [layout("layers.1.up", weight="R S(0)")], MESH)
+    )
     assert len(some) > len(free)
     assert sum(len(c.instances) for c in some) == sum(len(c.instances) for c in free)
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias", "storage", "input", "output"])
 def test_a_constraint_that_matches_nothing_is_refused_with_paths_that_there_are(kind: str) -> None:
-    with pytest.raises(ConstraintError, match=rf"{kind}='R R' on 'layer\.\*' matches nothing(.|\n)*did you mean 'layers\.\*'"):
+    with pytest.raises(
+        ConstraintError,
+        match=rf"{kind}='R R' on 'layer\.\*' matches nothing(.|\n)*did you mean 'layers\.\*'",
+    ):
         resolve(trace(), [layout("layer.*", **{kind: "R R"})], MESH)
 
 
@@ -100,31 +114,53 @@ def test_a_part_of_a_constraint_that_matches_nothing_is_not_passed_over() -> Non
 
 
 def test_a_dim_that_a_parameter_does_not_have_is_refused_with_its_shape() -> None:
-    for constraint in (layout("layers.0.up", weight="S(2) R"), layout("layers.0.up", storage="S(2) R")):
-        with pytest.raises(ConstraintError, match=r"shards dim 2 of layers\.0\.up\.weight, whose shape is \(32, 16\)"):
+    for constraint in (
+        layout("layers.0.up", weight="S(2) R"),
+        layout("layers.0.up", storage="S(2) R"),
+    ):
+        with pytest.raises(
+            ConstraintError,
+            match=r"shards dim 2 of layers\.0\.up\.weight, whose shape is \(32, 16\)",
+        ):
             resolve(trace(), [constraint], MESH)
 
 
-def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_it_could_have() -> None:
-    message = r"no strategy has output 0 of layers\.0/add\.Tensor/forward/0 as 'S\(5\) R'(.|\n)*mlp\.py:\d+(.|\n)*R R; "
+def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_it_could_have() -> (
+    None
+):
+    message = (
+        r"no strategy has output 0 of layers\.0/add\.Tensor/forward/0 as 'S\(5\)"
+        r" R'(.|\n)*mlp\.py:\d+(.|\n)*R R; "
+    )
     with pytest.raises(ConstraintError, match=message):
         forced(layout("layers.0", output="S(5) R"))
 
 
 def test_two_constraints_that_contradict_each_other_name_the_op_and_what_is_left() -> None:
-    message = r"input 1 of layers\.0\.up/dot/\S+ as 'R S\(1\)'(.|\n)*with the other constraints (.|\n)*R S\(0\)"
+    message = (
+        r"input 1 of layers\.0\.up/dot/\S+ as 'R S\(1\)'(.|\n)*with the other constraints (.|\n)*R"
+        r" S\(0\)"
+    )
     with pytest.raises(ConstraintError, match=message):
         forced(layout("layers.0.up", weight="R S(0)"), layout("*.up", weight="R S(1)"))
-    with pytest.raises(ConstraintError, match=r"layers\.0\.up\.weight is to rest as R R and, by '\*\.up', as S\(0\) R"):
+    with pytest.raises(
+        ConstraintError,
+        match=r"layers\.0\.up\.weight is to rest as R R and, by '\*\.up', as S\(0\) R",
+    ):
         forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="S(0) R"))
     assert forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="R R"))
 
 
 @pytest.mark.parametrize("storage", ["S(0) S(0)", "P R"])
-def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_shape(storage: str) -> None:
+def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_shape(
+    storage: str,
+) -> None:
     narrow = traced(6, 10, 8, num_layers=1, dtype=torch.float32)
     options = PlanOptions(constraints=(layout("layers.*.up", storage=storage),))
-    message = rf"layers\.0\.up\.weight of shape \(10, 6\) cannot rest as {re.escape(storage)} on mesh a=2,b=2"
+    message = (
+        rf"layers\.0\.up\.weight of shape \(10, 6\) cannot rest as {re.escape(storage)} on mesh"
+        r" a=2,b=2"
+    )
     with pytest.raises(ConstraintError, match=message):
         make_plan(narrow, MESH, HardwareProfile.load("cpu-gloo"), options)
 

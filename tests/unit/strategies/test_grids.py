@@ -1,4 +1,5 @@
-"""Grids of tensor parallelism on a trace: which products are by columns and by rows, what steps aside, and who refuses."""
+"""Grids of tensor parallelism on a trace: which products are by columns and by rows, what steps
+aside, and who refuses."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from torch import nn
 
 from autopar import constraints
 from autopar.capture import Trace, capture
+from autopar.core.hardware import HardwareProfile
+from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
-from autopar.strategies import resolve
-from autopar.strategies.reading import product_of, read
+from autopar.planner import Planned, PlanOptions, make_plan
+from autopar.sharding import resolve
+from autopar.sharding.propagate import product_of, read
 from autopar.verification import verify_program
 
 SQUARE = constraints.tensor_parallel("2d", axes=("a", "b"))
@@ -23,9 +24,12 @@ MESHES = {SQUARE: Mesh({"a": 2, "b": 2}), CUBE: Mesh({"i": 2, "j": 2, "l": 2})}
 
 
 class Chain(nn.Module):
-    """x + linear(relu(linear(…))), with so many linears, a norm between, and what comes before the loss."""
+    """x + linear(relu(linear(…))), with so many linears, a norm between, and what comes before
+    the loss."""
 
-    def __init__(self, num_linears: int, norm: nn.Module | None = None, end: nn.Module | None = None) -> None:
+    def __init__(
+        self, num_linears: int, norm: nn.Module | None = None, end: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.start = nn.Linear(8, 8, bias=False)
         self.linears = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(num_linears))
@@ -49,14 +53,16 @@ def planned(trace: Trace, constraint: constraints.Parallelism, mesh: Mesh | None
 
 
 def products(trace: Trace, constraint: constraints.Parallelism, axis: int) -> dict[str, str]:
-    """Module of each product with a weight → labels of activation, weight and result on the axis; partial sums count as whole, and so
-    does what is free (inputs)."""
+    """Module of each product with a weight → labels of activation, weight and result on the axis;
+    partial sums count as whole, and so does what is free (inputs)."""
     rows, graph = resolve(trace, [constraint], MESHES[constraint]).named.rows, read(trace)
     found = {}
     for name, node in graph.nodes.items():
         if product_of(graph, node):
             row = dict(rows[name])[axis]
-            found[node.meta["module"]] = " ".join(str(label or "R") for label in (*row.inputs, *row.outputs))
+            found[node.meta["module"]] = " ".join(
+                str(label or "R") for label in (*row.inputs, *row.outputs)
+            )
     return found
 
 
@@ -66,27 +72,45 @@ def test_on_the_second_side_of_a_square_every_product_is_by_columns() -> None:
     assert set(products(trace, SQUARE, 0).values()) == {"S(0) R S(0)"}, "samples"
 
 
-def test_in_a_cube_products_are_by_rows_and_by_columns_in_turn_and_the_two_sides_take_turns() -> None:
+def test_in_a_cube_products_are_by_rows_and_by_columns_in_turn_and_the_two_sides_take_turns() -> (
+    None
+):
     trace, *_ = traced(Chain(2))
     columns, rows = "R S(0) S(1)", "S(1) S(1) R"
     assert products(trace, CUBE, 1) == {"start": columns, "linears.0": rows, "linears.1": columns}
-    assert products(trace, CUBE, 2) == {"start": "R R S(0)", "linears.0": columns, "linears.1": rows}
+    assert products(trace, CUBE, 2) == {
+        "start": "R R S(0)",
+        "linears.0": columns,
+        "linears.1": rows,
+    }
 
 
 @pytest.mark.parametrize("constraint", [SQUARE, CUBE], ids=str)
 @pytest.mark.parametrize("num_linears", [1, 2, 3])
-def test_chains_of_any_length_compute_what_the_model_does(constraint: constraints.Parallelism, num_linears: int) -> None:
+def test_chains_of_any_length_compute_what_the_model_does(
+    constraint: constraints.Parallelism, num_linears: int
+) -> None:
     trace, model, batch = traced(Chain(num_linears))
     plan = planned(trace, constraint)
     assert verify_program(trace, plan.program, model, (), batch).ok
 
 
-def test_a_norm_over_split_features_works_on_parts_of_the_tokens_and_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_norm_over_split_features_works_on_parts_of_the_tokens_and_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trace, model, batch = traced(Chain(2, nn.LayerNorm(8)), 4, 6, 8)
     with caplog.at_level("WARNING", logger="autopar"):
         plan = planned(trace, SQUARE)
-    assert "norm/native_layer_norm/forward/0, norm/native_layer_norm/forward/1" in caplog.records[0].getMessage()
-    strategies = [n.strategy for e in plan.plan.entries for n in e.nodes if "native_layer_norm/forward" in n.node]
+    assert (
+        "norm/native_layer_norm/forward/0, norm/native_layer_norm/forward/1"
+        in caplog.records[0].getMessage()
+    )
+    strategies = [
+        n.strategy
+        for e in plan.plan.entries
+        for n in e.nodes
+        if "native_layer_norm/forward" in n.node
+    ]
     assert strategies and all(str(s.inputs[0]) == "S(0) S(1)" for s in strategies)
     assert verify_program(trace, plan.program, model, (), batch).ok
 
@@ -101,8 +125,13 @@ def test_keys_of_one_head_are_gathered_where_queries_of_several_are_split() -> N
 
 def test_a_table_that_is_also_the_head_lies_as_the_head_asks() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
-    rests = {p.name: str(p.layout) for p in planned(capture(model, (), batch), SQUARE).program.parameters}
-    assert rests["transformer.wte.weight"] == "S(1) S(0)" and rests["transformer.wpe.weight"] == "S(0) S(1)"
+    rests = {
+        p.name: str(p.layout) for p in planned(capture(model, (), batch), SQUARE).program.parameters
+    }
+    assert (
+        rests["transformer.wte.weight"] == "S(1) S(0)"
+        and rests["transformer.wpe.weight"] == "S(0) S(1)"
+    )
 
 
 class Sorted(nn.Module):
@@ -113,7 +142,10 @@ class Sorted(nn.Module):
 
 
 def test_an_op_that_reads_all_features_and_has_no_other_dim_refuses() -> None:
-    message = r"tensor_parallel\('2d', axes=\['a', 'b'\]\) cannot hold: end/sort/forward/0 refuses, it reads no split(.|\n)*op aten\.sort"
+    message = (
+        r"tensor_parallel\('2d', axes=\['a', 'b'\]\) cannot hold: end/sort/forward/0 refuses, it"
+        r" reads no split(.|\n)*op aten\.sort"
+    )
     with pytest.raises(ConstraintError, match=message):
         planned(traced(Chain(1, end=Sorted()))[0], SQUARE)
 
@@ -121,14 +153,21 @@ def test_an_op_that_reads_all_features_and_has_no_other_dim_refuses() -> None:
 def test_heads_that_a_side_does_not_divide_are_refused_by_the_op_that_makes_them() -> None:
     model, batch = zoo_small.llama(num_layers=1)
     message = (
-        r"cannot hold: model\.layers\.0\.self_attn/view/forward/1 has a tensor of shape \(4, 12, 2, 8\), whose dim 2 would be in 4 parts"
+        r"cannot hold: model\.layers\.0\.self_attn/view/forward/1 has a tensor of shape \(4, 12, 2,"
+        r" 8\), whose dim 2 would be in 4 parts"
     )
     with pytest.raises(ConstraintError, match=message):
         planned(capture(model, (), batch), SQUARE, Mesh({"a": 4, "b": 4}))
 
 
 def test_a_batch_that_a_cube_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\('3d'.*has a tensor of shape \(2, 8\), whose dim 0 would be in 4 parts"):
+    with pytest.raises(
+        ConstraintError,
+        match=(
+            r"tensor_parallel\('3d'.*has a tensor of shape \(2, 8\), whose dim 0 would be in 4"
+            r" parts"
+        ),
+    ):
         planned(traced(Chain(2), 2, 8)[0], CUBE)
 
 
@@ -144,7 +183,10 @@ class Scaled(nn.Module):
 
 
 def test_a_model_without_linears_is_refused() -> None:
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear to split"):
+    with pytest.raises(
+        ConstraintError,
+        match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear to split",
+    ):
         planned(traced(Scaled())[0], SQUARE)
 
 
@@ -153,13 +195,24 @@ def test_sides_of_one_device_ask_for_nothing() -> None:
     assert not forced.named.rows and not forced.named.grid
 
 
-@pytest.mark.parametrize(("order", "rests"), [("ijl", "R S(0) S(2)"), pytest.param("jli", "S(0) S(2) S(0)", marks=pytest.mark.slow)])
-def test_a_fused_projection_rests_split_over_samples_only_where_these_can_be_gathered_alone(order: str, rests: str) -> None:
+@pytest.mark.parametrize(
+    ("order", "rests"),
+    [("ijl", "R S(0) S(2)"), pytest.param("jli", "S(0) S(2) S(0)", marks=pytest.mark.slow)],
+)
+def test_a_fused_projection_rests_split_over_samples_only_where_these_can_be_gathered_alone(
+    order: str, rests: str
+) -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     trace = capture(model, (), batch)
     program = planned(trace, CUBE, Mesh(dict.fromkeys(order, 2))).program
-    assert {str(p.layout) for p in program.parameters if p.name.endswith("c_attn.weight")} == {rests}
-    moved = {(c.kind, order[c.axis]) for _, key, c in program.collectives if key.endswith("c_attn.weight/parameter")}
+    assert {str(p.layout) for p in program.parameters if p.name.endswith("c_attn.weight")} == {
+        rests
+    }
+    moved = {
+        (c.kind, order[c.axis])
+        for _, key, c in program.collectives
+        if key.endswith("c_attn.weight/parameter")
+    }
     assert moved == ({("all_gather", "i")} if order == "jli" else set())
 
 
@@ -178,6 +231,10 @@ class Twice(nn.Module):
 def test_partial_sums_that_several_read_are_scattered_once() -> None:
     trace, model, batch = traced(Twice(), 8, 4, 8)
     program = planned(trace, CUBE).program
-    scattered = [key for phase, key, c in program.collectives if (phase, c.kind, c.axis) == ("forward", "reduce_scatter", 1)]
+    scattered = [
+        key
+        for phase, key, c in program.collectives
+        if (phase, c.kind, c.axis) == ("forward", "reduce_scatter", 1)
+    ]
     assert scattered == ["second/dot/forward/0"]
     assert verify_program(trace, program, model, (), batch).ok

@@ -1,6 +1,8 @@
-"""Mixed precision in fp16 by transformers, accelerate and Lightning: losses are scaled, and steps left out, as for the plain model.
+"""Mixed precision in fp16 by transformers, accelerate and Lightning: losses are scaled, and steps
+left out, as for the plain model.
 
-accelerate scales losses on GPUs alone, and trains in fp32 on a CPU. `scaled` gives it there what it has on a GPU.
+accelerate scales losses on GPUs alone, and trains in fp32 on a CPU. `scaled` gives it there what it
+has on a GPU.
 """
 
 from __future__ import annotations
@@ -41,30 +43,44 @@ def scaled(accelerator: Any, init_scale: float = 2.0**24) -> Any:
 
 
 @pytest.mark.parametrize("max_norm", [0.05, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_transformers_trainer_scales_losses_and_leaves_out_steps_as_its_own(tmp_path: Path, max_norm: float) -> None:
+def test_transformers_trainer_scales_losses_and_leaves_out_steps_as_its_own(
+    tmp_path: Path, max_norm: float
+) -> None:
     logs, scales, outside = [], [], {"model": Tagger(), **data()}
     for trainer in (
-        transformers.Trainer(args=settings(tmp_path, fp16=True, num_train_epochs=4, max_grad_norm=max_norm), **outside),
+        transformers.Trainer(
+            args=settings(tmp_path, fp16=True, num_train_epochs=4, max_grad_norm=max_norm),
+            **outside,
+        ),
         autopar.Trainer(
             args=settings(tmp_path, fp16=True, num_train_epochs=4, max_grad_norm=max_norm),
-            **{**outside, "model": Tagger()}, mesh={"gpu": 1}, compile_options=IN_TWO,
+            **{**outside, "model": Tagger()},
+            mesh={"gpu": 1},
+            compile_options=IN_TWO,
         ),
-    ):  # fmt: skip
+    ):
         scaled(trainer.accelerator)
         trainer.train()
         logs.append([line for line in told(trainer) if "grad_norm" in line])
         scales.append(trainer.accelerator.scaler.get_scale())
     wanted, found = logs
     norms = [line["grad_norm"] for line in wanted]
-    assert scales[0] == scales[1] < 2.0**24 and norms[0] != norms[0] and norms[-1] == norms[-1], "steps were left out, and others not"
+    assert scales[0] == scales[1] < 2.0**24 and norms[0] != norms[0] and norms[-1] == norms[-1], (
+        "steps were left out, and others not"
+    )
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-3, nan_ok=True)
 
 
 def test_on_a_cpu_fp16_is_what_it_is_for_transformers(tmp_path: Path) -> None:
     losses = []
-    for kind, more in ((transformers.Trainer, {}), (autopar.Trainer, {"mesh": {"gpu": 1}, "compile_options": IN_TWO})):
-        trainer = kind(model=Tagger(), args=settings(tmp_path, fp16=True, max_steps=1), **data(), **more)
+    for kind, more in (
+        (transformers.Trainer, {}),
+        (autopar.Trainer, {"mesh": {"gpu": 1}, "compile_options": IN_TWO}),
+    ):
+        trainer = kind(
+            model=Tagger(), args=settings(tmp_path, fp16=True, max_steps=1), **data(), **more
+        )
         trainer.train()
         losses.append(told(trainer)[0]["loss"])
         assert trainer.accelerator.scaler is None
@@ -72,7 +88,8 @@ def test_on_a_cpu_fp16_is_what_it_is_for_transformers(tmp_path: Path) -> None:
 
 
 def looped(accelerator: Any, compiled: Any) -> list[float]:
-    """Losses, norms and scales of a loop with accumulation and clipping, as accelerate's documentation has it."""
+    """Losses, norms and scales of a loop with accumulation and clipping, as accelerate's
+    documentation has it."""
     model, found = compiled(torch.utils.data.default_collate(samples(4, 1))), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -89,33 +106,48 @@ def looped(accelerator: Any, compiled: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("way", "scale"), [("autocast", 2.0**24), pytest.param("precision", 2.0**12, marks=pytest.mark.slow)])
-def test_accelerate_scales_losses_of_modules_that_were_compiled_for_it(way: str, scale: float) -> None:
+@pytest.mark.parametrize(
+    ("way", "scale"),
+    [("autocast", 2.0**24), pytest.param("precision", 2.0**12, marks=pytest.mark.slow)],
+)
+def test_accelerate_scales_losses_of_modules_that_were_compiled_for_it(
+    way: str, scale: float
+) -> None:
     """With a precision the loss itself is in float16, which bounds the scale."""
     runs = []
     for kind in (accelerate.Accelerator, autopar.Accelerator):
         AcceleratorState._reset_state(True)
-        accelerator = scaled(kind(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2), scale)
+        accelerator = scaled(
+            kind(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2), scale
+        )
 
         def compiled(batch: Any, accelerator: Any = accelerator) -> nn.Module:
             precision = {"precision": "fp16"} if way == "precision" else {}
             with contextlib.nullcontext() if precision else accelerator.autocast():
-                return autopar.compile(Tagger(), {"gpu": 1}, example_inputs=batch, **IN_TWO, **precision)
+                return autopar.compile(
+                    Tagger(), {"gpu": 1}, example_inputs=batch, **IN_TWO, **precision
+                )
 
-        runs.append(looped(accelerator, compiled if kind is autopar.Accelerator else lambda _: Tagger()))
+        runs.append(
+            looped(accelerator, compiled if kind is autopar.Accelerator else lambda _: Tagger())
+        )
     AcceleratorState._reset_state(True)
     wanted, found = runs
     assert found == pytest.approx(wanted, rel=2e-3, nan_ok=True)
     assert len({each for each in wanted if each > 2.0**10}) > 1
 
 
-def test_accelerate_refuses_modules_that_were_not_compiled_for_its_precision_and_fp16_without_a_scaler() -> None:
+def test_accelerate_refuses_modules_that_were_not_compiled_for_its_precision_and_fp16_without_a_scaler() -> (  # noqa: E501
+    None
+):
     batch = torch.utils.data.default_collate(samples(4, 1))
     plain = autopar.compile(Tagger(), {"gpu": 1}, example_inputs=batch, **IN_TWO)
     narrow = autopar.compile(Tagger(), {"gpu": 1}, example_inputs=batch, precision="fp16", **IN_TWO)
     AcceleratorState._reset_state(True)
     accelerator = scaled(autopar.Accelerator(cpu=True, mixed_precision="fp16"))
-    with pytest.raises(RuntimeStateError, match="without the mixed precision of the accelerator, fp16") as refusal:
+    with pytest.raises(
+        RuntimeStateError, match="without the mixed precision of the accelerator, fp16"
+    ) as refusal:
         accelerator.prepare(plain)
     assert "with accelerator.autocast()" in refusal.value.remedy
     assert accelerator.prepare(narrow) is narrow
@@ -128,10 +160,20 @@ def test_accelerate_refuses_modules_that_were_not_compiled_for_its_precision_and
 
 def test_lightning_scales_losses_in_16_mixed(tmp_path: Path) -> None:
     runs = []
-    for strategy in ("auto", autopar.LightningStrategy(mesh={"gpu": 1}, compile_options={"hardware": "h100-sxm"})):
+    for strategy in (
+        "auto",
+        autopar.LightningStrategy(mesh={"gpu": 1}, compile_options={"hardware": "h100-sxm"}),
+    ):
         module, plugin = Classifier(), MixedPrecision("16-mixed", "cpu", grad_scaler(2.0**22))
-        usual = {"max_epochs": 3, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "enable_checkpointing": False}
-        lightning.Trainer(strategy=strategy, plugins=[plugin], **{**QUIET, **usual}).fit(module, batches(14, 1))
+        usual = {
+            "max_epochs": 3,
+            "gradient_clip_val": 0.05,
+            "accumulate_grad_batches": 2,
+            "enable_checkpointing": False,
+        }
+        lightning.Trainer(strategy=strategy, plugins=[plugin], **{**QUIET, **usual}).fit(
+            module, batches(14, 1)
+        )
         runs.append((module.losses, plugin.scaler.get_scale()))
     (wanted, scale), (found, mine) = runs
     assert mine == scale < 2.0**22 and found == pytest.approx(wanted, rel=2e-3)

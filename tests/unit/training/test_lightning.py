@@ -1,4 +1,5 @@
-"""Lightning's Trainer with a compiled model on one process sees, saves and ends with what it does with the plain one."""
+"""Lightning's Trainer with a compiled model on one process sees, saves and ends with what it
+does with the plain one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def strategy(**options: Any) -> Any:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
-    found: dict[str, Any] = {name: trained(folder, strategy() if name == "ours" else "auto") for name, folder in folders.items()}
+    found: dict[str, Any] = {
+        name: trained(folder, strategy() if name == "ours" else "auto")
+        for name, folder in folders.items()
+    }
     return found | {"folders": folders}
 
 
@@ -43,59 +47,94 @@ def test_a_run_sees_what_it_does_with_the_plain_model(runs: dict[str, Any]) -> N
     assert runs["ours"]["said"]["seen"] == runs["ours"]["said"]["seen outside"] == 6.0
 
 
-def test_a_checkpoint_is_the_file_of_lightning_and_plain_lightning_loads_it(runs: dict[str, Any]) -> None:
-    mine, wanted = (torch.load(runs["folders"][name] / "epoch=1.ckpt", weights_only=False) for name in ("ours", "theirs"))
-    assert sorted(mine) == sorted(wanted) and sorted(mine["state_dict"]) == sorted(wanted["state_dict"])
+def test_a_checkpoint_is_the_file_of_lightning_and_plain_lightning_loads_it(
+    runs: dict[str, Any],
+) -> None:
+    mine, wanted = (
+        torch.load(runs["folders"][name] / "epoch=1.ckpt", weights_only=False)
+        for name in ("ours", "theirs")
+    )
+    assert sorted(mine) == sorted(wanted) and sorted(mine["state_dict"]) == sorted(
+        wanted["state_dict"]
+    )
     torch.testing.assert_close(mine["state_dict"], wanted["state_dict"], rtol=1e-4, atol=1e-6)
     module = Classifier.load_from_checkpoint(runs["folders"]["ours"] / "last.ckpt")
     module.eval()
     with torch.no_grad():
         found = torch.cat([module(x.to(module.device)) for x, _ in batches(6, 3)])
-    torch.testing.assert_close(found, torch.tensor(runs["theirs"]["predicted"]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, torch.tensor(runs["theirs"]["predicted"]), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_run_goes_on_as_the_plain_one_does(runs: dict[str, Any], tmp_path: Path) -> None:
     found = {
-        name: trained(tmp_path / name, strategy() if name == "ours" else "auto", folder / "epoch=0.ckpt")
+        name: trained(
+            tmp_path / name, strategy() if name == "ours" else "auto", folder / "epoch=0.ckpt"
+        )
         for name, folder in runs["folders"].items()
     }
     same(found["ours"], found["theirs"])
     assert found["ours"]["losses"] != runs["ours"]["losses"][4:], "it draws its batches anew"
 
 
-def test_it_goes_on_from_a_link_and_a_checkpoint_that_is_removed_takes_the_optimizers_state_along(tmp_path: Path) -> None:
-    saves = ModelCheckpoint(dirpath=tmp_path, save_top_k=1, monitor="loss", save_last="link", filename="{epoch}")
+def test_it_goes_on_from_a_link_and_a_checkpoint_that_is_removed_takes_the_optimizers_state_along(
+    tmp_path: Path,
+) -> None:
+    saves = ModelCheckpoint(
+        dirpath=tmp_path, save_top_k=1, monitor="loss", save_last="link", filename="{epoch}"
+    )
     trainer = lightning.Trainer(strategy=strategy(), callbacks=[saves], max_epochs=2, **QUIET)
     trainer.fit(Classifier(), batches(8, 1))
     here = sorted(each.name for each in tmp_path.iterdir())
     assert here == ["epoch=1.ckpt", "epoch=1.ckpt.autopar", "last.ckpt"]
-    again = lightning.Trainer(strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET)
+    again = lightning.Trainer(
+        strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET
+    )
     again.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "last.ckpt")
     assert len(module.losses) == 2
 
 
 def test_a_checkpoint_of_another_strategy_is_refused_for_going_on(runs: dict[str, Any]) -> None:
-    trainer = lightning.Trainer(strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET)
+    trainer = lightning.Trainer(
+        strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET
+    )
     with pytest.raises(AutoparError, match="saved by another strategy") as refusal:
-        trainer.fit(Classifier(), batches(8, 1), ckpt_path=runs["folders"]["theirs"] / "epoch=0.ckpt")
+        trainer.fit(
+            Classifier(), batches(8, 1), ckpt_path=runs["folders"]["theirs"] / "epoch=0.ckpt"
+        )
     assert "load_from_checkpoint" in refusal.value.remedy
 
 
-def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_of_others_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_of_others_is_refused(  # noqa: E501
+    tmp_path: Path,
+) -> None:
     for epochs, steps in ((2, 4), (1, 2)):
-        trainer = lightning.Trainer(strategy=strategy(), max_epochs=epochs, enable_checkpointing=False, **QUIET)
+        trainer = lightning.Trainer(
+            strategy=strategy(), max_epochs=epochs, enable_checkpointing=False, **QUIET
+        )
         trainer.fit(Classifier(), batches(8, 1))
         trainer.save_checkpoint(tmp_path / "end.ckpt")
-        assert [each.name for each in (tmp_path / "end.ckpt.autopar").iterdir()] == [f"step_{steps:09d}"]
-    again = lightning.Trainer(strategy=strategy(), max_epochs=2, enable_checkpointing=False, **QUIET)
+        assert [each.name for each in (tmp_path / "end.ckpt.autopar").iterdir()] == [
+            f"step_{steps:09d}"
+        ]
+    again = lightning.Trainer(
+        strategy=strategy(), max_epochs=2, enable_checkpointing=False, **QUIET
+    )
     again.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
     assert len(module.losses) == 2
-    (tmp_path / "end.ckpt.autopar" / "step_000000002").rename(tmp_path / "end.ckpt.autopar" / "step_000000003")
-    with pytest.raises(AutoparError, match=r"the file is of step 2, the optimizer's state beside it of step 3"):
+    (tmp_path / "end.ckpt.autopar" / "step_000000002").rename(
+        tmp_path / "end.ckpt.autopar" / "step_000000003"
+    )
+    with pytest.raises(
+        AutoparError, match=r"the file is of step 2, the optimizer's state beside it of step 3"
+    ):
         again.fit(Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
 
 
-def test_where_nothing_is_trained_it_is_planned_for_inference(runs: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_is_trained_it_is_planned_for_inference(
+    runs: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     module = Classifier.load_from_checkpoint(runs["folders"]["theirs"] / "epoch=1.ckpt")
     trainer = lightning.Trainer(strategy=strategy(), **QUIET)
     found = trainer.test(module, batches(6, 3), verbose=False)[0]
@@ -104,7 +143,8 @@ def test_where_nothing_is_trained_it_is_planned_for_inference(runs: dict[str, An
 
 
 def both(make: Callable[[], Classifier], data: Callable[[], Any], **asked: Any) -> list[Classifier]:
-    """The module after two epochs with ours and with the plain one, both from the same random numbers."""
+    """The module after two epochs with ours and with the plain one, both from the same random
+    numbers."""
     found = []
     for each in (strategy(), "auto"):
         lightning.seed_everything(3, verbose=False)
@@ -123,13 +163,21 @@ class Normed(Classifier):
         self.net = nn.Sequential(nn.BatchNorm1d(16), self.net, nn.BatchNorm1d(4))
         self.net[0].eval()
 
-    def configure_optimizers(self) -> Any:  # not Adam: of a bias before a norm it has the sign of a gradient that is but rounding
+    def configure_optimizers(
+        self,
+    ) -> (
+        Any
+    ):  # not Adam: of a bias before a norm it has the sign of a gradient that is but rounding
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_parts_keep_the_modes_that_they_have() -> None:
     ours, plain = both(Normed, lambda: batches(14, 1))
-    assert ours.net.get_submodule("0").running_var.sum().item() == plain.net[0].running_var.sum().item() == 16.0
+    assert (
+        ours.net.get_submodule("0").running_var.sum().item()
+        == plain.net[0].running_var.sum().item()
+        == 16.0
+    )
 
 
 class OfHead(Classifier):
@@ -190,10 +238,16 @@ class Drawn(IterableDataset[Any]):
 LOADERS: dict[str, Callable[[], Any]] = {
     "a generator": shuffled,
     "workers that stay": lambda: shuffled(num_workers=1, persistent_workers=True),
-    "a worker whose data draw": lambda: DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True),
-    "a stream in a worker that stays": lambda: DataLoader(Drawn(), batch_size=4, num_workers=1, persistent_workers=True),
+    "a worker whose data draw": lambda: DataLoader(
+        Noisy(), batch_size=4, num_workers=1, persistent_workers=True
+    ),
+    "a stream in a worker that stays": lambda: DataLoader(
+        Drawn(), batch_size=4, num_workers=1, persistent_workers=True
+    ),
     "a sampler with state": lambda: DataLoader(batches(14, 1).dataset, batch_sampler=Odd()),
-    "a sampler without batches": lambda: DataLoader([(x, y) for x, y in batches(12, 1)], batch_size=None),
+    "a sampler without batches": lambda: DataLoader(
+        [(x, y) for x, y in batches(12, 1)], batch_size=None
+    ),
 }
 
 
@@ -203,7 +257,8 @@ def test_loaders_give_what_they_would_have_given(kind: str) -> None:
 
 
 class Eventful(Classifier):
-    """Counts, draws, logs and changes its batch before it calls the net, which it does with a keyword."""
+    """Counts, draws, logs and changes its batch before it calls the net, which it does with a
+    keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +269,9 @@ class Eventful(Classifier):
         self.steps += 1
         self.seen.update(1)
         self.log("rate", self.optimizers().param_groups[0]["lr"] + self.trainer.current_epoch)
-        x = batch[0].add_(torch.randn(batch[0].shape, generator=self.drawn).to(next(self.parameters()).dtype))
+        x = batch[0].add_(
+            torch.randn(batch[0].shape, generator=self.drawn).to(next(self.parameters()).dtype)
+        )
         loss = nn.functional.cross_entropy(self.net(x, scale=torch.ones(())), batch[1])
         self.losses.append(loss.item())
         return loss
@@ -231,17 +288,26 @@ class Scaled(nn.Module):
 
 def test_a_step_is_tried_without_leaving_anything_behind() -> None:
     data = list(batches(12, 1))
-    ours, plain = both(Eventful, lambda: DataLoader([(x.clone(), y) for x, y in data], batch_size=None))
+    ours, plain = both(
+        Eventful, lambda: DataLoader([(x.clone(), y) for x, y in data], batch_size=None)
+    )
     assert ours.steps == plain.steps == 6 and ours.seen.compute() == 6
 
 
-def test_a_module_that_was_evaluated_is_trained_then_with_the_weights_and_modes_that_it_has(runs: dict[str, Any]) -> None:
+def test_a_module_that_was_evaluated_is_trained_then_with_the_weights_and_modes_that_it_has(
+    runs: dict[str, Any],
+) -> None:
     found = []
     for each in (strategy(), "auto"):
         lightning.seed_everything(3, verbose=False)
-        trainer = lightning.Trainer(strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET)
+        trainer = lightning.Trainer(
+            strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET
+        )
         trainer.validate(module := Normed(), batches(6, 2), verbose=False)
-        module.load_state_dict({name: x + 0.01 for name, x in Normed().state_dict().items() if "net.1" in name}, strict=False)
+        module.load_state_dict(
+            {name: x + 0.01 for name, x in Normed().state_dict().items() if "net.1" in name},
+            strict=False,
+        )
         trainer.fit(module, batches(14, 1))
         found.append(module.losses)
     assert found[0] == pytest.approx(found[1], rel=1e-5) and len(found[0]) == 4
@@ -260,7 +326,10 @@ class Taught(Classifier):
 
 def test_frozen_children_beside_it_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     ours, _ = both(Taught, lambda: batches(14, 1))
-    assert type(ours.teacher) is Net and "teacher: every rank holds and computes all of it" in caplog.text
+    assert (
+        type(ours.teacher) is Net
+        and "teacher: every rank holds and computes all of it" in caplog.text
+    )
 
 
 CALLBACKS = {
@@ -274,7 +343,13 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_that_work_on_the_plain_model_are_refused(name: str) -> None:
-    trainer = lightning.Trainer(strategy=strategy(), max_epochs=1, enable_checkpointing=False, callbacks=[CALLBACKS[name]()], **QUIET)
+    trainer = lightning.Trainer(
+        strategy=strategy(),
+        max_epochs=1,
+        enable_checkpointing=False,
+        callbacks=[CALLBACKS[name]()],
+        **QUIET,
+    )
     with pytest.raises(AutoparError, match=f"does not take {name}") as refusal:
         trainer.fit(Classifier(), batches(8, 1))
     assert refusal.value.remedy
@@ -303,19 +378,26 @@ class Manual(Classifier):
 def test_steps_by_hand_and_clips_by_value() -> None:
     found = []
     for each in (strategy(), "auto"):
-        trainer = lightning.Trainer(strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET)
+        trainer = lightning.Trainer(
+            strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET
+        )
         trainer.fit(module := Manual(), batches(14, 1))
         found.append(module.losses)
-    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0][0] != pytest.approx(found[0][3], rel=0.1)
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0][0] != pytest.approx(
+        found[0][3], rel=0.1
+    )
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+    ("precision", "dtype"),
+    [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)],
 )
 def test_precisions(precision: Any, dtype: torch.dtype) -> None:
     found = []
     for each in (strategy(), "auto"):
-        trainer = lightning.Trainer(strategy=each, max_epochs=1, precision=precision, enable_checkpointing=False, **QUIET)
+        trainer = lightning.Trainer(
+            strategy=each, max_epochs=1, precision=precision, enable_checkpointing=False, **QUIET
+        )
         trainer.fit(module := Classifier(), batches(8, 1))
         found.append(module.losses)
     assert found[0] == pytest.approx(found[1], rel=1e-2 if "bf16" in precision else 1e-9)
@@ -358,7 +440,12 @@ REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], Any, str]] = {
     "fp16": (Classifier, {"precision": "16-true"}, batches(8, 1), "16-true"),
     "parameters in two children": (Two, {}, batches(8, 1), "net, other"),
     "parameters of its own": (Bare, {}, batches(8, 1), "net, scale"),
-    "a step that fails": (Before, {}, batches(8, 1), "tried on the first batch, ended before it called net: TypeError"),
+    "a step that fails": (
+        Before,
+        {},
+        batches(8, 1),
+        "tried on the first batch, ended before it called net: TypeError",
+    ),
     "a step without the model": (Aside, {}, batches(8, 1), "did not call net itself"),
     "no batch": (Classifier, {}, batches(0, 1), "no batch"),
     "a stream": (Classifier, {}, DataLoader(Stream(), batch_size=4), "perhaps once"),
@@ -369,7 +456,9 @@ REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], Any, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_served_is_refused(what: str) -> None:
     kind, asked, data, words = REFUSED[what]
-    trainer = lightning.Trainer(strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, **asked})
+    trainer = lightning.Trainer(
+        strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, **asked}
+    )
     with pytest.raises(AutoparError, match=words) as refusal:
         trainer.fit(kind(), data)
     assert refusal.value.remedy
@@ -377,8 +466,12 @@ def test_what_cannot_be_served_is_refused(what: str) -> None:
 
 def test_several_devices_and_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    trainer = lightning.Trainer(strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, "devices": 2})
-    with pytest.raises(AutoparError, match="2 devices are asked for, and there is one process") as refusal:
+    trainer = lightning.Trainer(
+        strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, "devices": 2}
+    )
+    with pytest.raises(
+        AutoparError, match="2 devices are asked for, and there is one process"
+    ) as refusal:
         trainer.fit(Classifier(), batches(8, 1))
     assert "autopar run -n 2" in refusal.value.remedy
 
@@ -387,7 +480,9 @@ def test_a_stream_is_read_with_an_example_and_a_model_that_is_compiled_stays_so(
     example = (torch.zeros(4, 16),)
     asked = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
     found = []
-    trainer = lightning.Trainer(strategy=autopar.LightningStrategy(compile_options=OPTIONS, example_inputs=example), **asked)
+    trainer = lightning.Trainer(
+        strategy=autopar.LightningStrategy(compile_options=OPTIONS, example_inputs=example), **asked
+    )
     trainer.fit(module := Classifier(), DataLoader(Stream(), batch_size=4))
     found.append(module.losses)
     module = Classifier()
@@ -397,9 +492,13 @@ def test_a_stream_is_read_with_an_example_and_a_model_that_is_compiled_stays_so(
     assert found[0] == module.losses and len(module.losses) == 2
 
 
-def test_workers_of_loaders_draw_the_same_numbers_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_loaders_draw_the_same_numbers_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     monkeypatch.setenv("RANK", "3")
     loader = strategy().process_dataloader(batches(8, 1))
     assert loader.worker_init_fn.keywords == {"rank": 0}
-    assert os.environ["RANK"] == "3" and strategy().global_rank == 3 and not strategy().is_global_zero
+    assert (
+        os.environ["RANK"] == "3" and strategy().global_rank == 3 and not strategy().is_global_zero
+    )

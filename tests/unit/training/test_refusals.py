@@ -12,15 +12,28 @@ from trained import Tagger, data, settings
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.training.libraries import LEAST, library
+from autopar.integrations.libraries import LEAST, library
 
 ASKED = {
-    "fsdp": True, "deepspeed": "ds.json", "parallelism_config": object(), "activation_checkpointing": True, "gradient_checkpointing": True,
-    "fp16_full_eval": True, "bf16_full_eval": True, "torch_compile": True, "neftune_noise_alpha": 5.0,
-    "use_liger_kernel": True, "debug": ["underflow_overflow"], "auto_find_batch_size": True, "predict_with_generate": True,
-    "push_to_hub": True, "save_on_each_node": True, "enable_jit_checkpoint": True, "train_sampling_strategy": "batch_rebalance",
+    "fsdp": True,
+    "deepspeed": "ds.json",
+    "parallelism_config": object(),
+    "activation_checkpointing": True,
+    "gradient_checkpointing": True,
+    "fp16_full_eval": True,
+    "bf16_full_eval": True,
+    "torch_compile": True,
+    "neftune_noise_alpha": 5.0,
+    "use_liger_kernel": True,
+    "debug": ["underflow_overflow"],
+    "auto_find_batch_size": True,
+    "predict_with_generate": True,
+    "push_to_hub": True,
+    "save_on_each_node": True,
+    "enable_jit_checkpoint": True,
+    "train_sampling_strategy": "batch_rebalance",
     "optim": "adamw_bnb_8bit",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -41,7 +54,10 @@ def test_several_gpus_and_one_process_are_refused(tmp_path: Path) -> None:
 
 
 GIVEN = {
-    "an optimizer": ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "would train nothing"),
+    "an optimizer": (
+        {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
+        "would train nothing",
+    ),
     "model_init": ({"model_init": Tagger}, "model_init"),
     "no model": ({"model": None}, "no model"),
     "a model on meta": ({"model": Tagger().to("meta")}, "on meta"),
@@ -63,8 +79,13 @@ def test_a_compiled_model_is_refused_as_the_trainer_compiles_it_itself(tmp_path:
         autopar.Trainer(model=module, args=settings(tmp_path), **data())
 
 
-@pytest.mark.parametrize("argument", [{"mixed_precision": "fp8"}, {"fsdp_plugin": object()}, {"parallelism_config": object()}])
-def test_the_accelerator_refuses_what_the_compiled_module_does_itself(argument: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "argument",
+    [{"mixed_precision": "fp8"}, {"fsdp_plugin": object()}, {"parallelism_config": object()}],
+)
+def test_the_accelerator_refuses_what_the_compiled_module_does_itself(
+    argument: dict[str, Any],
+) -> None:
     with pytest.raises(AutoparError, match=next(iter(argument))):
         autopar.Accelerator(cpu=True, **argument)
 
@@ -81,17 +102,23 @@ def test_the_accelerator_takes_compiled_modules_and_does_not_save_them() -> None
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     assert library(name, "this test").__name__ == name
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.9.1")
-    with pytest.raises(AutoparError, match=rf"needs {name} {LEAST[name]} or newer, and 0\.9\.1 is installed") as old:
+    with pytest.raises(
+        AutoparError, match=rf"needs {name} {LEAST[name]} or newer, and 0\.9\.1 is installed"
+    ) as old:
         library(name, "this test")
 
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    with pytest.raises(AutoparError, match=f"this test needs {name}, which is not installed") as missing:
+    with pytest.raises(
+        AutoparError, match=f"this test needs {name}, which is not installed"
+    ) as missing:
         library(name, "this test")
     extra = "lightning" if name == "lightning" else "train"
     assert f"pip install '{name}>={LEAST[name]}'" in old.value.remedy == missing.value.remedy
@@ -106,7 +133,9 @@ def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None
         _ = autopar.Trainers
 
 
-def test_the_accelerator_gathers_single_numbers_and_prints_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_accelerator_gathers_single_numbers_and_prints_on_one_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     accelerator = autopar.Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(7)), batch_size=4))
     found = [accelerator.gather_for_metrics((batch.sum(), torch.ones(4))) for batch in loader]

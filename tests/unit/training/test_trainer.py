@@ -31,13 +31,32 @@ def same(ours: list[dict[str, float]], theirs: list[dict[str, float]], rel: floa
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """LoRA, trained by both, with a checkpoint and an evaluation after each step; each saves what it ends with."""
+    """LoRA, trained by both, with a checkpoint and an evaluation after each step; each saves
+    what it ends with."""
     found: dict[str, Any] = {}
-    asked = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "num_train_epochs": 2}
-    asked |= {"optim": "sgd", "learning_rate": 2.0}  # whose steps are as long as the gradients, as Adam's are not
-    for name, kind, options in (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS)):
+    asked = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "num_train_epochs": 2,
+    }
+    asked |= {
+        "optim": "sgd",
+        "learning_rate": 2.0,
+    }  # whose steps are as long as the gradients, as Adam's are not
+    for name, kind, options in (
+        ("theirs", transformers.Trainer, {}),
+        ("ours", autopar.Trainer, OPTIONS),
+    ):
         folder = tmp_path_factory.mktemp(name)
-        trainer = kind(model=adapted(), args=settings(folder, **asked), **data(), compute_metrics=sum_of_logits, **options)
+        trainer = kind(
+            model=adapted(),
+            args=settings(folder, **asked),
+            **data(),
+            compute_metrics=sum_of_logits,
+            **options,
+        )
         trainer.train()
         trainer.save_model(str(folder / "end"))
         found[name] = (trainer, folder, told(trainer))
@@ -47,23 +66,34 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_lora_is_trained_as_by_transformers_trainer(runs: dict[str, Any]) -> None:
     (ours, _, mine), (_, _, wanted) = runs["ours"], runs["theirs"]
     assert same(mine, wanted)
-    assert {"loss", "grad_norm", "learning_rate"} <= set(mine[0]) and {"eval_loss", "eval_logits"} <= set(mine[1])
+    assert {"loss", "grad_norm", "learning_rate"} <= set(mine[0]) and {
+        "eval_loss",
+        "eval_logits",
+    } <= set(mine[1])
     assert mine[1]["eval_samples"] == 6
-    assert min(each["grad_norm"] for each in mine if "grad_norm" in each) > CLIPPED, "gradients are clipped"
+    assert min(each["grad_norm"] for each in mine if "grad_norm" in each) > CLIPPED, (
+        "gradients are clipped"
+    )
     assert all(p.grad is None for p in ours.compiled().parameters() if not p.requires_grad)
 
 
 def test_the_adapter_that_is_saved_is_read_by_peft(runs: dict[str, Any]) -> None:
     (_, folder, _), (_, other, _) = runs["ours"], runs["theirs"]
-    mine, wanted = (load_file(each / "end" / "adapter_model.safetensors") for each in (folder, other))
+    mine, wanted = (
+        load_file(each / "end" / "adapter_model.safetensors") for each in (folder, other)
+    )
     torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=2e-5)
     batch = torch.utils.data.default_collate(samples(4, 5))
     models = [PeftModel.from_pretrained(base(), each / "end").eval() for each in (folder, other)]
     with torch.no_grad():
-        assert models[0](**batch).loss.item() == pytest.approx(models[1](**batch).loss.item(), rel=1e-5)
+        assert models[0](**batch).loss.item() == pytest.approx(
+            models[1](**batch).loss.item(), rel=1e-5
+        )
 
 
-def test_a_run_goes_on_from_a_checkpoint_amid_an_epoch(runs: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_amid_an_epoch(
+    runs: dict[str, Any], tmp_path: Path
+) -> None:
     first, folder, mine = runs["ours"]
     args = settings(tmp_path, num_train_epochs=2, optim="sgd", learning_rate=2.0)
     plan = {"compile_options": {"plan": first.compiled().plan}}
@@ -73,7 +103,9 @@ def test_a_run_goes_on_from_a_checkpoint_amid_an_epoch(runs: dict[str, Any], tmp
     assert len(lines[0]) == 4 and same(*lines, rel=1e-6)
 
 
-def test_the_plain_model_is_left_without_weights_so_that_nothing_reads_them(runs: dict[str, Any]) -> None:
+def test_the_plain_model_is_left_without_weights_so_that_nothing_reads_them(
+    runs: dict[str, Any],
+) -> None:
     assert all(p.is_meta for p in runs["ours"][0].model.parameters())
     with pytest.raises(NotImplementedError, match="meta"):
         runs["ours"][0].model.merge_and_unload().state_dict()["lm_head.weight"].tolist()
@@ -81,40 +113,86 @@ def test_the_plain_model_is_left_without_weights_so_that_nothing_reads_them(runs
 
 def test_the_best_checkpoint_is_read_back_and_another_call_of_train_goes_on(tmp_path: Path) -> None:
     logs = []
-    for name, kind, options in (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS)):
-        asked = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True, "greater_is_better": True}
-        args = settings(tmp_path / name, **asked, num_train_epochs=3, save_total_limit=1, save_only_model=True, label_names=["labels"])
+    for name, kind, options in (
+        ("theirs", transformers.Trainer, {}),
+        ("ours", autopar.Trainer, OPTIONS),
+    ):
+        asked = {
+            "save_strategy": "epoch",
+            "eval_strategy": "epoch",
+            "load_best_model_at_end": True,
+            "greater_is_better": True,
+        }
+        args = settings(
+            tmp_path / name,
+            **asked,
+            num_train_epochs=3,
+            save_total_limit=1,
+            save_only_model=True,
+            label_names=["labels"],
+        )
         trainer = kind(model=Tagger(), args=args, **data(), **options)
         trainer.train()
         trainer.evaluate()
         losses = [each["eval_loss"] for each in told(trainer) if "eval_loss" in each]
-        assert losses[-1] == pytest.approx(max(losses), rel=1e-6) and losses[-2] < 0.999 * losses[-1], "the first epoch is asked for"
+        assert (
+            losses[-1] == pytest.approx(max(losses), rel=1e-6) and losses[-2] < 0.999 * losses[-1]
+        ), "the first epoch is asked for"
         predicted = trainer.predict(samples(6, 3))
         trainer.train()
-        logs.append([told(trainer), float(predicted.predictions.sum()), sorted(each.name for each in (tmp_path / name).iterdir())])
+        logs.append(
+            [
+                told(trainer),
+                float(predicted.predictions.sum()),
+                sorted(each.name for each in (tmp_path / name).iterdir()),
+            ]
+        )
     assert same(logs[1][0], logs[0][0], rel=2e-3)
     assert logs[1][1] == pytest.approx(logs[0][1], rel=1e-3) and logs[1][2] == logs[0][2]
 
 
 def test_a_loss_that_the_trainer_computes_knows_what_model_it_is_of(tmp_path: Path) -> None:
-    """Label smoothing shifts labels where its class is one of a causal language model; weights of norms, by class, do not decay."""
+    """Label smoothing shifts labels where its class is one of a causal language model; weights
+    of norms, by class, do not decay."""
     logs = []
-    for name, kind, options in (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS)):
-        args = settings(tmp_path / name, label_smoothing_factor=0.1, weight_decay=1.0, max_steps=1, gradient_accumulation_steps=1)
+    for name, kind, options in (
+        ("theirs", transformers.Trainer, {}),
+        ("ours", autopar.Trainer, OPTIONS),
+    ):
+        args = settings(
+            tmp_path / name,
+            label_smoothing_factor=0.1,
+            weight_decay=1.0,
+            max_steps=1,
+            gradient_accumulation_steps=1,
+        )
         trainer = kind(model=base(), args=args, train_dataset=samples(4, 1), **options)
         trainer.train()
         trainer.save_model()
         logs.append(told(trainer))
     assert same(logs[1], logs[0])
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("ours", "theirs"))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("ours", "theirs")
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_bf16_casts_as_transformers_trainer_does(tmp_path: Path) -> None:
     losses = {}
-    kinds = (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS), ("fp32", autopar.Trainer, OPTIONS))
+    kinds = (
+        ("theirs", transformers.Trainer, {}),
+        ("ours", autopar.Trainer, OPTIONS),
+        ("fp32", autopar.Trainer, OPTIONS),
+    )
     for name, kind, options in kinds:
-        args = settings(tmp_path / name, bf16=name != "fp32", max_steps=2, gradient_accumulation_steps=1, label_names=["labels"])
+        args = settings(
+            tmp_path / name,
+            bf16=name != "fp32",
+            max_steps=2,
+            gradient_accumulation_steps=1,
+            label_names=["labels"],
+        )
         trainer = kind(model=Tagger(), args=args, train_dataset=samples(8, 1), **options)
         trainer.train()
         losses[name] = [each["loss"] for each in told(trainer)[:-1]]
@@ -122,7 +200,9 @@ def test_bf16_casts_as_transformers_trainer_does(tmp_path: Path) -> None:
     assert losses["ours"] != pytest.approx(losses["fp32"], rel=1e-6)
 
 
-def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(tmp_path: Path) -> None:
+def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(
+    tmp_path: Path,
+) -> None:
     class Noisy(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return 8
@@ -131,7 +211,9 @@ def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(tm
             ids = torch.randint(0, 32, (8,)) + random.randint(0, 0) + int(np.random.randint(0, 1))
             return {"input_ids": ids, "labels": ids}
 
-    trainer = autopar.Trainer(model=Tagger(), args=settings(tmp_path), train_dataset=Noisy(), **OPTIONS)
+    trainer = autopar.Trainer(
+        model=Tagger(), args=settings(tmp_path), train_dataset=Noisy(), **OPTIONS
+    )
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[2]
     trainer.compiled()
     assert torch.equal(torch.random.get_rng_state(), before[0])
@@ -147,7 +229,13 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_the_last_smaller_batch_of_a_stream_weighs_as_its_samples(tmp_path: Path) -> None:
     losses = [
-        kind(model=Tagger(), args=settings(tmp_path), train_dataset=samples(4, 1), eval_dataset=given, **options).evaluate()["eval_loss"]
+        kind(
+            model=Tagger(),
+            args=settings(tmp_path),
+            train_dataset=samples(4, 1),
+            eval_dataset=given,
+            **options,
+        ).evaluate()["eval_loss"]
         for kind, given, options in (
             (transformers.Trainer, Stream(), {}),
             (autopar.Trainer, Stream(), OPTIONS),
@@ -158,13 +246,22 @@ def test_the_last_smaller_batch_of_a_stream_weighs_as_its_samples(tmp_path: Path
 
 
 def test_data_that_may_be_read_once_is_not_read_before_training(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeStateError, match="a Stream, gives samples one after another") as refused:
-        autopar.Trainer(model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **OPTIONS).train()
+    with pytest.raises(
+        RuntimeStateError, match="a Stream, gives samples one after another"
+    ) as refused:
+        autopar.Trainer(
+            model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **OPTIONS
+        ).train()
     assert "example_inputs=" in refused.value.remedy
     example = torch.utils.data.default_collate(samples(4, 1))
     logs = []
-    for kind, options in ((transformers.Trainer, {}), (autopar.Trainer, {"example_inputs": example, **OPTIONS})):
-        trainer = kind(model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **options)
+    for kind, options in (
+        (transformers.Trainer, {}),
+        (autopar.Trainer, {"example_inputs": example, **OPTIONS}),
+    ):
+        trainer = kind(
+            model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **options
+        )
         trainer.train()
         logs.append(told(trainer))
     assert same(*logs)
@@ -183,9 +280,16 @@ def replaced(trainer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("change", "said"), [(frozen, "was frozen after"), (written, "was written"), (replaced, "another model")])
-def test_what_is_done_to_the_plain_model_after_it_was_compiled_is_refused(tmp_path: Path, change: Any, said: str) -> None:
-    trainer = autopar.Trainer(model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=samples(8, 1), **OPTIONS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(frozen, "was frozen after"), (written, "was written"), (replaced, "another model")],
+)
+def test_what_is_done_to_the_plain_model_after_it_was_compiled_is_refused(
+    tmp_path: Path, change: Any, said: str
+) -> None:
+    trainer = autopar.Trainer(
+        model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=samples(8, 1), **OPTIONS
+    )
     trainer.train()
     change(trainer)
     with pytest.raises(RuntimeStateError, match=said):

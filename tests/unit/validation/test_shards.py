@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.halo import Halo
-from autopar.layout import Layout, local_shape
-from autopar.layout_graph import all_layouts, local_bytes, neighbours
-from autopar.mirrored import Mirrored
+from autopar.core.layout import Layout, local_shape
+from autopar.core.layout_graph import all_layouts, local_bytes, neighbours
+from autopar.core.placements import Halo, Mirrored
 from autopar.validation.shards import apply_collective, held_bytes, local_lengths
 
 CASES = [

@@ -1,0 +1,277 @@
+"""Labels of the whole joint graph on the axis of microbatches, and what has to be done for them.
+
+Nodes are labelled in the order of the graph (`autopar.analysis.microbatch_calls`), forward first.
+The label of the loss says what backward begins with, and backward is labelled by the same rules.
+Where a call has no label, there are two repairs:
+
+- A value of the batch is *given*: it follows from the inputs and from buffers alone, so it is known
+  before the first microbatch runs, and each microbatch reads it instead of a value of its own.
+- An operand is *raised*: multiplied by a power of the number of microbatches M, where it has too
+  little for a sum, or for a function that is not linear in it
+  (`autopar.analysis.microbatch_sites`).
+
+Gradients are added up over microbatches, so each has to be a term. Where no repair helps, the batch
+is refused, with the node. Under the user's promise that samples do not depend on each other, a node
+without a label has one by its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.analysis.microbatch_calls import (
+    MEAN,
+    OPEN,
+    TERM,
+    WHOLE,
+    Label,
+    Way,
+    find_way,
+    label_by_shape,
+)
+from autopar.analysis.microbatch_sites import (
+    Edge,
+    Raises,
+    Site,
+    find_sites,
+    find_unknown,
+    is_floating,
+    output_of,
+    refusal,
+    why_not,
+)
+from autopar.capture.graphs import is_tensor
+from autopar.capture.trace import Trace
+from autopar.errors import CoupledError
+from autopar.ops import random
+from autopar.rules import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """What was found, by names of nodes of the batch's graph.
+
+    Attributes:
+        inputs: path of each input that is cut → its label. outputs: path → its label.
+        given: nodes of which the batch's value is given, with the labels of the microbatch's own.
+        raised: by which power of M operands are raised. promised: keys of nodes that have no label
+            but by the user's promise.
+    """
+
+    inputs: Mapping[str, Label]
+    outputs: Mapping[str, Label]
+    given: Mapping[str, Label]
+    raised: Mapping[Edge, int]
+    promised: tuple[str, ...]
+
+
+def label_joint_graph(whole: Trace, part: Trace, num: int, *, independent: bool) -> Labelled:
+    """Label every node that outputs or gradients depend on.
+
+    Args:
+        whole, part: the traces of the batch and of one of `num` microbatches.
+        independent: the user promises that samples do not depend on each other.
+
+    Raises:
+        CoupledError: where a node has no label, and no repair gives it one.
+    """
+    first = _Pass(whole, part, num, independent, near=False)
+    try:
+        return first.run()
+    except CoupledError as refusal:
+        if not first.raises.elsewhere:
+            raise
+        try:  # what is raised early is raised for all that follows from it, which may be too much
+            return _Pass(whole, part, num, independent, near=True).run()
+        except CoupledError as second:
+            raise refusal from second
+
+
+class _Pass:
+    """One labelling.
+
+    Args:
+        near: as of `Raises`.
+    """
+
+    def __init__(
+        self, whole: Trace, part: Trace, num: int, independent: bool, *, near: bool
+    ) -> None:
+        self.whole, self.part, self.num, self.independent = whole, part, num, independent
+        self.raises = Raises(whole, near=near)
+        self.given: dict[str, Label] = {}
+        self.promised: dict[str, None] = {}
+        self.labels: dict[tuple[str, int], Label] = {}
+        self.outputs: dict[str, Label] = {}
+        self._output = output_of(whole)
+        self._results: tuple[fx.Node, ...] = tuple(self._output.args[0])  # type: ignore[arg-type]
+        self._unknown = find_unknown(whole)
+
+    def run(self) -> Labelled:
+        """Label all nodes; repairs go back to the first node that reads something else then."""
+        self._place_inputs()
+        sites = find_sites(self.whole, self.part, self.num)
+        begin = sum(site.is_forward for site in sites)  # of backward
+        places = {site.node.name: place for place, site in enumerate(sites)}
+        place = 0
+        while place <= len(sites):
+            again, end = (self._end_forward(), begin) if place == begin else ([], len(sites))
+            if not again:
+                again = self._label(sites[place]) if place < len(sites) else self._end()
+            place = min((places.get(name, end) for name in again), default=place + 1)
+            if any(name in self.given for name in again):
+                place = 0
+            if self.raises.conflict:
+                node = sites[min(place, len(sites) - 1)].node
+                raise refusal(node, self.num, "terms that are joined cannot be made to weigh alike")
+        self._refuse_updates()
+        inputs = {i.path: self.labels[i.node, 0] for i in self.whole.inputs}
+        cut = {path: label for path, label in inputs.items() if label.kind == "split"}
+        return Labelled(cut, self.outputs, self.given, self.raises.edges, tuple(self.promised))
+
+    def _place_inputs(self) -> None:
+        whole = self.whole
+        self.labels |= {(p.node, 0): WHOLE for p in (*whole.parameters, *whole.buffers)}
+        for x, y in zip(whole.inputs, self.part.inputs, strict=True):
+            label = label_by_shape(x.shape, y.shape, self.num)
+            assert label is not None, (
+                f"input {x.path!r} of shape {x.shape} is not {self.num} times {y.shape}"
+            )
+            self.labels[x.node, 0] = label
+
+    def _refuse_updates(self) -> None:
+        for name, position in self.whole.mutated.items():
+            if name != random.STATE:
+                why = f"buffer {name!r} would be updated {self.num} times a step"
+                raise refusal(self._results[position], self.num, why)
+
+    # One node.
+
+    def _label(self, site: Site) -> list[str]:
+        """Label a node; or repair what it reads, and name the nodes to label anew."""
+        node = site.node
+        if node.name in self.given:
+            self.labels[node.name, 0] = WHOLE
+            return []
+        if site.call is None or site.part is None:  # a getitem
+            source = site.operands[0].name, int(node.args[1])  # type: ignore[arg-type]
+            self.labels[node.name, 0] = self.labels[source]
+            self.raises.note_getitem(site)
+            return []
+        reads = self._reads(site)
+        is_open = any(read.kind == "open" for read in reads)
+        way = None if is_open else find_way(site.call, site.part, reads, self.num)
+        if way is None or not way.is_free:
+            again = self._repair(site, way, reads)
+            if again:
+                return again
+            way = self._promised(site, site.call, site.part)
+        self.labels |= {(node.name, n): label for n, label in enumerate(way.results)}
+        self.raises.note(site, way.linear, self._label_of, self.given)
+        return []
+
+    def _label_of(self, node: fx.Node) -> Label:
+        return self.labels[node.name, 0]
+
+    def _reads(self, site: Site) -> list[Label]:
+        return [
+            self.raises.read(self._label_of(operand), (site.node.name, index))
+            for index, operand in enumerate(site.operands)
+        ]
+
+    def _repair(self, site: Site, way: Way | None, reads: list[Label]) -> list[str]:
+        """Give or raise what a node reads; nothing where only the user's promise is left."""
+        raises = way.raises if way is not None else (1,) * len(reads)
+        due = [
+            (n, o) for n, (o, power) in enumerate(zip(site.operands, raises, strict=True)) if power
+        ]
+        known = [operand.name for _, operand in due if self._can_be_given(operand)]
+        if known:
+            self.given |= {name: self.labels[name, 0] for name in known}
+            self.raises.edges.clear()  # they are found anew
+            return known
+        if way is not None and all(is_floating(operand) for _, operand in due):
+            return self.raises.add({(site.node.name, n): raises[n] for n, _ in due})
+        cut = {(site.node.name, n): -r.power for n, r in enumerate(reads) if r.kind == "split"}
+        if not self.independent or any(power < 0 for power in cut.values()):
+            raise refusal(site.node, self.num, *why_not(site.node, reads, self._unknown))
+        low = {edge: power for edge, power in cut.items() if power}
+        return self.raises.add(low) if low else []
+
+    def _can_be_given(self, node: fx.Node) -> bool:
+        """Whether the batch's value is known before the first microbatch runs, and another one."""
+        if node.op != "call_function" or node.name in self._unknown or not is_tensor(node):
+            return False
+        return node.name not in self.given and self._label_of(node).is_count
+
+    def _promised(self, site: Site, call: Call, part: Call) -> Way:
+        """Labels by shapes. In backward, a result of the batch's shape may be a term or a copy."""
+        reads, found = self._reads(site), []
+        for x, y in zip(call.outputs, part.outputs, strict=True):
+            label = label_by_shape(x.shape, y.shape, self.num)
+            if label is None:
+                raise refusal(site.node, self.num, *why_not(site.node, reads, self._unknown))
+            found.append(label if site.is_forward or label != WHOLE else OPEN)
+        if all(read.kind != "open" for read in reads):
+            self.promised[site.node.meta["key"]] = None
+        return Way(tuple(found))
+
+    # What comes out.
+
+    def _result(self, index: int) -> Label:
+        return self.raises.read(self._label_of(self._results[index]), (self._output.name, index))
+
+    def _end_forward(self) -> list[str]:
+        """Judge outputs, and label what backward begins with; or raise outputs."""
+        self.outputs.clear()
+        for index, o in enumerate(self.whole.outputs):
+            node, label = self._results[index], self._result(index)
+            what = f"output {o.path!r}" if o.path else "what the model returns"
+            if label.kind == "place":
+                if o.whole or o.is_loss:
+                    raise refusal(node, self.num, f"{what} has positions in the batch")
+                continue  # it is not asked for of several microbatches
+            power, most = (label.power, 0) if label.kind == "split" else (label.as_term, 1)
+            if power is not None and power < 0 and is_floating(node):
+                return self.raises.add({(self._output.name, index): -power})
+            if power is not None and not 0 <= power <= most:
+                raise refusal(node, self.num, f"{what} is {label}")
+            self.outputs[o.path] = _joined(label)
+            if o.tangent:
+                self.labels[o.tangent, 0] = _tangent(self.outputs[o.path], is_loss=o.is_loss)
+        return []
+
+    def _end(self) -> list[str]:
+        """Judge gradients, or raise them."""
+        low: dict[Edge, int] = {}
+        for p in self.whole.parameters:
+            label = WHOLE.raised(-1) if p.gradient is None else self._result(p.gradient)
+            power = label.as_term
+            if p.gradient is None or label.kind in ("zero", "open") or power == 0:
+                continue
+            if power is None or power > 0:
+                why = f"the gradient of parameter {p.name!r} is {label}, and not a sum over samples"
+                raise refusal(self._results[p.gradient], self.num, why)
+            low[self._output.name, p.gradient] = -power
+        return self.raises.add(low) if low else []
+
+
+def _joined(label: Label) -> Label:
+    """An output's label, in one form: split, whole, a sum or an average."""
+    if label.kind == "zero":
+        return Label("split", label.dim) if label.dim >= 0 else WHOLE
+    return TERM if label.as_term == 0 else label
+
+
+def _tangent(output: Label, *, is_loss: bool) -> Label:
+    """What backward of a microbatch begins with, as the runtime has it."""
+    if output.kind == "split":
+        return output
+    if is_loss:
+        return WHOLE if output == TERM else WHOLE.raised(-1)
+    return {TERM: WHOLE, MEAN: WHOLE.raised(-1)}.get(
+        output, TERM
+    )  # a copy is of the last microbatch

@@ -1,0 +1,508 @@
+"""Which labels one call makes of the labels of its operands: the rules of ops on the axis of
+microbatches.
+
+An op has a label where its rule (`autopar.rules`) has an option with the operands' placements, and
+where the local call of that option is the one that stands in the graph of a microbatch. Powers of
+the number of microbatches M pass through what the op is linear in: the *linear sets* of operands,
+each of which may be partial together while the others are whole. If all of a set have M^c times as
+much, so has the result. A mean over a microbatch's samples, and a division by their number, have M
+times as much.
+
+Where powers do not fit, an operand may be *raised*: multiplied by a power of M before it is read. A
+`Way` says which operands have to be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.core.layout import Layout, Strategy
+from autopar.core.placements import PARTIAL, REPLICATE
+from autopar.ops import random
+from autopar.rules import AxisOption, Call, axis_options, localize
+from autopar.rules.call import NO_TENSOR, KeyedCall
+from autopar.rules.localization import mean_part
+from autopar.rules.networks import mean_loss_part, reduced_loss
+
+# --------------------------------------------------------------------------------------------------
+# Labels: what a microbatch's tensor is of the batch's, on the axis of microbatches.
+#
+# Microbatches are an axis in time. The M microbatches run one after another as the ranks of a
+# data-parallel axis run beside one another, and a tensor lies on the axis as on an axis of a
+# mesh. With ``w`` the batch's value and a power e, microbatch m has M^e times as much as
+#
+# split(d) the m-th of M parts of w along dim d whole w itself term a term: the M terms add up to
+# w place(d) positions of samples along dim d, which the microbatch counts from its own first
+# sample. They are good for looking up along the batch, and for nothing else zero zeros, which are
+# a part, a term and a copy of zeros
+#
+# A mean over the samples of a microbatch is a term with e = 1. Since the sum of M equal values is
+# M times one of them, a whole value with power e is a term with power e + 1.
+
+Kind = Literal["split", "whole", "term", "place", "zero", "open"]
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a microbatch's tensor is of the batch's (see the module's docstring).
+
+    Of kind ``open`` nothing is known; that occurs only under the user's promise that samples do not
+    depend on each other.
+
+    Attributes:
+        dim: along which it is cut, else -1. power: e.
+    """
+
+    kind: Kind
+    dim: int = -1
+    power: int = 0
+
+    @property
+    def as_term(self) -> int | None:
+        """The power with which it is a term, None if it is none."""
+        return {"term": self.power, "whole": self.power + 1}.get(self.kind)
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the batch's value is the sum or the average of the microbatches' values."""
+        return self.as_term in (0, 1) and self != WHOLE
+
+    @property
+    def joined(self) -> str:
+        """How the batch's output is put together of outputs with this label: ``split``, ``whole``,
+        ``sum`` or ``mean``.
+        """
+        return {"term": "mean" if self.power else "sum"}.get(self.kind, self.kind)
+
+    def raised(self, power: int) -> Label:
+        """With M^`power` times as much."""
+        return replace(self, power=self.power + power) if power else self
+
+    def __str__(self) -> str:
+        if self.kind == "split":
+            return f"a part of the samples, along dim {self.dim}"
+        if self.kind == "term":
+            return "a sum over samples" if self.power == 0 else f"{_of(self.power)} over samples"
+        if self.kind == "whole" and self.power:
+            return "what no sample is part of, but of which each microbatch has another share"
+        return _WORDS[self.kind]
+
+
+def _of(power: int) -> str:
+    return "an average" if power > 0 else "a share of a sum"
+
+
+_WORDS = {
+    "whole": "what no sample is part of",
+    "place": "positions of samples in the batch",
+    "zero": "zeros",
+    "open": "what no rule knows",
+}
+WHOLE, TERM, MEAN, ZERO, OPEN = (
+    Label("whole"),
+    Label("term"),
+    Label("term", power=1),
+    Label("zero"),
+    Label("open"),
+)
+
+
+def cut_dim(whole: Shape, part: Shape, num: int) -> int | None:
+    """The dim along which `whole` is `num` times as long as `part`; -1 if the shapes are equal, and
+    None if they differ otherwise.
+    """
+    if tuple(whole) == tuple(part):
+        return -1
+    differs = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
+    cut = (
+        len(whole) == len(part)
+        and len(differs) == 1
+        and whole[differs[0]] == num * part[differs[0]]
+    )
+    return differs[0] if cut else None
+
+
+def label_by_shape(whole: Shape, part: Shape, num: int) -> Label | None:
+    """A part or the same, as shapes alone have it; None where they say neither."""
+    dim = cut_dim(whole, part, num)
+    return None if dim is None else WHOLE if dim < 0 else Label("split", dim)
+
+
+aten = torch.ops.aten
+DRAWS = frozenset((random.keep_mask, random.uniform, random.normal, random.randint))
+ADDITIONS = frozenset(
+    (
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.add.Scalar,
+        aten.sub.Scalar,
+        aten.rsub.Scalar,
+        aten.rsub.Tensor,
+    )
+)
+_SCALED = {
+    aten.div.Tensor: -1,
+    aten.div.Scalar: -1,
+    aten.mul.Tensor: 1,
+    aten.mul.Scalar: 1,
+}  # the power with which the second argument counts
+_ROUNDED = {
+    aten._to_copy.default: (0,),
+    aten.div.Tensor: (0,),
+    aten.div.Scalar: (0,),
+    aten.mul.Tensor: (0, 1),
+    aten.mul.Scalar: (0,),
+}  # operands that they are linear in, whatever the dtypes
+_MOVES = frozenset(
+    (
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.view.default,
+        aten.expand.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.permute.default,
+        aten.transpose.int,
+    )
+)
+_VIEWS = frozenset(
+    (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.unsqueeze.default,
+    )
+)
+_LOOKUPS = frozenset((aten.index.Tensor, aten._unsafe_index.Tensor))
+_FILLED = {
+    aten.full.default: 1,
+    aten.new_full.default: 2,
+    aten.full_like.default: 1,
+    aten.scalar_tensor.default: 0,
+}  # the argument that says with what
+_ZEROS = frozenset(
+    (
+        aten.zeros.default,
+        aten.new_zeros.default,
+        aten.zeros_like.default,
+        aten.empty.memory_format,
+        aten.new_empty.default,
+        aten.empty_like.default,
+    )
+)  # what is not initialised is not read
+_ONES = frozenset((aten.ones.default, aten.new_ones.default, aten.ones_like.default))
+Labels = tuple[Label, ...]
+LinearSets = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to label a call.
+
+    Attributes:
+        results: the labels of its results.
+        raises: per operand, by which power of M it has to be raised.
+        linear: sets of operands; if all of a set are raised further, so are all results.
+    """
+
+    results: Labels
+    raises: tuple[int, ...] = ()
+    linear: LinearSets = ()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no operand has to be raised."""
+        return not any(self.raises)
+
+
+def find_way(whole: Call, part: Call, reads: Sequence[Label], num: int) -> Way | None:
+    """The way that raises the fewest elements; None where there is none.
+
+    Args:
+        whole, part: the calls in the graphs of the batch and of one of `num` microbatches.
+        reads: what the microbatch's operands are of the batch's.
+    """
+    return _find(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
+
+
+@lru_cache(maxsize=16384)  # equal layers have equal calls
+def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way | None:
+    whole, part = keyed.call, of_part.call
+    zeros = _zeros(whole, part, reads, num)
+    if zeros is not None:
+        return zeros
+    alike = is_alike(whole, part)
+    if alike and all(read == WHOLE for read in reads) and whole.outputs == part.outputs:
+        return Way(tuple(WHOLE for _ in whole.outputs))
+    if any(read.kind == "place" for read in reads):
+        return _of_places(whole, part, reads, num)
+    made = _made(whole, part, reads, num)
+    if made is not None:
+        return made
+    ways = itertools.chain(
+        _with_numbers(whole, part, reads, num), _by_rule(whole, part, reads, num)
+    )
+    sizes = [math.prod(info.shape) for info in part.inputs]
+
+    def cost(way: Way) -> int:
+        return sum(size for size, power in zip(sizes, way.raises, strict=True) if power)
+
+    return min(ways, key=cost, default=None)
+
+
+def is_alike(whole: Call, part: Call) -> bool:
+    """Whether two calls have the same op and the same arguments, up to their operands' shapes."""
+    return whole.target is part.target and _arguments(whole) == _arguments(part)
+
+
+def _arguments(call: Any) -> Any:
+    return _plain(call.args), _plain({k: v for k, v in call.kwargs.items() if k != "draw"})
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, so that arguments compare."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+# Tensors that are made, and not computed.
+
+
+def _made(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Constants, random draws, positions and copies."""
+    target = whole.target
+    if target in DRAWS or target is aten.repeat.default:
+        return _shaped(whole, part, num) if all(read == WHOLE for read in reads) else None
+    if target is aten.arange.default:
+        counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
+        return Way((Label("place", 0),)) if counts else None
+    value = _value(whole)
+    if value is None or value != _value(part):  # it follows from the number of samples
+        return None
+    return _shaped(whole, part, num)
+
+
+def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Zeros, and what is linear in zeros."""
+    made = _value(whole) == 0 and _value(part) == 0
+    zero = {n for n, read in enumerate(reads) if read.kind == "zero"}
+    if not made and (not zero or whole.target is not part.target):
+        return None
+    linear = () if made else _linear_sets(whole, axis_options(whole))
+    if not made and not any(zero.issuperset(group) for group in linear):
+        return None
+    pairs = zip(whole.outputs, part.outputs, strict=True)
+    dims = [cut_dim(x.shape, y.shape, num) for x, y in pairs]
+    if any(dim is None for dim in dims):
+        return None
+    results = tuple(Label("zero", dim) for dim in dims if dim is not None)
+    return Way(results, (0,) * len(reads), linear)
+
+
+def _value(call: Call) -> Any:
+    """What a tensor is filled with, None if it is not filled with one number."""
+    if call.target in _FILLED:
+        return call.args[_FILLED[call.target]]
+    return 0 if call.target in _ZEROS else 1 if call.target in _ONES else None
+
+
+def _shaped(whole: Call, part: Call, num: int) -> Way | None:
+    label = label_by_shape(whole.outputs[0].shape, part.outputs[0].shape, num)
+    return None if label is None else Way((label,), (0,) * len(whole.inputs))
+
+
+# Positions.
+
+
+def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Positions may be moved about, and be looked up along the dim that the batch is cut along."""
+    if whole.target in _MOVES:
+        cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
+        way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
+        return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
+    if whole.target not in _LOOKUPS or reads[0].kind != "split" or any(r.power for r in reads):
+        return None
+    at = {index.index: place for place, index in enumerate(whole.args[1]) if index is not None}
+    place = next(n for n, r in enumerate(reads) if r.kind == "place")
+    from_right = len(whole.inputs[place].shape) - reads[place].dim
+
+    def goes_along(n: int) -> bool:
+        r = reads[n]
+        is_cut = r.kind in ("split", "place") and len(whole.inputs[n].shape) - r.dim == from_right
+        return r == WHOLE or is_cut
+
+    if at.get(place) != reads[0].dim or not all(goes_along(n) for n in at if n != place):
+        return None
+    return _shaped(whole, part, num)
+
+
+# Rules.
+
+
+def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
+    """Sums with a plain number. One that is the same everywhere is a term of which the average is
+    the number; one that follows from the number of samples is a term of which the sum is.
+    """
+    if whole.target not in ADDITIONS or len(reads) != 1 or whole.outputs != part.outputs:
+        return
+    (a, *more), (b, *others) = whole.args[1:] or (None,), part.args[1:] or (None,)
+    if (
+        more != others
+        or dict(whole.kwargs) != dict(part.kwargs)
+        or not (_is_number(a) and _is_number(b))
+    ):
+        return
+    due = 1 if a == b else 0 if a == b * num else None
+    power = reads[0].as_term
+    if due is not None and power is not None and power <= due:
+        yield Way((Label("term", power=due),), (due - power,))
+
+
+def _by_rule(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
+    """By the op's rule for one axis."""
+    if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
+        return
+    by_number = _power_of_number(whole, part, num)
+    if by_number:
+        part = replace(part, args=whole.args)
+    options = tuple(dict.fromkeys((*axis_options(whole), *_of_other_dtypes(whole))))
+    linear = _linear_sets(whole, options)
+    for option in options:
+        powers = _powers(reads, option)
+        if powers is None:
+            continue
+        by_mean = _power_of_call(whole, part, option, num)
+        if by_mean is None:
+            continue
+        for raises, power in _covers(powers, linear):
+            results = tuple(_label(p, power + by_number + by_mean) for p in option.outputs)
+            yield Way(results, raises, linear)
+
+
+def _label(placement: Placement, power: int) -> Label:
+    if isinstance(placement, Shard):
+        return Label("split", placement.dim, power)
+    return Label("term" if isinstance(placement, Partial) else "whole", power=power)
+
+
+def _power_of_number(whole: Call, part: Call, num: int) -> int:
+    """Of a product or a quotient of numbers that follow from the number of samples."""
+    if whole.target not in _SCALED or len(whole.inputs) != 1 or len(whole.args) != 2:
+        return 0
+    a, b = whole.args[1], part.args[1] if len(part.args) == 2 else None
+    if not (_is_number(a) and _is_number(b) and a and b):
+        return 0
+    power = _SCALED[whole.target]
+    return -power if a == b * num else power if b == a * num else 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
+    """The sets of operands in which a call is linear."""
+    results = [n for n, info in enumerate(call.outputs) if info != NO_TENSOR]
+    found = dict.fromkeys(
+        tuple(n for n, p in enumerate(option.inputs) if p == PARTIAL)
+        for option in options
+        if all(p in (PARTIAL, REPLICATE) for p in option.inputs)
+        and all(option.outputs[n] == PARTIAL for n in results)
+    )
+    return tuple(group for group in found if group)
+
+
+def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
+    """Further options of casts, quotients and products whose result is of floats.
+
+    Rules leave out partial sums that are rounded on the way, since ranks would
+    add up rounded values. Microbatches round theirs in any case.
+    """
+    if call.outputs[0].dtype.is_floating_point:
+        for slot in _ROUNDED.get(call.target, ()):
+            if slot < len(call.inputs) and call.inputs[slot].dtype.is_floating_point:
+                reads = (PARTIAL if n == slot else REPLICATE for n in range(len(call.inputs)))
+                yield AxisOption(tuple(reads), (PARTIAL,))
+
+
+def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
+    """Per operand its power if it lies as an option has it, None for zeros of any power; None if
+    one does not lie so.
+    """
+    found: list[int | None] = []
+    for read, placement in zip(reads, option.inputs, strict=True):
+        cut = placement.dim if isinstance(placement, Shard) else -1
+        if read.kind == "zero":
+            power, fits = None, read.dim == cut
+        elif placement == PARTIAL:
+            power, fits = read.as_term, read.as_term is not None
+        else:
+            kind = "split" if cut >= 0 else "whole"
+            plain = cut >= 0 or isinstance(placement, Replicate)
+            power, fits = read.power, plain and (read.kind, read.dim) == (kind, cut)
+        if not fits:
+            return None
+        found.append(power)
+    return tuple(found)
+
+
+def _covers(
+    powers: tuple[int | None, ...], linear: LinearSets
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """By how much operands have to be raised, and the power of the results, for each choice of
+    disjoint linear sets: operands of one set have one power, and the others have none.
+    """
+    for count in range(len(linear) + 1):
+        for chosen in itertools.combinations(linear, count):
+            covered = [n for group in chosen for n in group]
+            if len(set(covered)) < len(covered):
+                continue
+            due = [0] * len(powers)
+            total = 0
+            for group in chosen:
+                known = [p for n in group if (p := powers[n]) is not None]
+                top = max(known, default=0)
+                total += top
+                for n in group:
+                    due[n] = top
+            raises = tuple(0 if p is None else d - p for p, d in zip(powers, due, strict=True))
+            if all(power >= 0 for power in raises):
+                yield raises, total
+
+
+def _power_of_call(whole: Call, part: Call, option: AxisOption, num: int) -> int | None:
+    """0 if a microbatch calls what a rank calls, 1 if it calls a mean over its own samples where a
+    rank divides by the batch's number of them; None if it calls something else.
+    """
+    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in option.outputs):
+        return None
+    infos = (*whole.inputs, *whole.outputs)
+    layouts = [Layout((p,)) for p in (*option.inputs, *option.outputs)]
+    if not all(
+        layout.fits(info.shape, (num,)) for layout, info in zip(layouts, infos, strict=True)
+    ):
+        return None
+    count = len(whole.inputs)
+    local = localize(whole, Strategy(tuple(layouts[:count]), tuple(layouts[count:])), (num,))
+    if local.target is aten.reshape.default and part.target in _VIEWS:  # a view of the whole
+        return 0 if tuple(local.args[1]) == part.outputs[0].shape else None
+    if local.target in (mean_part, mean_loss_part):
+        return 1 if is_alike(whole, part) else None
+    if local.target is reduced_loss:
+        return 0 if is_alike(whole, part) else None
+    called = local.target is part.target and _arguments(local) == _arguments(part)
+    return 0 if called else None

@@ -1,0 +1,257 @@
+"""The calls of a batch's joint graph beside those of a microbatch's, in the order of labelling."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.analysis.microbatch_calls import ADDITIONS, Label
+from autopar.capture.graphs import is_tensor
+from autopar.capture.trace import Trace
+from autopar.errors import CoupledError, Where
+from autopar.rules import Call, call_of, operands_of, where_of
+
+# --------------------------------------------------------------------------------------------------
+# Refusals of batches that cannot be worked through in microbatches: which node, why, and what to
+# do.
+
+REMEDY = "pass microbatches=1 or num_microbatches=1, or no number, and stages take the whole batch"
+
+
+def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledError:
+    """That a batch cannot be worked through in `num` microbatches because of this node."""
+    key = node.meta.get("key", node.name)
+    place = "" if node.meta.get("module") else " (in the model's own forward)"
+    what = f"the batch cannot be worked through in {num} microbatches: at {key}{place} {why}"
+    return CoupledError(what, where=_where(node), remedy=remedy)
+
+
+def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -> tuple[str, str]:
+    """Why no label follows from the labels of what a node reads, and what to do.
+
+    Args:
+        unknown: nodes that are not known before the first microbatch runs, and what they follow
+            from.
+    """
+    if not reads:
+        why = "what it makes follows from the number of samples, of which a microbatch has fewer"
+        return why, REMEDY
+    shown = " and ".join(dict.fromkeys(map(str, reads)))
+    if node.target in ADDITIONS and all(read.as_term is not None for read in reads):
+        remedy = f"give all terms one denominator, such as the number of samples, or {REMEDY}"
+        return f"it joins terms that weigh differently: {shown}", remedy
+    operands = zip(operands_of(node), reads, strict=True)
+    late = [unknown[o.name] for o, r in operands if r.kind == "term" and o.name in unknown]
+    why = f"it reads {shown}, of which a microbatch's are not enough to make the batch's"
+    if late:
+        why += f"; the batch's follows from {late[-1]}, and is not known before the last of them"
+    return why, REMEDY
+
+
+def _where(node: fx.Node) -> Where:
+    """Its own line, or that of the next node before it that has one."""
+    near = node
+    while not near.meta.get("source") and near.all_input_nodes:
+        near = near.all_input_nodes[0]
+    return replace(where_of(node), source=near.meta.get("source", ""))
+
+
+Edge = tuple[str, int]
+"""Name of a node, and which of its operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node of the batch's graph.
+
+    Attributes:
+        call, part: its call in the batch's graph and in a microbatch's; None of a getitem.
+    """
+
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    call: Call | None
+    part: Call | None
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a node of forward."""
+        return bool(self.node.meta["phase"] == "forward")
+
+
+def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
+    """The calls that outputs and gradients depend on: those of forward, then those of backward.
+
+    Raises:
+        CoupledError: where the graph of a microbatch has no such call, or one of other operands.
+    """
+    here = {n.meta["key"]: n for n in part.graph.nodes if n.op == "call_function"}
+    words = _words(whole), _words(part)
+
+    def site(node: fx.Node) -> Site:
+        operands = operands_of(node)
+        if node.target is operator.getitem:
+            return Site(node, operands, None, None)
+        its = here.get(node.meta["key"])
+        if its is None:
+            raise refusal(node, num, "the graph of one microbatch has no such op")
+        if [words[0][o.name] for o in operands] != [words[1][o.name] for o in operands_of(its)]:
+            raise refusal(node, num, "the op of one microbatch reads what other ops make")
+        return Site(node, operands, call_of(node), call_of(its))
+
+    nodes = _wanted(whole)
+    return [
+        site(node)
+        for forward in (True, False)
+        for node in nodes
+        if (node.meta["phase"] == "forward") == forward
+    ]
+
+
+def _wanted(trace: Trace) -> list[fx.Node]:
+    """The calls that outputs and gradients depend on, in graph order."""
+    results = output_of(trace).args[0]
+    stack: list[fx.Node] = list(results[: len(trace.outputs)])  # type: ignore[arg-type, index]
+    gradients = [p.gradient for p in trace.parameters if p.gradient is not None]
+    stack += [results[index] for index in gradients]  # type: ignore[index, misc]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return [node for node in trace.graph.nodes if node in found and node.op == "call_function"]
+
+
+def _words(trace: Trace) -> dict[str, str]:
+    """Nodes by what they are, in words that the graphs of batch and microbatch share."""
+    found = {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
+    found |= {i.node: f"input {i.path}" for i in trace.inputs}
+    found |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
+    calls = (node for node in trace.graph.nodes if node.op == "call_function")
+    return found | {node.name: node.meta["key"] for node in calls}
+
+
+def find_unknown(trace: Trace) -> dict[str, str]:
+    """What is not known before the first microbatch runs: node → what it follows from."""
+    found = {p.node: f"parameter {p.name!r}" for p in trace.parameters}
+    found |= {o.tangent: "the loss" for o in trace.differentiable}
+    for node in trace.graph.nodes:
+        reason = next((found[o.name] for o in node.all_input_nodes if o.name in found), "")
+        if reason and node.op == "call_function":
+            found[node.name] = reason
+    return found
+
+
+def output_of(trace: Trace) -> fx.Node:
+    """The node that returns the graph's results."""
+    return next(iter(reversed(trace.graph.nodes)))
+
+
+def size_of(node: fx.Node) -> float:
+    """Elements of a tensor; several tensors cannot be raised."""
+    return float(node.meta["val"].numel()) if is_tensor(node) else math.inf
+
+
+def is_floating(node: fx.Node) -> bool:
+    """Whether a node has one result, of floats."""
+    return is_tensor(node) and bool(node.meta["val"].dtype.is_floating_point)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where operands are raised: multiplied by powers of the number of microbatches.
+#
+# What an op makes is raised by raising what the op is linear in. So where a large tensor has too
+# little, it is often enough to raise a number that it follows from, such as the tangent of one
+# term of a loss. Each operand is raised where the fewest elements are multiplied, and of equal
+# places at the nearest.
+
+_Cost = tuple[float, tuple[int, ...]]
+"""Elements that are multiplied if some operands of a node are raised, and which operands."""
+_NONE: _Cost = (math.inf, ())
+
+
+class Raises:
+    """Which operands are raised, by which power.
+
+    Args:
+        whole: the batch's trace. near: operands are raised where they are read, and not before.
+
+    Attributes:
+        edges: what is raised.
+        elsewhere: whether anything was raised before it is read, so that other nodes read more,
+            too.
+        conflict: whether some of it had to be raised once more. Then what follows from it needs
+            different powers, and nothing but raising operands where they are read helps.
+    """
+
+    def __init__(self, whole: Trace, *, near: bool) -> None:
+        self.edges: dict[Edge, int] = {}
+        self.elsewhere = self.conflict = False
+        self._whole, self._near, self._output = whole, near, output_of(whole)
+        self._tangents = {o.tangent for o in whole.differentiable}
+        self._costs: dict[str, _Cost] = {}
+
+    def read(self, label: Label, edge: Edge) -> Label:
+        """The label of what is read along an edge."""
+        return label.raised(self.edges.get(edge, 0))
+
+    def note(
+        self,
+        site: Site,
+        linear: tuple[tuple[int, ...], ...],
+        label_of: Callable[[fx.Node], Label],
+        given: Mapping[str, Label],
+    ) -> None:
+        """Note what a node is linear in, once it is labelled.
+
+        Args:
+            linear: sets of operands. given: nodes that are not computed.
+        """
+
+        def cost(index: int) -> float:
+            operand = site.operands[index]
+            if label_of(operand).kind == "zero":
+                return 0.0
+            if operand.op == "placeholder":
+                return size_of(operand) if operand.name in self._tangents else math.inf
+            if operand.meta["phase"] != site.node.meta["phase"] or operand.name in given:
+                return math.inf
+            return min(size_of(operand), self._costs.get(operand.name, _NONE)[0])
+
+        groups = [tuple(n for n in group if cost(n)) for group in linear]
+        costs = [(sum(map(cost, group)), group) for group in groups if group]
+        self._costs[site.node.name] = min(costs, default=_NONE)
+
+    def note_getitem(self, site: Site) -> None:
+        """Note that one of several results is raised by raising all."""
+        self._costs[site.node.name] = self._costs.get(site.operands[0].name, _NONE)
+
+    def add(self, edges: Mapping[Edge, int]) -> list[str]:
+        """Raise what is read along these edges further.
+
+        Returns:
+            The names of the nodes whose operands are raised.
+        """
+        found: dict[Edge, int] = {}
+        stack = list(edges.items())
+        while stack:
+            (name, index), power = stack.pop()
+            reader = self._output if name == self._output.name else self._whole.node(name)
+            operand = operands_of(reader)[index]
+            cost, group = self._costs.get(operand.name, _NONE)
+            if self._near or cost >= size_of(operand):
+                found[name, index] = power
+                continue
+            self.elsewhere = True
+            if operand.target is operator.getitem:
+                (operand,) = operands_of(operand)
+            stack += [((operand.name, n), power) for n in group]
+        self.conflict |= any(edge in self.edges and edge not in edges for edge in found)
+        for edge, power in found.items():
+            self.edges[edge] = self.edges.get(edge, 0) + power
+        return [name for name, _ in found]

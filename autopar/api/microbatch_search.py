@@ -1,0 +1,265 @@
+"""How many microbatches are tried along an axis, one number after another as those before turned
+out, and what a plan says of that.
+
+A step of M microbatches in P stages, of t(M) each through all of them, takes (M + P − 1) · t(M) /
+P: more of them wait for less, and each has its launches, latencies and gathers for itself, M · t(M)
+rising with M. So the step falls with M, and then rises. Some of the largest numbers come first, the
+smallest of these ahead; where that is the fastest, fewer, while these are faster. Where its bound
+rules it out against what was found before, fewer, which wait for more, are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.api.tracing import batch_size, by_rows, trace_part
+from autopar.capture import Trace
+from autopar.constraints import Pipelined
+from autopar.core.hardware import Hardware
+from autopar.core.mesh import Mesh
+from autopar.core.schedules import AUTO
+from autopar.core.units import microbatches, seconds
+from autopar.planner import Planned, TooSlow, make_plan, make_staged_plan
+from autopar.planner.candidates import Elsewhere
+from autopar.planner.clock import Progress
+from autopar.planner.pipeline.search import check_order
+from autopar.planner.pipeline.units import check_parts
+from autopar.request import PlanOptions
+from autopar.stages.placing import cut_points
+
+_FIRST = 3  # of the largest numbers
+MOST_ROUNDS = (
+    8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
+)
+
+
+def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Of the numbers that divide a batch those that may be tried, rising: one, and what fills
+    the stages, each some times."""
+    filling = [n for n in divisors if num_stages <= n <= MOST_ROUNDS * num_stages] or list(
+        divisors[-1:]
+    )
+    return tuple(dict.fromkeys((*[n for n in divisors if n == 1], *filling)))
+
+
+def first_of(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that are tried however these turn out, but for what bounds rule out."""
+    return tuple(
+        numbers[max(len(numbers) - _FIRST, 1 if numbers[0] == 1 and len(numbers) > 1 else 0) :]
+    )
+
+
+def walk(numbers: Sequence[int], found_s: Mapping[int, float]) -> Iterator[int]:
+    """The numbers to try.
+
+    Args:
+        found_s: the step of each that was tried; infinite where there is no plan, or none fast
+            enough. To be kept up while this runs.
+    """
+    first = first_of(numbers)
+    yield from first
+    higher = first[0] if first else 0
+    for num in reversed(numbers[: len(numbers) - len(first)]):
+        least_s = min(found_s.values(), default=math.inf)
+        if found_s.get(higher, math.inf) > least_s or math.isinf(least_s):
+            return
+        yield num
+        higher = num
+
+
+@dataclass
+class Tries:
+    """What was tried, in words, and the fastest plan."""
+
+    best: Planned | None = None
+    told: list[str] = field(default_factory=list)
+
+    def add(self, axis: str, num: int, found: Planned) -> float:
+        """A plan; the seconds of its step."""
+        step_s, pipeline = found.plan.prediction.step_s, found.plan.pipeline
+        per_device = pipeline.num_chunks if pipeline else 1
+        self.told.append(f"{_named(axis, num, per_device)} ({seconds(step_s)})")
+        if self.best is None or step_s < self.best.plan.prediction.step_s:
+            self.best = found
+        return step_s
+
+    def join(self, others: Tries, saved: float) -> None:
+        """Add what was tried elsewhere, whose fastest is taken where it saves such a share of
+        the step."""
+        self.told += others.told
+        if (
+            others.best is not None
+            and others.best.plan.prediction.step_s <= (1.0 - saved) * self.best_s
+        ):
+            self.best = others.best
+        elif others.best_s < self.best_s:
+            self.told.append(
+                f"stages that save less than {100 * saved:g} % are not taken where none are"
+                " asked for"
+            )
+
+    @property
+    def best_s(self) -> float:
+        """Infinite where there is no plan."""
+        return math.inf if self.best is None else self.best.plan.prediction.step_s
+
+    def too_slow(self, axis: str, num: int, error: TooSlow) -> float:
+        """What is no faster, by what bounds it; that bound."""
+        self.told.append(f"{_named(axis, num)} (at least {seconds(error.args[0])})")
+        return float(error.args[0])
+
+    def refused(self, axis: str, num: int) -> float:
+        """What has no plan."""
+        self.told.append(f"{_named(axis, num)} (none)")
+        return math.inf
+
+    def fastest(self) -> Planned:
+        """The fastest plan, which says what it was chosen from."""
+        assert self.best is not None, "a plan was found"
+        if len(self.told) < 2:
+            return self.best
+        line = (
+            "this number of microbatches and these stages alone; tried, with the step found for"
+            f" each: {'; '.join(self.told)}"
+        )
+        return covering(self.best, line)
+
+
+def covering(found: Planned, line: str) -> Planned:
+    """The plan with a further line of what its proof is about."""
+    plan = replace(
+        found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line))
+    )
+    return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
+
+
+def _named(axis: str, num: int, per_device: int = 1) -> str:
+    if not num:
+        return "no microbatches"
+    parts = microbatches(num)
+    stages = f" in stages along {axis}" if axis else " one after another"
+    return parts + stages + (f", {per_device} a device" if per_device > 1 else "")
+
+
+# --------------------------------------------------------------------------------------------------
+# A captured call, and its plan where it is settled whether there are stages, how many
+# microbatches, and how many rows of logits.
+
+ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
+WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
+"""Stages that nobody asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """What is planned, for what, and how.
+
+    Attributes:
+        captured: traces of the same call on other numbers of samples, as they are needed.
+        rows: of logits that the loss has at a time, 0 for all.
+    """
+
+    model: nn.Module
+    trace: Trace
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    hardware: Hardware
+    options: PlanOptions
+    progress: Progress = lambda _: None
+    captured: dict[int, Trace] = field(default_factory=dict)
+    rows: int = 0
+
+    def parts(self) -> tuple[int, ...]:
+        """Into how many microbatches the batch may be cut where it does not fit."""
+        samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
+        return tuple(n for n in range(2, samples + 1) if samples % n == 0)
+
+    def in_one_piece(
+        self, limit_s: float = math.inf, elsewhere: Elsewhere | None = None
+    ) -> Planned:
+        """The plan of all at once. Raises InfeasibleError and ConstraintError where there is none,
+        TooSlow where none beats the limit.
+
+        Args:
+            elsewhere: as of `autopar.planner.candidates.Elsewhere`.
+        """
+        options = self.unpiped()
+        name = type(self.model).__name__
+        trace = by_rows(self.trace, self.rows)
+        found = make_plan(
+            trace,
+            self.mesh,
+            self.hardware,
+            options,
+            model_name=name,
+            progress=self.progress,
+            limit_s=limit_s,
+            elsewhere=elsewhere,
+        )
+        return self.marked(found)
+
+    def unpiped(self) -> PlanOptions:
+        """The options of a plan without stages."""
+        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
+        return (
+            self.options
+            if len(kept) == len(self.options.constraints)
+            else replace(self.options, constraints=kept)
+        )
+
+    def marked(self, found: Planned) -> Planned:
+        """The plan says that its loss goes by rows."""
+        if not self.rows:
+            return found
+        found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
+        return covering(
+            found,
+            f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is"
+            " slower",
+        )
+
+    def num_ranks(self, wish: Pipelined) -> int:
+        """Devices along the axis of stages; 1 where there is none."""
+        return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
+
+    def in_stages(self, here: Pipelined, num: int, limit_s: float) -> Planned:
+        """The plan of this pipeline and number of microbatches; raises as `in_one_piece`."""
+        if here.axis:
+            num_stages = here.chunks * self.num_ranks(here)
+            check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
+            check_order(self.trace, self.mesh, num, here)
+        part, how = self.part(num, independent=here.independent)
+        found = make_staged_plan(
+            self.trace,
+            by_rows(part, self.rows),
+            how,
+            self.mesh,
+            self.hardware,
+            self.options,
+            here,
+            model_name=type(self.model).__name__,
+            limit_s=limit_s,
+            progress=self.progress,
+        )
+        return self.marked(found)
+
+    def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
+        """As `trace_part`."""
+        return trace_part(
+            self.model,
+            self.trace,
+            self.args,
+            self.kwargs,
+            num,
+            precision=self.options.precision,
+            inference=self.options.inference,
+            independent=independent,
+            known=self.captured,
+        )

@@ -1,0 +1,173 @@
+"""What a plan was asked for, read back from it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.capture import Trace
+from autopar.constraints import read_constraint
+from autopar.core.hardware import Hardware, HardwareProfile, Mixed, profile_of
+from autopar.core.mesh import Mesh
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.request import OPTIONS, PlanOptions
+
+
+def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> PlanOptions:
+    """The options that a plan was made with, on some hardware.
+
+    Args:
+        memory_bytes: another budget. By default the plan's, where its user set one or the hardware
+            is the same, else the hardware's.
+
+    Raises:
+        ConstraintError: where a constraint cannot be read.
+    """
+    options = recorded(plan)
+    return replace(
+        options,
+        memory_bytes=memory_bytes or (options.memory_bytes if _is_asked(plan, hardware) else None),
+    )
+
+
+def recorded(plan: Plan) -> PlanOptions:
+    """The same on the hardware that the plan was made for: with its budget; where stages'
+    devices have their own, with none."""
+    known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
+    asked = {
+        name: known[name]
+        for name, option in OPTIONS.items()
+        if option.is_recorded and name in known
+    }
+    own = plan.pipeline is not None and plan.pipeline.rank_budgets
+    asked["memory_bytes"] = None if own else known.get("memory_bytes")
+    return PlanOptions(
+        **{**asked, "constraints": tuple(read_constraint(c) for c in known.get("constraints", ()))}
+    )
+
+
+def _is_asked(plan: Plan, hardware: Hardware) -> bool:
+    """Whether the plan's budget goes with it: it is for this hardware, or its own would have
+    given another one."""
+    mark = plan.fingerprint
+    if mark.profile_hash == hardware.hash:
+        return True
+    named = [name for name, _ in mark.profiles] or [mark.profile]
+    if not set(named) <= set(HardwareProfile.names()):
+        return False
+    profiles = tuple(map(HardwareProfile.load, named))
+    own: Hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
+    if mark.profile_hash != own.hash:
+        return False
+    axis = plan.pipeline.axis if plan.pipeline else ""
+    given = {PlanOptions().budget(profile_of(own, axis, rank)) for rank in range(len(profiles))}
+    return plan.options.get("memory_bytes") not in given
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether a plan is for the model, batch and mesh at hand, and what differs where it is not.
+
+log = logging.getLogger("autopar")
+_SHOWN = 3  # of what is in one of both alone
+_INDEX = re.compile(r"(?<![^.])\d+(?=[./]|$)")  # of a repeated module, in a path
+
+
+def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
+    """That a plan is for this model and mesh; `name` is that of the model's class, for the refusal.
+
+    Raises:
+        PlanError: saying what differs, a line each.
+    """
+    differs = list(_differences(plan, trace, mesh, name))
+    if plan.fingerprint.torch != torch.__version__.split("+")[0]:
+        log.warning(
+            "plan made with torch %s, this is %s: entries are matched by key",
+            plan.fingerprint.torch,
+            torch.__version__,
+        )
+    if differs:
+        alone = mesh.num_devices == 1 < plan.mesh.num_devices
+        start = (
+            f"start the script with: autopar run -n {plan.mesh.num_devices} SCRIPT; or "
+            if alone
+            else ""
+        )
+        what = "\n    ".join(("the plan was made for something else:", *differs))
+        raise PlanError(what, remedy=f"{start}plan again, or pass the plan of this model and mesh")
+
+
+def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[str]:
+    """A line each."""
+    if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
+        yield f"mesh: the plan is for {plan.mesh}, this is {mesh}"
+    if plan.fingerprint.model != trace.fingerprint:
+        if name and plan.fingerprint.model_name not in ("", name):
+            yield f"model: the plan is for a {plan.fingerprint.model_name}, this is a {name}"
+        other = plan.fingerprint.other_batch(trace.batch_in_words)
+        named = [*([other] if other else []), *_asked(plan, trace), *_of_model(plan, trace)]
+        yield from named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]
+
+
+def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
+    """Parameters and ops that only one of both has."""
+    plans = plan.pipeline.stages if plan.pipeline else (plan,)
+    planned = {
+        key.removesuffix("/parameter")
+        for p in plans
+        for key in p.node_choices()
+        if key.endswith("/parameter")
+    }
+    here = {p.name for p in trace.parameters}
+    nodes = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
+    entries = {
+        c.node.format(*i)
+        for p in plans
+        for e in p.entries
+        if e.kind == "compute"
+        for c in e.nodes
+        for i in e.instances
+    }
+    for kind, in_plan, in_model in (("parameter", planned, here), ("op", entries, nodes)):
+        for place, names in (
+            ("in the plan, not in the model", in_plan - in_model),
+            ("in the model, not in the plan", in_model - in_plan),
+        ):
+            if names:
+                yield f"{len(names)} {kind}{'s' if len(names) > 1 else ''} {place}: {_first(names)}"
+
+
+def _first(names: Collection[str]) -> str:
+    """Some of the names, those of repeated modules as one, and how many there are beside them."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names):
+        path, slash, rest = name.partition("/")
+        alike.setdefault(f"{_INDEX.sub('*', path)}{slash}{rest}", []).append(name)
+    told = [
+        f"{pattern} ({len(found)} of them)" if len(found) > 1 else found[0]
+        for pattern, found in list(alike.items())[:_SHOWN]
+    ]
+    num_more = sum(len(found) for found in list(alike.values())[_SHOWN:])
+    return f"{', '.join(told)}{f' and {num_more} more' if num_more else ''}"
+
+
+def _asked(plan: Plan, trace: Trace) -> Iterator[str]:
+    """Inputs that have a gradient in one of the two; none has in stages and microbatches."""
+    chosen = (
+        () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]
+    )
+    planned = {c.node.removesuffix("/input") for c in chosen if c.strategy.inputs}
+    here = {i.path for i in trace.given_back}
+    yield from (
+        f"input {path} has a gradient in the plan, and requires none"
+        for path in sorted(planned - here)
+    )
+    yield from (
+        f"input {path} requires a gradient, which the plan does not give"
+        for path in sorted(here - planned)
+    )

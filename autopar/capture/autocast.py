@@ -1,0 +1,378 @@
+"""`torch.autocast` as a GPU would see it, on tensors of the CPU: in capture, which has no others,
+and for a plain model on a CPU.
+
+Capture cannot tell for which kind of device a model's autocast is meant, since its tensors are on
+the CPU whatever the model's are: a model that says ``torch.autocast(x.device.type)`` says ``"cpu"``
+there. So while `gpu_autocast` holds, autocast of ``cuda`` and of ``cpu`` are one state. Which ops
+it casts depends on who is meant. Where autocast of ``cuda`` was entered, around the call or in
+forward, or the model is on a GPU, it is what CUDA's does: `autopar.capture.autocast` has torch's
+own lists, which differ from the CPU's (softmax, norms, losses, powers and sums are fp32 on a GPU
+alone). Else it is what the CPU's does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.amp import autocast_mode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.core.autocast_state import KINDS
+from autopar.errors import CaptureError
+
+# --------------------------------------------------------------------------------------------------
+# The casts of CUDA's autocast, op by op, for tensors of the CPU.
+#
+# torch casts in kernels under a dispatch key per device type. What CUDA's kernels do cannot be
+# had of them, since they cast CUDA tensors only; so kernels that do the same are put under the
+# CPU's key for a while. They are those of the whole process.
+
+_Kernel = Callable[..., Any]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# By name of the op, overloads aside. From aten/src/ATen/autocast_mode.h of torch 2.13, and as of
+# 2.15 linalg_matrix_sqrth; `_kernels` takes those that the torch that runs has.
+_LOWER = _words(
+    "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"
+    " convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul"
+    " einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot"
+    " _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+    " _scaled_dot_product_flash_attention scaled_dot_product_attention"
+)
+_FP32 = _words(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"
+    " layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm"
+    " cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d"
+    " hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss"
+    " multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss"
+    " binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d"
+    " _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d"
+    " _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa"
+    " upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth"
+)
+_FP32_RESULT = _words(
+    "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
+)
+_WITH_FP32_RESULT = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_WIDEST = _words(
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+    " stack cat"
+)
+_REFUSED = frozenset({"binary_cross_entropy"})
+# On a GPU a recurrent layer is one op of cuDNN's, cast as a whole; on tensors of the CPU it is its
+# parts, which would be cast apart.
+_RECURRENT = tuple(
+    f"{cell}.{form}"
+    for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for form in ("input", "data")
+)
+
+
+@contextmanager
+def casting_as_cuda() -> Iterator[None]:
+    """Let autocast of the CPU cast what that of CUDA casts, to what it casts it."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "(?s).*previously registered kernel"
+            )  # which is what is wanted
+            for name, kernel in _kernels().items():
+                library.impl(name, kernel, "AutocastCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+@functools.cache
+def _kernels() -> dict[str, _Kernel]:
+    """By name of the op, what stands in for its kernel under autocast; fallthrough for what is
+    cast on CPUs alone."""
+    there, here = (
+        set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+        for key in ("AutocastCUDA", "AutocastCPU")
+    )
+    there |= {f"aten::{name}" for name in _RECURRENT}
+    names = sorted(
+        name.removeprefix("aten::") for name in there | here if name.startswith("aten::")
+    )
+    return {
+        name: _kernel(name) if f"aten::{name}" in there else torch.library.fallthrough_kernel
+        for name in names
+    }
+
+
+def _kernel(name: str) -> _Kernel:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    if name in _RECURRENT or packet in _LOWER:
+        return _cast_to(op, lambda: torch.get_autocast_dtype("cpu"))
+    if packet in _FP32:
+        return _cast_to(op, lambda: torch.float32)
+    if name in _WITH_FP32_RESULT:
+        return _with_fp32_result(getattr(torch.ops.aten.norm, _WITH_FP32_RESULT[name]))
+    if packet in _FP32_RESULT:
+        return _fp32_result(op)
+    if packet in _WIDEST:
+        return _cast_to_widest(op)
+    return _refusal(name)
+
+
+def _cast_to(op: _Kernel, dtype: Callable[[], torch.dtype]) -> _Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _called(op, args, kwargs, dtype())
+
+    return kernel
+
+
+def _cast_to_widest(op: _Kernel) -> _Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf)]
+        return _called(
+            op,
+            args,
+            kwargs,
+            functools.reduce(torch.promote_types, dtypes, torch.get_autocast_dtype("cpu")),
+        )
+
+    return kernel
+
+
+def _fp32_result(op: Any) -> _Kernel:
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if len(args) > position else kwargs.get("dtype")
+        if given is None and _is_cast(args[0]):
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+        return _called(op, args, kwargs, None)
+
+    return kernel
+
+
+def _with_fp32_result(op: Any) -> _Kernel:
+    """Of a norm whose form without a dtype is another overload; its missing arguments are those
+    that the schema says."""
+    defaults = {"p": 2, "keepdim": False}
+    positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        named = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+        dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
+        return _called(op, tuple(named[name] for name in positional), {"dtype": dtype}, None)
+
+    return kernel
+
+
+def _refusal(name: str) -> _Kernel:
+    known = (
+        "torch refuses it under autocast: its operand may be rounded to 1; use"
+        " binary_cross_entropy_with_logits"
+    )
+    said = known if name in _REFUSED else "what it does there is not known"
+
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name} under torch.autocast('cuda'): {said}")
+
+    return kernel
+
+
+def _called(
+    op: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+) -> Any:
+    """`op` outside of autocast, on operands in `dtype`."""
+    with torch._C._DisableAutocast():
+        if dtype is not None:
+            args, kwargs = tree_map(
+                lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs)
+            )
+        return op(*args, **kwargs)
+
+
+def _is_cast(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+        and value.device.type == "cpu"
+    )
+
+
+_DISABLED = (
+    "the model enters a torch.autocast('cuda') to %s that is disabled. If it was made outside of"
+    " forward, as a decorator is, torch disabled it for want of a GPU: write `with"
+    " torch.autocast(...)` in forward to plan without one"
+)
+log = logging.getLogger("autopar")
+
+
+@contextmanager
+def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Let autocast of ``cuda``, around the caller or inside of it, cast tensors of the CPU (see the
+    module).
+
+    Args:
+        on_gpu: whether the tensors stand for some on a GPU.
+
+    Yields:
+        Makes a context for backward, which users run outside of autocast; what enters it again
+        there, as checkpoints do, means what forward meant.
+
+    Raises:
+        CaptureError: the caller is under autocast of both kinds of device, to different dtypes.
+    """
+    around = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in around}
+    if not on_gpu and len(set(dtypes.values())) > 1:
+        raise CaptureError(
+            f"called under torch.autocast of two kinds of device, to different dtypes: {dtypes}",
+            remedy="call it under one torch.autocast, that of the device which is meant",
+        )
+    meant = "cuda" if on_gpu or "cuda" in around else "cpu"
+    own = torch.autocast
+    with ExitStack() as stack, _Lists() as lists:
+        if around:
+            for kind in KINDS:  # made by hand: a machine without a GPU gives no autocast of cuda
+                stack.enter_context(
+                    _state(
+                        kind, meant in around, dtypes.get(meant, torch.get_autocast_dtype(meant))
+                    )
+                )
+        if meant == "cuda":
+            stack.enter_context(lists.of_gpu())
+        stack.enter_context(mock.patch.object(own, "__init__", _made_anywhere(own.__init__)))
+        stack.enter_context(mock.patch.object(own, "__enter__", lists.entering(own.__enter__)))
+        stack.enter_context(mock.patch.object(own, "__exit__", lists.leaving(own.__exit__)))
+        stack.enter_context(
+            mock.patch.object(autocast_mode, "_cast", _cast_anywhere(autocast_mode._cast))
+        )
+        yield lists.in_backward
+
+
+@contextmanager
+def _state(kind: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    _set(kind, enabled, dtype)
+    try:
+        yield
+    finally:
+        _set(kind, *before)
+
+
+def _set(kind: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+
+
+def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
+    """`torch.autocast.__init__` that does not ask which devices are there."""
+
+    @functools.wraps(init)
+    def made(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        elsewhere = device_type == "cuda"
+        init(self, device_type, dtype, enabled and not elsewhere, cache_enabled)
+        self._enabled = enabled if elsewhere else self._enabled
+
+    return made
+
+
+def tell_of_disabled(graph: fx.Graph) -> None:
+    """Warn where a captured model enters autocast of ``cuda`` to some dtype, and it is disabled,
+    on a machine without a GPU."""
+    entered = [
+        node.args
+        for node in graph.nodes
+        if node.target is autocast_mode._enter_autocast and not torch.cuda.is_available()
+    ]
+    for kind, dtype, enabled, *_ in entered:
+        if kind == "cuda" and dtype is not None and not enabled:
+            log.warning(_DISABLED, dtype)
+            return
+
+
+def _cast_anywhere(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.amp.custom_fwd` casts operands by, on tensors of the CPU, too, where it is for
+    a GPU."""
+    return lambda value, device_type, dtype: cast(
+        value, "cpu" if device_type == "cuda" else device_type, dtype
+    )
+
+
+class _Lists:
+    """Whose lists hold: CUDA's, as long as anything that was entered means a GPU."""
+
+    def __init__(self) -> None:
+        self._num_meaning_gpu, self._meant_gpu = 0, False
+        self._held = ExitStack()
+        self._entered: dict[int, tuple[Any, ExitStack]] = {}
+
+    def __enter__(self) -> _Lists:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._held.close()
+
+    @contextmanager
+    def of_gpu(self) -> Iterator[None]:
+        if not self._num_meaning_gpu:
+            self._held.enter_context(casting_as_cuda())
+        self._num_meaning_gpu, self._meant_gpu = self._num_meaning_gpu + 1, True
+        try:
+            yield
+        finally:
+            self._num_meaning_gpu -= 1
+            if not self._num_meaning_gpu:
+                self._held.close()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Outside of autocast; that of either kind, entered again, means what was meant before."""
+        with ExitStack() as stack:
+            for kind in KINDS:
+                stack.enter_context(_state(kind, False, torch.get_autocast_dtype(kind)))
+            if self._meant_gpu:
+                stack.enter_context(self.of_gpu())
+            yield
+
+    def entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.autocast.__enter__` that changes the state of both kinds of device."""
+
+        def entered(context: Any) -> Any:
+            if context.device not in KINDS:
+                return enter(context)
+            stack = ExitStack()
+            other = next(kind for kind in KINDS if kind != context.device)
+            stack.enter_context(_state(other, context._enabled, context.fast_dtype))
+            if context.device == "cuda" and context._enabled:
+                stack.enter_context(self.of_gpu())
+            self._entered[id(context)] = (context, stack)
+            return enter(context)
+
+        return entered
+
+    def leaving(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        def left(context: Any, *error: Any) -> Any:
+            result = leave(context, *error)
+            _, stack = self._entered.pop(id(context), (None, ExitStack()))
+            stack.close()
+            return result
+
+        return left

@@ -1,0 +1,331 @@
+"""What a training loop leaves open about the end of a model: whether other outputs than the loss
+are wanted, and whether the logits of its cross entropy are ever there at once.
+
+`loss_alone` drops the other outputs, `outputs_whole` has all of them on every rank. `loss_by_rows`
+replaces
+
+::
+
+    x = h Wᵀ    nll = cross entropy of x    dx = (softmax x − onehot) · valid · t    dW = dxᵀ h
+                                            dh = dx W
+
+by one op that works some rows at a time (`autopar.ops.linear_cross_entropy`) and, in backward, two
+products with the scalar t. The first of these writes into what it reads, since a second buffer of
+the weight's size would cost what the logits do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar import ops
+from autopar.capture.graphs import IN_PLACE, aten, calls, copied, dtype_of, emit, shape_of, sweep
+from autopar.capture.trace import Input, Parameter, Trace, assign_keys
+from autopar.capture.trees import flatten_with_paths
+from autopar.errors import CaptureError
+
+_Entry = TypeVar("_Entry", Parameter, Input)
+
+
+def loss_alone(trace: Trace) -> Trace:
+    """The trace of a call of which only the loss is wanted; None stands where the other outputs
+    were.
+
+    Raises:
+        CaptureError: where the model returns none.
+    """
+    if trace.loss is None:
+        found = ", ".join(o.path or "the result" for o in trace.outputs) or "no tensor"
+        raise CaptureError(
+            f'outputs="loss", and the model returns no loss (it returns {found})',
+            remedy='pass outputs="full"',
+        )
+    dropped = {o.path for o in trace.outputs if not o.is_loss}
+    if not dropped:
+        return trace
+    graph = copied(trace.graph)
+    end = next(iter(reversed(graph.nodes)))
+    outputs = tuple(o for o in trace.outputs if o.is_loss)
+    kept = [
+        position
+        for position in range(len(end.args[0]))
+        if position >= len(trace.outputs) or trace.outputs[position].is_loss
+    ]
+    place = {before: now for now, before in enumerate(kept)}
+    end.args = (tuple(end.args[0][position] for position in kept),)
+    sweep(graph)
+
+    def moved(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+        return tuple(
+            replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries
+        )
+
+    leaves = pytree.tree_unflatten(list(range(trace.out_spec.num_leaves)), trace.out_spec)
+    nothing = {leaf: None for path, leaf in flatten_with_paths(leaves)[0] if path in dropped}
+    return replace(
+        trace,
+        graph=graph,
+        outputs=outputs,
+        parameters=moved(trace.parameters),
+        buffers=moved(trace.buffers),
+        inputs=moved(trace.inputs),
+        mutated={name: place[position] for name, position in trace.mutated.items()},
+        constants={**trace.constants, **nothing},
+    )
+
+
+def outputs_whole(trace: Trace) -> Trace:
+    """The trace of a call of which every rank wants all outputs whole, as it does the loss."""
+    return replace(trace, outputs=tuple(replace(o, whole=True) for o in trace.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The nodes of a cross entropy of a linear layer's results.
+
+    Attributes:
+        logits: what the layer makes of `hidden` and `weight`. labels, ignored: classes, and the one
+            that stands for none.
+        losses: of each row. scale: the scalar t. d_hidden, d_weight: the gradients.
+    """
+
+    logits: fx.Node
+    hidden: fx.Node
+    weight: fx.Node
+    labels: fx.Node
+    ignored: int
+    losses: fx.Node
+    scale: fx.Node
+    d_hidden: fx.Node
+    d_weight: fx.Node
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole logits."""
+        return int(self.labels.meta["val"].numel())
+
+
+def heads_of(trace: Trace) -> tuple[tuple[Head, ...], tuple[str, ...]]:
+    """The cross entropies that can go by rows; and of each other one why it cannot."""
+    found: list[Head] = []
+    refusals: list[str] = []
+    for gradient in calls(trace.graph, ops.cross_entropy_backward):
+        try:
+            found.append(_head(gradient))
+        except _OtherwiseError as error:
+            refusals.append(str(error))
+    return tuple(found), tuple(refusals)
+
+
+def loss_by_rows(trace: Trace, rows: int) -> Trace:
+    """The trace whose cross entropies work on at most so many rows of logits at a time, on each
+    device.
+
+    Raises:
+        CaptureError: where the model has none that can.
+    """
+    graph = copied(trace.graph)
+    result = replace(trace, graph=graph)
+    heads, refusals = heads_of(result)
+    if not heads:
+        what = "; ".join(refusals) or "it has no cross entropy"
+        raise CaptureError(
+            f"loss_rows={rows}, and no loss of the model can be computed by rows: {what}",
+            remedy='pass loss_rows=0, or loss_rows="auto"',
+        )
+    for head in heads:
+        _rewrite(graph, head, rows)
+    sweep(graph)
+    assign_keys(graph)
+    graph.lint()
+    return result
+
+
+class _OtherwiseError(Exception):
+    """A cross entropy is not written as is asked for here."""
+
+
+def _head(gradient: fx.Node) -> Head:
+    """The head that a gradient of logits belongs to."""
+    logits, m, s, labels, factor = gradient.args
+    at = logits.meta["module"] or "the model"
+    _expect(
+        logits.target is ops.dot,
+        f"the logits of {at} are made by {logits.name}, not by a linear layer alone",
+    )
+    _expect(len(logits.args) == 3, f"the linear layer that makes the logits of {at} has a bias")
+    _expect(
+        dtype_of(logits) != torch.float16,
+        f"gradients of {at} in float16 could overflow before they are scaled",
+    )
+    readers = {m, s, gradient, *(n for n in logits.users if n.target is ops.pick)}
+    others = [n for n in logits.users if n not in readers]
+    _expect(
+        not any(n.op == "output" for n in others),
+        f'the logits of {at} are returned (pass outputs="loss" if only the loss is wanted)',
+    )
+    _expect(
+        not others,
+        f"the logits of {at} are also read by {', '.join(n.meta['key'] for n in others)}",
+    )
+    logs = [n for n in s.users if n.target is aten.log.default]
+    picks = [n for n in logits.users if n.target is ops.pick and n.args[1] is labels]
+    _expect(
+        len(picks) == len(logs) == 1 and set(s.users) == {logs[0], gradient},
+        f"the sums of {at}'s exponentials are also read elsewhere",
+    )
+    normalizer = _only_user(logs[0], aten.add.Tensor, at)
+    _expect(
+        normalizer.args[1] is m and set(m.users) == {s, normalizer, gradient},
+        f"the maxima of {at} are also read elsewhere",
+    )
+    losses = _only_user(picks[0], aten.sub.Tensor, at)
+    _expect(losses.args == (normalizer, picks[0]), f"the losses of {at} are also read elsewhere")
+    hidden, weight = logits.args[1:]
+    rows, inner, out = _terms(logits)
+    _expect(
+        len(rows) == len(shape_of(labels)), f"the logits of {at} have other rows than the labels"
+    )
+    ends = list(_past_casts(gradient).users)
+    d_weights = [
+        n
+        for n in ends
+        if n.target is ops.dot and _makes(n, hidden, rows + inner, out + inner, rows + out)
+    ]
+    d_hiddens = [
+        n
+        for n in ends
+        if n.target is ops.dot and _makes(n, weight, out + inner, rows + inner, rows + out)
+    ]
+    _expect(
+        len(d_weights) == len(d_hiddens) == 1 and len(ends) == 2,
+        f"the gradient of {at}'s logits has other readers than a layer's",
+    )
+    ignored = int(picks[0].args[2])
+    return Head(
+        logits,
+        hidden,
+        weight,
+        labels,
+        ignored,
+        losses,
+        _scalar(factor, labels, ignored, at),
+        d_hiddens[0],
+        d_weights[0],
+    )
+
+
+def _expect(holds: bool, refusal: str) -> None:
+    if not holds:
+        raise _OtherwiseError(refusal)
+
+
+def _only_user(node: fx.Node, target: object, at: str) -> fx.Node:
+    users = list(node.users)
+    _expect(
+        len(users) == 1 and users[0].target is target, f"{node.name} of {at} is also read elsewhere"
+    )
+    return users[0]
+
+
+def _terms(logits: fx.Node) -> tuple[str, str, str]:
+    """Letters of the rows, of the layer's features and of its results, where it is ``[…rows, d]
+    · [v, d] → […rows, v]``."""
+    left, right, result = (
+        term.strip() for side in str(logits.args[0]).split("->") for term in side.split(",")
+    )
+    rows, inner, out = result[:-1], left[-1], result[-1]
+    _expect(
+        left == rows + inner and right == out + inner,
+        f"the weight of {logits.meta['module'] or 'the model'} lies otherwise",
+    )
+    return rows, inner, out
+
+
+def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: str) -> bool:
+    """Whether a product of a gradient with dims `of_gradient`, and `other` with dims `term`, has
+    the dims `result`, up to names."""
+    terms = [part.strip() for side in str(node.args[0]).split("->") for part in side.split(",")]
+    given = {other: term}
+    expected = [given.get(operand, of_gradient) for operand in node.args[1:]] + [result]  # type: ignore[call-overload]
+    same = [len(a) == len(b) for a, b in zip(terms, expected, strict=True)]
+    names = {
+        (a, b) for x, y in zip(terms, expected, strict=True) for a, b in zip(x, y, strict=False)
+    }
+    letters = {a for a, _ in names}
+    return (
+        other in node.args
+        and all(same)
+        and len(names) == len(letters) == len({b for _, b in names})
+    )
+
+
+def _past_casts(gradient: fx.Node) -> fx.Node:
+    """The gradient after a cast to a wider dtype and back, which changes nothing."""
+    users = list(gradient.users)
+    if len(users) == 1 and users[0].target is aten._to_copy.default:
+        back = list(users[0].users)
+        wider = torch.promote_types(dtype_of(users[0]), dtype_of(gradient)) == dtype_of(users[0])
+        if (
+            wider
+            and len(back) == 1
+            and back[0].target is aten._to_copy.default
+            and dtype_of(back[0]) == dtype_of(gradient)
+        ):
+            return back[0]
+    return gradient
+
+
+def _scalar(factor: fx.Node, labels: fx.Node, ignored: int, at: str) -> fx.Node:
+    """t, where the rows' factors are t times whether a row's class is not ignored."""
+    _expect(factor.target is aten.mul.Tensor, f"the rows of {at}'s loss have weights of their own")
+    valid, scalar = factor.args
+    seen = (
+        valid.args[0]
+        if isinstance(valid, fx.Node) and valid.target is aten._to_copy.default
+        else valid
+    )
+    plain = (
+        isinstance(seen, fx.Node)
+        and seen.target is aten.ne.Scalar
+        and seen.args == (labels, ignored)
+    )
+    _expect(
+        plain and isinstance(scalar, fx.Node) and not shape_of(scalar),
+        f"the rows of {at}'s loss have weights of their own",
+    )
+    return scalar
+
+
+def _rewrite(graph: fx.Graph, head: Head, rows: int) -> None:
+    like, losses = head.logits, head.losses
+    with graph.inserting_before(losses):
+        made = graph.call_function(
+            ops.linear_cross_entropy, (head.hidden, head.weight, head.labels, head.ignored, rows)
+        )
+        made.meta.update({name: like.meta[name] for name in ("phase", "module", "source")})
+        made.meta["val"] = (losses.meta["val"], head.hidden.meta["val"], head.weight.meta["val"])
+        parts = []
+        for number, value in enumerate(made.meta["val"]):
+            part = graph.call_function(operator.getitem, (made, number))
+            part.meta.update({**made.meta, "val": value})
+            parts.append(part)
+    losses.replace_all_uses_with(parts[0])
+    for gradient, part in ((head.d_hidden, parts[1]), (head.d_weight, parts[2])):
+        with graph.inserting_before(gradient):
+            scaled = emit(
+                gradient,
+                aten.mul.Tensor,
+                (part, head.scale),
+                shape_of(gradient),
+                dtype=dtype_of(gradient),
+            )
+        scaled.meta[IN_PLACE] = True
+        gradient.replace_all_uses_with(scaled)

@@ -1,0 +1,504 @@
+"""Why a model cannot be captured, in the user's words."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.tensor_kinds import refusal_in_words
+from autopar.errors import CaptureError, Where
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<code>[^\n]*)')
+_RAISED = re.compile(
+    r"Developer debug context: raised exception (.+)|with fake tensors: .*: got (\w+\(.+\))"
+)
+_CALLED = re.compile(
+    r"(?:trace (?:the )?builtin(?: operator)?|that the function) `(?:<unknown"
+    r" module>\.)?(?P<name>[\w.]+?)\.?`"
+)
+_NUMPY = re.compile(
+    r"numpy function: <(?:bound method RandomState\.(\w+)|cyfunction (default_rng|\w*Generator\w*))"
+)
+_ARGUMENT = re.compile(r"one of the inputs with type `<class '(?P<kind>[^']+)'>` is not supported")
+_RESHAPED = re.compile(
+    r"calling `L\['(?P<input>\w+)'\][^`]*\.(?P<method>\w+)`\. Reason: Getting an inplace view on a"
+    r" graph input"
+)
+_READS = (
+    "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it"
+    " decides a shape or a branch, compute it before and pass it as a Python value, say a list:"
+    " what forward makes of plain numbers (`torch.tensor(sizes)`) it may read"
+)
+_REMEDIES = {
+    "data-dependent": (
+        "the value of a tensor decides the control flow: use torch.where, or pass the choice as a"
+        " Python value"
+    ),
+    "logging": (
+        "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`"
+    ),
+    "Dynamic control flow": (
+        "the value of a tensor decides the control flow: use torch.where, or pass the choice as a"
+        " Python value"
+    ),
+    "entirely functional graph": (
+        "make a tensor that forward changes in place a buffer: self.register_buffer(name, tensor)"
+        " in __init__"
+    ),
+    "Tensor.backward() call": (
+        "compute in forward what it needs of gradients by torch.autograd.grad(...,"
+        " create_graph=True), which returns them: `.backward()` writes into parameters"
+    ),
+    "requires_grad_() call": (
+        "let a tensor of forward's own require the gradient: `x = x.detach().requires_grad_()`; or"
+        " take gradients by torch.func.grad"
+    ),
+    "autograd.grad consumed": (
+        "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes"
+        " through the graph again"
+    ),
+    "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
+    "opaque object was created": (
+        "make no torch.Generator in forward: torch.rand and others follow torch.manual_seed, and"
+        " are the same on every layout"
+    ),
+    "item()": _READS,
+    "Tensor.tolist()": _READS,
+}
+_CTC = (
+    "call F.ctc_loss, as the name in torch.nn.functional, or nn.CTCLoss, which programs compute; of"
+    " one row for each sample, padded"
+)
+_FLEX = re.compile(
+    r'nn[/\\]attention[/\\]flex_attention\.py", line \d+, in (create_block_mask|flex_attention)\b'
+)
+_DENSE = (
+    'pass attn_implementation="sdpa" to a transformers model; elsewhere call'
+    " F.scaled_dot_product_attention with the mask as attn_mask, which also takes a bias that is"
+    " added to the scores"
+)
+_USER_CODE = "\nfrom user code:\n"  # where Dynamo quotes it
+_UNKNOWN = re.compile(
+    r"Could not (guard on|extract specialized integer from) data-dependent expression"
+)
+_ON_VALUES = frozenset(
+    _REMEDIES[mark] for mark in ("data-dependent", "Dynamic control flow", "item()")
+)
+_OUTSIDE = (
+    "call it outside of the model and pass in what it gives, or compute that by torch's functions"
+)
+_NO_VIEWS = ("resize", "resize_as", "set")
+_ARGUMENTS = (
+    "pass tensors and plain values, or tuples, lists, dicts and dataclasses of them; let the model"
+    " have all else as attributes, set in __init__"
+)
+_PADDED = (
+    "run the recurrent layer on the padded batch: `out, _ = rnn(x)`; padding at the end changes"
+    " nothing before it, but for the backward direction. Multiply `out` by a mask, and read the"
+    " last state of each sample by `out.gather`"
+)
+_INSTEAD = {
+    "pack_padded_sequence": _PADDED,
+    "pack_sequence": _PADDED,
+    "print": _REMEDIES["logging"],
+}
+_SHAPES = (
+    "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) *"
+    " picked.unsqueeze(-1)`, torch.where(mask, x, 0)), or take a fixed number of rows"
+    " (`scores.topk(capacity)` and `x[index]`)"
+)
+_DEFAULT_REMEDY = (
+    "the model must be one graph under torch.compile(fullgraph=True): try that to see the same"
+    " refusal in torch's words"
+)
+_BEHIND_DYNAMO = (
+    "write the line otherwise: torch cannot run it on tensors that have shapes and no values; if"
+    " the model runs, report it"
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def user_line(stack: str) -> str:
+    """``file.py:12: code`` of the last frame in a printed stack that lies outside torch, or
+    ``""``."""
+    for match in reversed(list(_FRAME.finditer(stack))):
+        if not match["file"].startswith((_TORCH, _HERE)) and not match["file"].startswith("<"):
+            return f"{match['file']}:{match['line']}: {match['code'].strip()}"
+    return ""
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a source file is torch's own."""
+    return file.startswith(_TORCH)
+
+
+def as_capture_error(error: BaseException) -> CaptureError:
+    """`error`, raised by torch while it captured, as a CaptureError with the user's line."""
+    what = next(
+        (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+    ).strip()
+    text = str(error)
+    source = user_line("".join(_frames(error))) or user_line(text)
+    text = text.partition(_USER_CODE)[0]  # the user's own words are no marks
+    kind = type(error).__name__  # torch's classes for these are private
+    if flex := _FLEX.search(frames := "".join(_frames(error))):
+        said = f"cannot be captured by torch: {what}"
+        return of_flex_attention(said, user_line(frames[: flex.start()]), _marked(text), op=flex[1])
+    if refused := refusal_in_words(text, source):
+        return refused
+    if "_ctc_loss" in text:
+        said = (
+            "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
+        )
+        return CaptureError(said, where=Where(source=source), remedy=_CTC)
+    if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
+        return of_changing_shapes(
+            Where(op=what if kind == "DynamicOutputShapeException" else "", source=source)
+        )
+    if (
+        isinstance(error, AssertionError)
+        and "backend_input" in traceback.format_tb(error.__traceback__)[-1]
+    ):  # Dynamo made no graph
+        return CaptureError(
+            "forward computes nothing with tensors",
+            remedy="pass the batch as tensors, and return what is computed of it",
+        )
+    if given := _ARGUMENT.search(text):
+        return _argument(given["kind"])
+    if drawn := _NUMPY.search(text):
+        return draws_of_numpy(drawn[1] or drawn[2], source)
+    if reshaped := _RESHAPED.search(text):
+        return _reshapes(reshaped["input"], reshaped["method"], source)
+    if called := _CALLED.search(text):
+        return _cannot_call(called["name"], source)
+    raised = _RAISED.search(text)
+    what = f"{what}: {raised[1] or raised[2]}" if raised else what
+    if unknown := _UNKNOWN.search(what):
+        decided = (
+            "a branch"
+            if unknown[1].startswith("guard")
+            else "a size, or another number that has to be known,"
+        )
+        what = f"{decided} depends on the values of tensors"
+    default = (
+        _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
+    )
+    remedy = _marked(text) or default
+    if unknown and not unknown[1].startswith("guard"):
+        remedy = _READS
+    if kind == "DataDependentOutputException":
+        return reads_a_value(Where(op=what, source=source))
+    return CaptureError(
+        f"the model cannot be captured as one graph: {what}",
+        where=Where(source=source),
+        remedy=remedy,
+    )
+
+
+def _marked(text: str) -> str:
+    """The remedy of the first mark in what torch says."""
+    return next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), "")
+
+
+def reads_a_value(where: Where) -> CaptureError:
+    """The refusal of a number that is read from a tensor, and decides a shape or what else no
+    tensor can."""
+    what = "the model cannot be captured as one graph: forward reads the value of a tensor"
+    return CaptureError(what, where=where, remedy=_READS)
+
+
+def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
+    """The same refusal, where it is of values, with the inputs that these follow from."""
+    shown = " and ".join(map(repr, names))
+    if names and refusal.remedy == _DEFAULT_REMEDY:
+        what = f"{refusal.what}; before, it reads what follows from the values of {shown} alone"
+        remedy = (
+            f"if that is for these values, pass in what forward makes of {shown} there; else"
+            f" {_DEFAULT_REMEDY}"
+        )
+        return CaptureError(what, where=refusal.where, remedy=remedy)
+    if refusal.remedy not in _ON_VALUES or not names:
+        return refusal
+    what = f"{refusal.what}; it follows from the values of {shown} alone"
+    remedy = f"{refusal.remedy}; or pass in what forward makes of {shown} there"
+    return CaptureError(what, where=refusal.where, remedy=remedy)
+
+
+class ReadsInputs(CaptureError):
+    """Forward reads values of inputs and buffers that may be known; `keys` are the flat
+    positions and names of those that are not yet."""
+
+    def __init__(self, refusal: CaptureError, keys: frozenset[int | str]) -> None:
+        super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
+        self.keys = keys
+
+
+def of_flex_attention(
+    why: str, source: str, remedy: str = "", *, op: str = "flex_attention"
+) -> CaptureError:
+    """The refusal of a call of `op` from torch.nn.attention.flex_attention, which `why` says
+    more of."""
+    what = f"a call of torch.nn.attention.flex_attention {why}"
+    return CaptureError(
+        what,
+        where=Where(op=op, source=source),
+        remedy=f"{remedy}; or {_DENSE}" if remedy else _DENSE,
+    )
+
+
+def of_changing_shapes(where: Where) -> CaptureError:
+    """The refusal of an op whose result has a shape that depends on values."""
+    said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
+    return CaptureError(said, where=where, remedy=_SHAPES)
+
+
+def _cannot_call(name: str, source: str) -> CaptureError:
+    """The refusal of a call of what is neither torch's nor the model's own Python, by what
+    Dynamo calls it."""
+    if name.startswith(("Random.", "random.")):
+        return draws_of_python(name.replace("Random.", "random.", 1), source)
+    said = f"forward calls {name}, of which there is no graph"
+    return CaptureError(said, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
+
+
+def _argument(kind: str) -> CaptureError:
+    """The refusal of an argument that is neither tensor nor plain value."""
+    remedy = (
+        "pass it as a tensor: `torch.as_tensor(array)`" if kind == "numpy.ndarray" else _ARGUMENTS
+    )
+    return CaptureError(
+        f"an argument of the call is of class {kind}, which no graph takes", remedy=remedy
+    )
+
+
+def _reshapes(name: str, method: str, source: str) -> CaptureError:
+    """The refusal of a view that takes the place of the tensor it is of, where that is the
+    caller's."""
+    said = (
+        f"forward gives its input {name!r} another shape in place ({name}.{method}()): the caller's"
+        " tensor, which no program changes"
+    )
+    view = method.removesuffix("_")
+    taken = f"take the view as a new tensor: `{name} = {name}.{view}(...)`"
+    remedy = (
+        f"compute a new tensor of that shape, and bind it to a name: `{name} = ...`"
+        if view in _NO_VIEWS
+        else taken
+    )
+    return CaptureError(said, where=Where(source=source), remedy=remedy)
+
+
+def draws_of_python(name: str, source: str = "") -> CaptureError:
+    """The refusal of numbers that Python's generator draws: in a graph they would be constants."""
+    return _draws_elsewhere(f"Python's generator ({name})", source)
+
+
+def draws_of_numpy(name: str, source: str) -> CaptureError:
+    """The refusal of numbers that numpy draws: Dynamo would let torch draw others."""
+    return _draws_elsewhere(f"numpy's (numpy.random.{name})", source)
+
+
+def _draws_elsewhere(generator: str, source: str) -> CaptureError:
+    return CaptureError(
+        f"forward draws of {generator}, which a program does not do",
+        where=Where(source=source),
+        remedy=(
+            "draw with torch.rand, randn, randint or bernoulli, which follow torch.manual_seed and"
+            " are the same on every layout; or draw outside of the model, and pass the number in as"
+            " a tensor"
+        ),
+    )
+
+
+def _frames(error: BaseException) -> Iterable[str]:
+    stack = getattr(error, "real_stack", None)  # Dynamo's own record of the user's frames
+    return traceback.format_list(stack) if stack else traceback.format_tb(error.__traceback__)
+
+
+def rebinding(warned: Iterable[str]) -> CaptureError | None:
+    """The refusal where Dynamo warns that forward may bind a buffer or parameter to a new tensor.
+
+    Changes in place are results of the graph; a new tensor under the old name is a side effect
+    outside of it, and would be lost.
+    """
+    for message in warned:
+        rebound = [
+            source
+            for source in re.findall(r'"([^"]+)"', message)
+            if source.endswith(("._buffers", "._parameters"))
+        ]
+        if "side effects" in message and rebound:
+            path = (
+                re.sub(r"\._modules\['([^']+)'\]", r".\1", rebound[0])
+                .partition("]")[2]
+                .rpartition(".")[0]
+                .lstrip(".")
+            )
+            return CaptureError(
+                "forward binds a buffer or a parameter to a new tensor, which a program cannot do",
+                where=Where(module=path or "the model itself"),
+                remedy=(
+                    "change it in place: `self.name.copy_(value)` instead of `self.name = value`;"
+                    " if it is made anew for other shapes alone, call the model once on a batch of"
+                    " these shapes before"
+                ),
+            )
+    return None
+
+
+def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
+    """Whether `run` leaves another tensor under a parameter's or buffer's name: Dynamo warns of
+    ``self.x = self.x.to(device)`` too.
+
+    Afterwards every module is as before. True where it cannot be run.
+    """
+    before = [
+        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+        for module in model.modules()
+    ]
+    try:
+        run()
+        return any(
+            held.keys() != now.keys()
+            or any(now[name] is not tensor for name, tensor in held.items())
+            for module, _, *both in before
+            for held, now in zip(both, (module._parameters, module._buffers), strict=True)
+        )
+    except Exception:  # whatever stops it, nothing is known then
+        return True
+    finally:
+        for module, attributes, parameters, buffers in before:
+            for held, now in (
+                (attributes, vars(module)),
+                (parameters, module._parameters),
+                (buffers, module._buffers),
+            ):
+                now.clear()
+                now.update(held)
+
+
+def refuse_unseen(model: nn.Module) -> None:
+    """Raise CaptureError where the model does in training what no graph of it shows, and a
+    program would leave out silently."""
+    if type(model).__name__ == "OptimizedModule":  # a private class of torch's
+        raise CaptureError(
+            "the model is what torch.compile made of one",
+            remedy="pass the model itself: model._orig_mod",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise _scripted("")
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {name!r} has no shape yet",
+                where=Where(module=name.rpartition(".")[0]),
+                remedy="call the model once on a batch, which gives lazy modules their shapes",
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"parameter {name!r} has gradient hooks, which a program does not run: gradients"
+                " are made by its own backward",
+                where=Where(module=name.rpartition(".")[0]),
+                remedy=(
+                    "remove the hooks; register them on what compile returns, or change p.grad"
+                    " after backward"
+                ),
+            )
+
+
+def _scripted(name: str) -> CaptureError:
+    return CaptureError(
+        "a module of TorchScript (torch.jit.script, trace or load), which has no forward that can"
+        " be captured",
+        where=Where(module=name),
+        remedy="use the nn.Module that it was made of",
+    )
+
+
+def of_modules(model: nn.Module) -> Iterator[CaptureError]:
+    """The same of single modules, where forward calls them: what is refused then, `where` with
+    the module's path."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield _scripted(name)
+        if (
+            isinstance(module, nn.RNNBase)
+            and module.dropout
+            and module.num_layers > 1
+            and module.training
+        ):
+            yield CaptureError(
+                f"the dropout of {type(module).__name__} between its layers is missing in the graph"
+                " that torch makes of it",
+                where=Where(module=name),
+                remedy=(
+                    "let single layers follow each other with nn.Dropout between them, or set"
+                    " dropout=0.0"
+                ),
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield CaptureError(
+                f"max_norm={module.max_norm} of {type(module).__name__}: forward changes the table,"
+                " a parameter, where it looks up",
+                where=Where(module=name),
+                remedy=(
+                    "leave max_norm out, and scale the table's rows after optimizer.step() or what"
+                    " was looked up in forward"
+                ),
+            )
+        counts = (
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and module.training
+            and module.running_mean is not None
+        )
+        if counts and module.momentum is None:
+            yield CaptureError(
+                f"momentum=None of {type(module).__name__}: how much a step counts depends on the"
+                " number of steps so far, a tensor",
+                where=Where(module=name),
+                remedy="give it a momentum, such as 0.1",
+            )
+
+
+def changes_parameter(name: str, node: fx.Node) -> CaptureError:
+    """The refusal where forward changes a parameter in place; `node` is what it becomes."""
+    return CaptureError(
+        f"forward changes the parameter {name!r} in place, which in a program only the optimizer"
+        " does",
+        where=Where(
+            module=name.rpartition(".")[0], source=user_line(node.meta.get("stack_trace") or "")
+        ),
+        remedy=(
+            "change it between steps, under torch.no_grad() after optimizer.step(), or compute with"
+            " what forward makes of it (`self.weight.clamp(...)`) and leave it as it is"
+        ),
+    )
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module, run: Callable[[], object]) -> Iterator[None]:
+    """No warnings of torch's, and no traceback that it logs of what it raises, too; but where
+    Dynamo warns of side effects, which no program has, those that would be missed are refused."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+    refusal = rebinding(str(warning.message) for warning in caught)
+    if refusal is not None and rebinds(model, run):
+        raise refusal

@@ -1,0 +1,210 @@
+"""``if x.max() > 1: raise ValueError(...)``: branches on values that do nothing but raise.
+
+A program does not look at values. As with assertions, what only checks them is left out: the plain
+model raises there, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import LazyVariableTracker, SymNodeVariable, TensorVariable
+from torch.nn import functional
+
+from autopar.capture.diagnostics import is_torchs
+from autopar.capture.dynamo.constants import or_its_value
+from autopar.errors import CaptureError, Where
+
+_JUMPS = (
+    "POP_JUMP_IF_FALSE",
+    "POP_JUMP_IF_TRUE",
+    "POP_JUMP_FORWARD_IF_FALSE",
+    "POP_JUMP_FORWARD_IF_TRUE",
+)
+_LEAVING = ("RETURN", "YIELD", "STORE", "DELETE", "FOR_ITER", "IMPORT")
+_TORCHS_OWN = ("gaussian_nll_loss",)  # of torch.nn.functional, which look at values so
+_Handler = Callable[[Any, Any], None]
+
+
+@contextlib.contextmanager
+def raises_left_out() -> Iterator[list[str]]:
+    """Dynamo goes on behind such a branch; gives a list of the lines of those that it met."""
+    lines: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name in _TORCHS_OWN:
+            stack.enter_context(
+                mock.patch.object(functional, name, _copied(getattr(functional, name)))
+            )
+        for kind in _translators(symbolic_convert.InstructionTranslatorBase):
+            for code in {
+                symbolic_convert.dis.opmap[name]
+                for name in _JUMPS
+                if name in symbolic_convert.dis.opmap
+            }:
+                stack.enter_context(_handled(kind.dispatch_table, code, lines))
+        yield lines
+
+
+@contextlib.contextmanager
+def _handled(table: list[Any], code: int, lines: list[str]) -> Iterator[None]:
+    before = table[code]
+    table[code] = _leaving_out(before, lines)
+    try:
+        yield
+    finally:
+        table[code] = before
+
+
+def _copied(function: Any) -> Any:
+    """The same function as another object: Dynamo reads what it does not know as one of torch's."""
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _translators(kind: Any) -> Iterator[Any]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _translators(each)
+
+
+def _leaving_out(handler: _Handler, lines: list[str]) -> _Handler:
+    def handle(translator: Any, instruction: Any) -> None:
+        translator.stack[-1] = or_its_value(translator.stack[-1])
+        if not (_is_of_values(translator.stack[-1]) and _only_raises(translator, instruction)):
+            handler(translator, instruction)
+            return
+        user = translator
+        while is_torchs(user.f_code.co_filename) and getattr(user, "parent", None) is not None:
+            user = user.parent
+        line = f"{user.f_code.co_filename}:{user.lineno}"
+        if line not in lines:
+            lines.append(line)
+        translator.pop()
+        translator.jump(instruction)
+
+    return handle
+
+
+def _is_of_values(variable: Any) -> bool:
+    """Whether a branch depends on what a tensor holds."""
+    known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+    if isinstance(known, SymNodeVariable):
+        return isinstance(known.sym_num, torch.SymBool | torch.SymInt | torch.SymFloat)
+    return isinstance(known, TensorVariable)
+
+
+def _only_raises(translator: Any, jump: Any) -> bool:
+    """Whether what is jumped over ends by raising, and does nothing before that another line
+    could see."""
+    here = translator.instruction_pointer
+    for instruction in translator.instructions[here:]:
+        if instruction is jump.target or any(word in instruction.opname for word in _LEAVING):
+            return False
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if "JUMP" in instruction.opname and instruction.target is not jump.target:
+            return False
+    return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Branches on whether values are finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x,
+# ...)``, as many detectors have them.
+#
+# A program has one branch. Where nothing but such a question keeps a model from being captured,
+# it is that of finite values, and the log says so: where a value is infinite, the plain model
+# goes on with what its other branch makes of it, the program with the infinite value.
+
+_log = logging.getLogger("autopar")
+_FINITE, _INFINITE, _NO_NUMBER = torch.isfinite, torch.isinf, torch.isnan
+
+
+class _Answer:
+    """To a question about all elements. It is no number: where a model computes with it, that
+    fails, and the model stays refused."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+
+    def __bool__(self) -> bool:
+        return self.answer
+
+    def __or__(self, other: _Answer) -> _Answer:
+        return _Answer(self.answer or other.answer)
+
+    def __and__(self, other: _Answer) -> _Answer:
+        return _Answer(self.answer and other.answer)
+
+    def item(self) -> _Answer:
+        return self
+
+
+class _Everywhere:
+    """One answer for all elements of a tensor. No tensor: whatever else is done with it fails,
+    and the model stays refused."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+
+    def all(self) -> _Answer:
+        return _Answer(self.answer)
+
+    def any(self) -> _Answer:
+        return _Answer(self.answer)
+
+    def __invert__(self) -> _Everywhere:
+        return _Everywhere(not self.answer)
+
+
+def _finite(input: Any) -> Any:
+    return _Everywhere(True) if torch.compiler.is_dynamo_compiling() else _FINITE(input)
+
+
+def _infinite(input: Any) -> Any:
+    return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _INFINITE(input)
+
+
+def _no_number(input: Any) -> Any:
+    return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _NO_NUMBER(input)
+
+
+# What a model's own code is answered, as Dynamo reads it; torch's, which makes tensors without
+# values meanwhile, is answered as ever.
+_ANSWERS = {"isfinite": _finite, "isinf": _infinite, "isnan": _no_number}
+
+
+def asks_for_finite(refusal: CaptureError) -> bool:
+    """Whether the line that could not be captured asks whether values are finite."""
+    return any(f"{name}(" in _line(refusal) for name in _ANSWERS)
+
+
+def _line(refusal: CaptureError) -> str:
+    return refusal.where.source if isinstance(refusal.where, Where) else ""
+
+
+@contextlib.contextmanager
+def all_finite(refusal: CaptureError) -> Iterator[None]:
+    """Every value counts as finite; once that was enough, the log says where it was asked first."""
+    with contextlib.ExitStack() as stack:
+        for name, answer in _ANSWERS.items():
+            stack.enter_context(mock.patch.object(torch, name, answer))
+        yield
+    _log.warning(
+        "forward asks whether values are finite (%s): the program has the branch for those"
+        " that are",
+        _line(refusal),
+    )

@@ -1,0 +1,502 @@
+"""Values that forward makes of plain numbers are known: ``torch.tensor(sizes)``,
+``torch.arange(n)``, and what follows from these alone.
+
+Where forward reads one (`.tolist()`, `.item()`, a mask that picks rows), it gets the number, and
+shapes may follow from it. torch knows single numbers so; here it knows small tensors, too. What is
+written to from elsewhere is known no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partialmethod
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopar.capture.dynamo.fakes import give_value, no_modes
+from autopar.capture.graphs import is_in_place
+from autopar.capture.ragged_rows.rows import tensor_of
+from autopar.capture.ragged_rows.rowwise import name_of
+
+# --------------------------------------------------------------------------------------------------
+# Which inputs and buffers the values follow from that forward reads: ``sizes.tolist()``,
+# ``int(n)``, a branch, a mask that picks rows.
+#
+# An input that describes the structure of a batch may be *known*: forward reads what the batch
+# holds, as it reads plain numbers (`autopar.capture.dynamo.constants`), and the graph is for
+# these values alone. Such inputs are
+#
+# - whole numbers in rows of two to four (sizes of images and films), in two rows (edges of a
+# graph), or in one row (lengths, repeats, the graph of each node), - flags in one row (which
+# nodes are trained), - square masks of flags, or of numbers that are all zero or as good as minus
+# infinity (attention masks).
+#
+# Other inputs are data, which differ from batch to batch. A buffer that forward reads may be
+# known, too; tensors that are attributes, global variables or the like are constants anyway, and
+# known where their values are there.
+
+Key: TypeAlias = int | str  # an input's flat position in the call, or the name of a buffer
+_ELSEWHERE = -1  # parameters, and inputs and buffers that no capture may know
+_MOST_SIZES = 1 << 10  # elements of rows of sizes that may be known
+_MOST_ORIGINS = 1 << 16  # elements of one or two rows
+_MOST_OF_MASKS = 1 << 22  # elements of a square mask, and of a buffer
+_IN_A_ROW = range(2, 5)
+_MASKED = -1e4  # numbers in an attention mask that hide a position are at most this
+_READING = torch.Tag.data_dependent_output
+# rows that a mask picks may all be computed (`autopar.capture.ragged_rows`), unless that is refused
+_PICKING = torch.Tag.dynamic_output_shape
+
+
+def may_be_known(value: Any) -> bool:
+    """Whether an input of the call describes the structure of the batch, and has values."""
+    if not _has_values(value):
+        return False
+    if value.dtype in (torch.int32, torch.int64):
+        is_sizes = value.ndim > 1 and value.shape[-1] in _IN_A_ROW and value.numel() <= _MOST_SIZES
+        return is_sizes or (_is_in_rows(value) and value.numel() <= _MOST_ORIGINS)
+    if value.dtype is torch.bool and value.ndim == 1:
+        return value.numel() <= _MOST_ORIGINS
+    return _is_square(value) and value.numel() <= _MOST_OF_MASKS and _is_mask(value)
+
+
+def buffer_may_be_known(value: torch.Tensor) -> bool:
+    """Whether a buffer has values, and few enough to be compared at each call that finds it
+    changed."""
+    return _has_values(value) and value.numel() <= _MOST_OF_MASKS
+
+
+def _has_values(value: Any) -> bool:
+    return (
+        type(value) in (torch.Tensor, torch.nn.Buffer)
+        and not value.is_meta
+        and not value.is_complex()
+        and value.numel() > 0
+    )
+
+
+def _is_in_rows(value: torch.Tensor) -> bool:
+    return value.ndim == 1 or (value.ndim == 2 and value.shape[0] == 2)
+
+
+def _is_square(value: torch.Tensor) -> bool:
+    return value.ndim >= 2 and value.shape[-1] == value.shape[-2] > 1
+
+
+def _is_mask(value: torch.Tensor) -> bool:
+    if value.dtype is torch.bool:
+        return True
+    with no_modes():
+        return (
+            value.is_floating_point()
+            and not value.requires_grad
+            and bool(((value == 0) | (value <= _MASKED)).all())
+        )
+
+
+class Origins:
+    """From which inputs and buffers each tensor of a capture was computed, and what was read that
+    is not known.
+
+    Attributes:
+        read: in the order of reading, the inputs and buffers that a value followed from. picked:
+            the same of what masks pick.
+        is_reading: whether large constants are computed, too, since forward is known to read one.
+
+    Args:
+        sources: flat position → the call's fake tensor, and name → a buffer's. known: of these,
+            what those hold that forward may read.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[Key, torch.Tensor],
+        known: Mapping[Key, torch.Tensor],
+        *,
+        is_reading: bool = False,
+    ) -> None:
+        self.read: list[frozenset[Key]] = []
+        self.picked: list[frozenset[Key]] = []
+        self.is_reading = is_reading
+        self._known = known
+        self._of = WeakIdKeyDictionary()
+        for key, fake in sources.items():
+            self._of[fake] = frozenset((key,))
+
+    def unknown(self) -> list[frozenset[Key]]:
+        """What was read or picked that follows from inputs, buffers and constants, and from
+        nothing that is trained."""
+        return [keys for keys in (*self.read, *self.picked) if _ELSEWHERE not in keys]
+
+    def last_read(self) -> frozenset[Key]:
+        """What the value that was read last follows from; nothing where that is not inputs and
+        buffers alone."""
+        return self.read[-1] if self.read and _ELSEWHERE not in self.read[-1] else frozenset()
+
+    def note(self, func: Any, operands: Sequence[FakeTensor], result: Any) -> None:
+        """That an op computed `result`."""
+        positions = frozenset().union(*map(self._positions, operands))
+        for made in tree_leaves(result):
+            if isinstance(made, FakeTensor):
+                self._of[made] = positions
+        tags = getattr(func, "tags", ())  # a higher-order op has none
+        if _READING in tags:
+            self.note_read(operands)
+        if _PICKING in tags and any(operand.constant is None for operand in operands):
+            self.picked.append(positions)
+
+    def note_read(self, operands: Sequence[FakeTensor]) -> None:
+        """That what these hold decides a number, a shape or a branch."""
+        if any(operand.constant is None for operand in operands):
+            self.read.append(frozenset().union(*map(self._positions, operands)))
+
+    def _positions(self, tensor: FakeTensor) -> frozenset[Key]:
+        found = self._of.get(tensor)
+        if found is not None:
+            return frozenset(found)
+        return frozenset() if tensor.constant is not None else frozenset((_ELSEWHERE,))
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """A mode's own tensor for an input or a buffer is that, and holds what is known of it;
+        one for a plain tensor holds its values."""
+        make = FakeTensorMode.from_tensor
+
+        def made(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+            fake = make(mode, tensor, **how)
+            positions = self._of.get(tensor)
+            if positions is not None:
+                self._of[fake] = positions
+                for position in positions & self._known.keys():
+                    give_value(fake, self._known[position])
+            elif buffer_may_be_known(tensor) and not tensor.requires_grad and fake.constant is None:
+                self._of[fake] = frozenset()
+                if self.is_reading or tensor.numel() <= _MOST_SIZES:
+                    with no_modes():
+                        value = tensor.detach().cpu()
+                    give_value(fake, value)
+            return fake
+
+        before = _FOLLOWED.set(self)
+        try:
+            with mock.patch.object(FakeTensorMode, "from_tensor", made):
+                yield
+        finally:
+            _FOLLOWED.reset(before)
+
+
+_FOLLOWED: ContextVar[Origins | None] = ContextVar("_FOLLOWED", default=None)
+
+
+def note_branch(asked: Any) -> None:
+    """That a branch depends on what a tensor holds, in the capture that is followed."""
+    origins = _FOLLOWED.get()
+    if origins is not None and isinstance(asked, FakeTensor):
+        origins.note_read((asked,))
+
+
+_MOST = 1 << 14  # elements of a value that is known: a graph holds as many as literals
+_MOST_WORK = (
+    1 << 22
+    # elements that an op computes: of pointwise ops those of the result, else the product of all
+    # operands'
+)
+_MOST_READ, _MOST_WORK_READ = (
+    1 << 24,
+    1 << 26,
+)  # the same where forward reads a value that would be unknown otherwise
+_ATEN = torch.ops.aten
+_MAKING = frozenset(
+    (
+        _ATEN.arange.default,
+        _ATEN.arange.start,
+        _ATEN.arange.start_step,
+        _ATEN.full.default,
+        _ATEN.zeros.default,
+        _ATEN.ones.default,
+        _ATEN.scalar_tensor.default,
+        _ATEN.eye.default,
+        _ATEN.eye.m,
+        _ATEN.linspace.default,
+    )
+)
+# Of these the shape and dtype alone come from a tensor.
+_ZEROS = frozenset((_ATEN.zeros_like.default, _ATEN.new_zeros.default))
+_ONES = frozenset((_ATEN.ones_like.default, _ATEN.new_ones.default))
+_FILLED = {_ATEN.full_like.default: 1, _ATEN.new_full.default: 2}  # the position of the value
+
+
+@contextlib.contextmanager
+def known_values(origins: Origins) -> Iterator[None]:
+    """Such values are known to every mode that is made meanwhile, Dynamo's among them; what is
+    read of others, `origins` notes."""
+    dispatch = FakeTensorMode.dispatch
+    most, work = (_MOST_READ, _MOST_WORK_READ) if origins.is_reading else (_MOST, _MOST_WORK)
+
+    def dispatched(
+        mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        if func is _ATEN.equal.default and all(x.constant is not None for x in operands):
+            with no_dispatch():
+                return torch.equal(*(x.constant for x in operands))
+        with _unknown_where_many(operands, func, mode, work):
+            result = dispatch(mode, func, types, args, kwargs or {})
+        if (
+            _is_small(result, most)
+            and (value := _made(func, args, kwargs or {}, result)) is not None
+        ):
+            result, operands = (
+                mode.fake_tensor_converter.from_real_tensor(mode, value, make_constant=True),
+                [],
+            )
+        origins.note(func, operands, result)
+        return result
+
+    known = mock.patch.object(
+        FakeTensorMode, "may_turn_const", partialmethod(_may_be_known, most=most)
+    )
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatched), known, origins.followed():
+        yield
+
+
+def or_its_value(variable: Any) -> Any:
+    """Of a tensor of Dynamo's with one known element whether it is true, which a branch asks;
+    else `variable`."""
+    known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+    asked = (
+        known.as_proxy().node.meta.get("example_value")
+        if isinstance(known, TensorVariable)
+        else None
+    )
+    value = getattr(asked, "constant", None)
+    if value is None or value.numel() != 1:
+        note_branch(asked)
+        return variable
+    with no_dispatch():
+        return ConstantVariable.create(bool(value))
+
+
+def _made(func: Any, args: Any, kwargs: Any, result: FakeTensor) -> torch.Tensor | None:
+    """The value that an op makes of plain numbers; None for other ops."""
+    with no_dispatch():
+        if func in _MAKING:
+            made: torch.Tensor = func(*args, **kwargs)
+            return made
+        fill = (
+            0
+            if func in _ZEROS
+            else 1
+            if func in _ONES
+            else args[_FILLED[func]]
+            if func in _FILLED
+            else None
+        )
+        if not isinstance(fill, int | float) or not result.is_contiguous():
+            return None
+        return torch.full(result.shape, fill, dtype=result.dtype)
+
+
+def _is_small(result: Any, most: int) -> bool:
+    return (
+        isinstance(result, FakeTensor)
+        and result.device.type == "cpu"
+        and all(isinstance(size, int) for size in result.shape)
+        and result.numel() <= most
+    )
+
+
+def _may_be_known(mode: FakeTensorMode, value: torch.Tensor, *, most: int) -> bool:
+    return (
+        value.numel() <= most
+        and value.layout is torch.strided
+        and not mode.is_our_fake(value)
+        and value.device.type != "meta"
+    )
+
+
+@contextlib.contextmanager
+def _unknown_where_many(
+    operands: list[FakeTensor], func: Any, mode: FakeTensorMode, work: int
+) -> Iterator[None]:
+    """Nothing large is computed: a mask of a long sequence stays unknown."""
+    known = [(x, x.constant) for x in operands if x.constant is not None]
+    if (
+        not isinstance(func, torch._ops.OpOverload)
+        or len(known) < len(operands)
+        or _work_of(func, [value for _, value in known]) <= work
+    ):
+        yield
+        return
+    for operand, value in known:
+        operand.constant = None
+        if func._schema.is_mutable:
+            mode.fake_tensor_converter.invalidate_constant_aliases(value)
+    try:
+        yield
+    finally:
+        for operand, value in known if not func._schema.is_mutable else ():
+            operand.constant = value
+
+
+def _work_of(func: Any, values: Sequence[torch.Tensor]) -> int:
+    if torch.Tag.pointwise in func.tags:
+        return math.prod(torch.broadcast_shapes(*(value.shape for value in values)))
+    return math.prod(value.numel() for value in values)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is picked by known values (`autopar.capture.dynamo.constants`) stands in the graph as
+# numbers: its shape follows from them.
+
+_MOST_KNOWN = 1 << 16  # numbers that a graph holds as a literal
+_PICKING_OPS = frozenset(
+    (
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "repeat_interleave",
+        "where",
+    )
+)
+
+
+def settle_known(graph: fx.Graph) -> None:
+    """Of ops whose shapes depend on values, those of known values become literals, where nothing
+    writes to the result; a number that is read of known values stands for itself."""
+    written = {_storage(x) for node in graph.nodes if is_in_place(node) for x in node.args[:1]} - {
+        None
+    }
+    for node in list(graph.nodes):
+        number = node.meta.get("example_value")
+        if name_of(node) == "item" and isinstance(number, int | float):
+            node.replace_all_uses_with(number)  # type: ignore[arg-type]
+            graph.erase_node(node)
+            continue
+        _read_by_numbers(node, written)
+        value = _known(node)
+        if value is None or not 0 < value.numel() <= _MOST_KNOWN or _storage(node) in written:
+            continue
+        if not any(map(_picks, (node, *node.all_input_nodes))):
+            continue
+        with graph.inserting_before(node):
+            literal = graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+        literal.meta = dict(node.meta)
+        node.replace_all_uses_with(literal)
+        picking = [
+            operand for operand in node.all_input_nodes if _picks(operand)
+        ]  # of several results, that it is one of
+        graph.erase_node(node)
+        for operand in picking:
+            if not operand.users:
+                graph.erase_node(operand)
+
+
+def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
+    """Let what known masks pick, or known numbers repeat, be read by the numbers of rows:
+    ``x[mask]``, ``x[mask] = y``, ``masked_select``, ``repeat_interleave``."""
+    name = name_of(node)
+    if (
+        name in ("getitem", "setitem")
+        and tensor_of(node.args[0]) is not None
+        and _known(node) is None
+    ):
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        found = tuple(entry for each in index for entry in _numbers(node, each, written))
+        if found != index:
+            node.args = (node.args[0], found, *node.args[2:])
+    elif name == "masked_select" and not node.kwargs and _known(node) is None:
+        source, mask = node.args
+        numbers = _numbers(node, mask, written)
+        if numbers != (mask,) and tensor_of(source).shape == tensor_of(mask).shape:  # type: ignore[union-attr]
+            node.op, node.target, node.args = "call_function", operator.getitem, (source, numbers)
+    elif name == "repeat_interleave" and _known(node) is None:
+        _repeat_by_numbers(node)
+
+
+def _numbers(node: fx.Node, mask: Any, written: Collection[int | None]) -> tuple[Any, ...]:
+    """Of a known mask the numbers along each of its dims of what it picks; else the entry of an
+    index as it is."""
+    value = _known(mask)
+    if (
+        value is None
+        or value.dtype is not torch.bool
+        or not value.dim()
+        or value.numel() > _MOST_KNOWN
+        or _storage(mask) in written
+    ):
+        return (mask,)
+    with node.graph.inserting_before(node):
+        with no_modes():
+            places = value.nonzero(as_tuple=True)
+        return tuple(_literal(node, numbers) for numbers in places)
+
+
+def _repeat_by_numbers(node: fx.Node) -> None:
+    given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    repeats, source, dim = _known(given.get("repeats")), given.get("input"), given.get("dim")
+    held = tensor_of(source)
+    if (
+        repeats is None
+        or held is None
+        or not isinstance(source, fx.Node)
+        or repeats.numel() > _MOST_KNOWN
+    ):
+        return
+    length = held.numel() if dim is None else held.shape[dim]
+    with no_modes():
+        each = repeats.expand(length) if repeats.numel() == 1 else repeats
+        numbers = torch.arange(length).repeat_interleave(each)
+    with node.graph.inserting_before(node):
+        rows = source if dim is not None else node.graph.call_method("reshape", (source, -1))
+        rows.meta = dict(rows.meta or node.meta)
+        literal = _literal(node, numbers)
+    node.op, node.target, node.args, node.kwargs = (
+        "call_function",
+        torch.index_select,
+        (rows, 0 if dim is None else dim, literal),
+        {},
+    )
+
+
+def _literal(node: fx.Node, value: torch.Tensor) -> fx.Node:
+    made = node.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+    made.meta = {name: held for name, held in node.meta.items() if name != "example_value"}
+    return made
+
+
+def _picks(node: fx.Node) -> bool:
+    """Whether the shape of what it gives depends on values."""
+    name = name_of(node)
+    if name == "getitem" and tensor_of(node.args[0]) is not None:
+        return any(
+            (flags := tensor_of(x)) is not None and flags.dtype is torch.bool
+            for x in tree_leaves(node.args[1])
+        )
+    if name == "repeat_interleave":
+        return any(tensor_of(x) is not None for x in (*node.args[1:2], node.kwargs.get("repeats")))
+    return name in _PICKING_OPS and (name != "where" or len(node.args) == 1)
+
+
+def _known(node: Any) -> torch.Tensor | None:
+    """The value, where it is known."""
+    tensor = tensor_of(node)
+    return getattr(tensor, "constant", None)
+
+
+def _storage(node: Any) -> int | None:
+    value = _known(node)
+    return None if value is None else value.untyped_storage()._cdata

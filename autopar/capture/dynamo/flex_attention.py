@@ -1,0 +1,316 @@
+"""Calls of `flex_attention` become one op, `autopar.ops.flex_attention`, whose functions are text.
+
+Dynamo makes of a call a higher-order op with a graph for each function, and of
+``torch.compile(flex_attention)`` the same. These graphs are traced to ATen and written down
+(`autopar.ops.score_functions`). The tensors of a block mask are left out: they say what a kernel
+may skip, of the whole, and what is seen the mask function says. Outside of Dynamo, a model that
+runs on fake tensors runs `flex_attention` as plain calls of ATen: torch would compile it, and the
+compiled code would read memory that does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import flex_attention as higher_order
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import flex_attention as torchs
+from torch.nn.attention.experimental import _paged_attention as paged
+
+from autopar import ops
+from autopar.capture.diagnostics import of_flex_attention, user_line
+from autopar.ops.score_functions import SEEN, UnwritableError, write_function
+
+_CHANGING = {
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BACKEND": "AUTO",
+}  # options, as they have to be
+_FREE = 1 << 30  # the size of a block of a mask that hides nothing
+SCALARS = ("score", "b", "h", "q", "k")
+_SETTLED = ((0, 0, 0), (), ())  # starts, own parts and heads of a whole
+_OPTIONS = (
+    "leave the option out; those that only tune a kernel (block sizes, warps, stages) may stay, and"
+    " are not used"
+)
+_aten = torch.ops.aten
+_COPIES = frozenset(
+    (_aten.lift_fresh_copy.default, _aten.detach.default, _aten.alias.default, _aten.clone.default)
+)
+_FILLING: dict[
+    Any, Any
+] = {  # ops → what they fill a tensor with, or "@" and which argument says it
+    **dict.fromkeys((_aten.new_ones.default, _aten.ones_like.default, _aten.ones.default), True),
+    **dict.fromkeys(
+        (_aten.new_zeros.default, _aten.zeros_like.default, _aten.zeros.default), False
+    ),
+    **dict.fromkeys((_aten.full_like.default, _aten.full.default), "@1"),
+    _aten.new_full.default: "@2",
+    _aten.scalar_tensor.default: "@0",
+}
+_WITHIN = "call flex_attention in the model's own forward, outside of other higher-order calls"
+
+
+@contextlib.contextmanager
+def flex_attention_on_cpu() -> Iterator[None]:
+    """Let torch's functions run, and be captured, on a CPU with gradients; pages of a cache are
+    refused.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torchs, "_validate_device", lambda *_: None))
+        stack.enter_context(mock.patch.object(torchs, "_apply_kernel_options", _with_options))
+        for name in ("assign", "convert_logical_block_mask"):
+            stack.enter_context(mock.patch.object(paged.PagedAttention, name, _refuse_pages))
+        yield
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what a model compiles as it is written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def flex_attention_eager() -> Iterator[None]:
+    """Run a model's calls by torch's dense reference as it is written, with the gradients of all
+    that functions capture.
+    """
+    written = {"flex_attention_hop": math_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
+    with flex_attention_on_cpu(), uncompiled(), mock.patch.multiple(torchs, **written):
+        yield
+
+
+_apply_options = torchs._apply_kernel_options
+
+
+def _with_options(
+    q: Any, k: Any, v: Any, return_lse: Any, options: Any, return_aux: Any = None
+) -> Any:
+    if return_aux is not None and return_aux.max_scores:
+        remedy = "ask for lse alone: return_aux=AuxRequest(lse=True)"
+        raise of_flex_attention(
+            "is asked for max_scores", user_line("".join(traceback.format_stack())), remedy
+        )
+    return _apply_options(q, k, v, return_lse, options, return_aux)
+
+
+def _refuse_pages(*_: Any, **__: Any) -> NoReturn:
+    remedy = "pass keys and values as plain tensors, without a paged cache"
+    raise of_flex_attention(
+        "has a paged cache", user_line("".join(traceback.format_stack())), remedy
+    )
+
+
+def join_flex_attention(graph: fx.Graph) -> None:
+    """Replace each call in a graph of torch functions, and in the graphs that it calls.
+
+    Raises:
+        CaptureError: where a function has no text, or an option changes what is computed.
+    """
+    owner = graph.owning_module
+    assert owner is not None, "Dynamo's graphs have modules"
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is higher_order:
+            _join(node, owner)
+        elif node.op == "get_attr" and not any(user.target is higher_order for user in node.users):
+            inner = _attribute(owner, node)
+            if isinstance(inner, fx.GraphModule):
+                join_flex_attention(inner.graph)
+    owner.recompile()
+
+
+def refuse_flex_attention(graph: fx.Graph) -> None:
+    """Raise CaptureError where a call is left, within another higher-order op."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "").startswith("flex_attention") and isinstance(
+            node.target, torch._ops.HigherOrderOperator
+        ):
+            raise of_flex_attention(
+                "is called within another higher-order call", _source(node), _WITHIN
+            )
+
+
+def _attribute(owner: Any, node: fx.Node) -> Any:
+    for name in str(node.target).split("."):
+        owner = getattr(owner, name)
+    return owner
+
+
+def _source(node: fx.Node) -> str:
+    return user_line(str(node.meta.get("stack_trace", "")))
+
+
+def _join(node: fx.Node, owner: Any) -> None:
+    q, k, v, score, block_mask, scale, options, of_score, of_mask = node.args
+    _check(node, options)  # type: ignore[arg-type]
+    captured = list(dict.fromkeys((*of_score, *of_mask)))  # type: ignore[misc]
+    if not all(
+        isinstance(each, fx.Node) and isinstance(each.meta.get("example_value"), torch.Tensor)
+        for each in captured
+    ):
+        raise of_flex_attention(
+            "has a function that reads what is no tensor of fixed shape",
+            _source(node),
+            "pass it as a tensor",
+        )
+    mask = block_mask[-1]  # type: ignore[index]
+    try:
+        texts = [
+            text_of(
+                _attribute(owner, function),
+                names,
+                _example(q).dtype,
+                {captured.index(x): _example(x) for x in reads},
+            )  # type: ignore[arg-type, union-attr]
+            for function, names, reads in ((score, SCALARS, of_score), (mask, SCALARS[1:], of_mask))
+        ]
+    except UnwritableError as error:
+        raise of_flex_attention(
+            f"has a function that is not known: {error.what}", _source(node), error.remedy
+        ) from error
+    if texts[1] == SEEN and min(block_mask[-3:-1]) < _FREE:  # type: ignore[index]
+        remedy = (
+            "make the block mask by create_block_mask, or give BlockMask.from_kv_blocks the "
+            "mask_mod that hides what its blocks leave out"
+        )
+        raise of_flex_attention(
+            "has a block mask whose mask function hides nothing", _source(node), remedy
+        )
+    graph = node.graph
+    with graph.inserting_before(node):
+        joined = graph.call_function(
+            ops.flex_attention, (q, k, v, captured, *texts, float(scale), *_SETTLED)
+        )  # type: ignore[arg-type]
+        joined.meta = {name: value for name, value in node.meta.items() if name != "example_value"}
+        joined.meta["example_value"] = node.meta["example_value"][:2]
+    for user in list(node.users):
+        _take(user, joined)
+    graph.erase_node(node)
+
+
+def _example(node: Any) -> torch.Tensor:
+    value: torch.Tensor = node.meta["example_value"]
+    return value
+
+
+def _check(node: fx.Node, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        due = _CHANGING.get(name.removeprefix("fwd_").removeprefix("bwd_"), value)
+        if value != due:
+            raise of_flex_attention(
+                f"has kernel_options that change what it computes ({name}={value!r})",
+                _source(node),
+                _OPTIONS,
+            )
+
+
+def _take(getitem: fx.Node, joined: fx.Node) -> None:
+    """A result of the op in the place of the higher-order op's, whose sums are logs to base 2."""
+    assert getitem.target is operator.getitem and getitem.args[1] in (
+        0,
+        1,
+        2,
+    ), "Dynamo takes the results apart"
+    graph, number = getitem.graph, getitem.args[1]
+    if number == 2:
+        assert not getitem.users, "max_scores are refused"
+        graph.erase_node(getitem)
+        return
+    getitem.args = (joined, number)
+    if number == 1 and getitem.users:
+        with graph.inserting_after(getitem):
+            scaled = graph.call_function(torch.mul, (getitem, 1 / math.log(2)))
+        scaled.meta = dict(getitem.meta)
+        getitem.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+
+def text_of(
+    function: Any, scalars: Sequence[str], dtype: torch.dtype, reads: Mapping[int, torch.Tensor]
+) -> str:
+    """What a function of scalars and captured tensors does, as text.
+
+    Args:
+        scalars: names of its first arguments; ``score`` is in `dtype`, all others are integers.
+        reads: number → what looks like the captured tensor, for each of the arguments behind them.
+
+    Raises:
+        UnwritableError: where it has no text.
+    """
+    examples = [
+        torch.zeros((), dtype=dtype if name == "score" else torch.int32) for name in scalars
+    ]
+    tensors = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in reads.values()]
+    try:
+        with torch.no_grad(), TransformGetItemToIndex():
+            traced = make_fx(function)(*examples, *tensors)
+    except UnwritableError:
+        raise
+    except (
+        Exception
+    ) as error:  # torch raises many classes here; each says why there is no graph of scalars
+        said = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        what = f"torch cannot trace it for one score: {said}"
+        raise UnwritableError(
+            what, remedy="write it with torch's elementwise functions (add, mul, exp, where)"
+        ) from error
+    _write_out_numbers(traced)
+    traced.graph.eliminate_dead_code()
+    return write_function(traced.graph, scalars, list(reads))
+
+
+def _write_out_numbers(traced: fx.GraphModule) -> None:
+    """Tensors that hold one number each, whatever they are made of, are made by one op, which reads
+    nothing.
+    """
+    for node in list(traced.graph.nodes):
+        if node.target in _COPIES:
+            node.replace_all_uses_with(node.args[0])
+            continue
+        number = _number_of(_attribute(traced, node)) if node.op == "get_attr" else _filled(node)
+        if number is not None:
+            value, dtype, size = number
+            value = bool(value) if dtype == torch.bool else value
+            with traced.graph.inserting_before(node):
+                settings = {"dtype": dtype, "device": torch.device("cpu")}
+                node.replace_all_uses_with(
+                    traced.graph.call_function(_aten.full.default, (list(size), value), settings)
+                )
+
+
+def _filled(node: fx.Node) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
+    """What a node fills a tensor with, its dtype and its size."""
+    position = _FILLING.get(node.target)
+    if position is None:
+        return None
+    made = node.meta["val"]
+    return (
+        position if isinstance(position, bool) else node.args[int(position[1:])],
+        made.dtype,
+        tuple(made.shape),
+    )
+
+
+def _number_of(value: Any) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
+    held = getattr(value, "constant", value)
+    if (
+        not isinstance(held, torch.Tensor)
+        or held.numel() != 1
+        or held.dim()
+        or isinstance(held, torch._subclasses.FakeTensor)
+    ):
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        return held.item(), held.dtype, ()

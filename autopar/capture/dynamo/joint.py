@@ -1,0 +1,323 @@
+"""The joint graph of a prepared call, as Dynamo and AOTAutograd make it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.output_graph import OutputGraph
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+from autopar.capture.autocast import gpu_autocast, tell_of_disabled
+from autopar.capture.calls import argument_of, module_of, refused_by_forward
+from autopar.capture.diagnostics import (
+    ReadsInputs,
+    as_capture_error,
+    changes_parameter,
+    draws_of_python,
+    of_inputs,
+    quiet,
+)
+from autopar.capture.dynamo.constants import Origins, known_values, settle_known
+from autopar.capture.dynamo.fakes import faked, views_of_one_mode
+from autopar.capture.dynamo.flex_attention import join_flex_attention, refuse_flex_attention
+from autopar.capture.dynamo.outputs import (
+    checks_in_no_order,
+    gradients_within,
+    logging_functions,
+    others_detached,
+    refuse_changed_inputs,
+)
+from autopar.capture.dynamo.preparing import Prepared
+from autopar.capture.dynamo.python_forms import (
+    computed_attributes,
+    know_operators,
+    tensors_given_twice,
+    unlocked_properties,
+    without_graph,
+)
+from autopar.capture.formulas import join_activations, join_norms
+from autopar.capture.graphs import drop_checks, plain_copy
+from autopar.capture.python_attributes import settled
+from autopar.capture.ragged_rows import settle_rows
+from autopar.capture.refused_ops import refuse_branches, refuse_kinds, refuse_miscompiled
+from autopar.capture.side_effects import Notes, noting
+from autopar.capture.tensor_kinds import is_of_kinds
+from autopar.capture.trace import ModuleAttribute, OutsideValue, held_elsewhere
+from autopar.errors import CaptureError, Where
+
+# A number that differs from an earlier capture would otherwise become symbolic: captures must not
+# depend on each other. Sizes that depend on values are symbols; `autopar.capture.ragged_rows`
+# settles them.
+_STATIC = {
+    "capture_dynamic_output_shape_ops": True,
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+    "specialize_int": True,
+    "specialize_float": True,
+    "use_numpy_random_stream": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RawJoint:
+    """The joint graph as torch gives it, and what its border means.
+
+    Attributes:
+        graph: ATen nodes; its output is one flat list.
+        constants: tensors that `get_attr` nodes name.
+        placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input
+            or tangent (of the result there).
+        results: (kind, name or flat index) per result; kind is output, gradient (of a parameter),
+            input gradient, mutation or none.
+        loss: flat position of the loss in the returned structure, None where there is none.
+        in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure,
+            tensors fake.
+        known: flat position of an input, or name of a buffer → what it holds, where the graph is
+            for these values alone.
+        attributes: values of modules that forward looked at. outside: of what no module has.
+        unkept: attributes that forward writes and a program does not.
+        held_elsewhere: paths by which forward may reach a module → that of its registration.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    placeholders: tuple[tuple[str, Any], ...]
+    results: tuple[tuple[str, Any], ...]
+    loss: int | None
+    in_leaves: tuple[tuple[str, Any], ...]
+    known: Mapping[int | str, torch.Tensor]
+    in_spec: Any
+    out_leaves: tuple[tuple[str, Any], ...]
+    out_spec: Any
+    attributes: tuple[ModuleAttribute, ...]
+    outside: tuple[OutsideValue, ...]
+    unkept: tuple[str, ...]
+    held_elsewhere: Mapping[str, str]
+
+
+def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
+    """Capture forward and backward of a prepared call.
+
+    Raises:
+        CaptureError: Dynamo or AOTAutograd cannot trace the model.
+    """
+    know_operators()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(gpu_autocast(call.on_gpu))
+        stack.enter_context(quiet(model, lambda: _call_again(model, call)))
+        stack.enter_context(
+            torch._dynamo.config.patch(
+                ignore_logging_functions=logging_functions(), allow_rnn=True, **_STATIC
+            )
+        )
+        if hasattr(
+            torch._functorch.config, "backward_pass_autocast"
+        ):  # outside of autocast, as users run backward; `verify` tells
+            stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        for context in (
+            gradients_within,
+            checks_in_no_order,
+            unlocked_properties,
+            tensors_given_twice,
+        ):
+            stack.enter_context(context())
+        origins = call.origins()
+        stack.enter_context(known_values(origins))
+        stack.enter_context(_without_record())
+        stack.enter_context(
+            torch.backends.mkldnn.flags(enabled=False)
+        )  # a recurrent layer is no op of CPUs alone
+        stack.enter_context(views_of_one_mode())
+        stack.enter_context(call.mode)
+        try:
+            captured, notes = _captured(model, call)
+            unkept = settled(
+                notes,
+                lambda: _captured_again(model, call),
+                lambda tensor: faked(tensor, call.mode, None),
+            )
+            refuse_kinds(captured.graph)
+            refuse_miscompiled(captured.graph)
+            refuse_branches(captured.graph)
+            tell_of_disabled(captured.graph)
+            drop_checks(captured.graph)
+            settle_known(captured.graph)
+            settle_rows(captured.graph)
+            join_activations(captured.graph)
+            join_norms(captured.graph)
+            out_leaves, out_spec, found = others_detached(
+                captured, (*call.args, *call.kwargs.values())
+            )
+            joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
+            refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
+            refuse_flex_attention(joint.graph_module.graph)
+            drop_checks(joint.graph_module.graph)
+        except (
+            Exception
+        ) as error:  # torch raises many unrelated classes here; every one is a refusal to capture
+            raise _refusal(error, model, call, origins) from error
+        _let_go(captured)
+        written = {
+            (write.place.path, write.place.name) for write in notes.writes
+        }  # a setting that is guessed is no constant
+        module = joint.graph_module
+        return RawJoint(
+            graph=plain_copy(module.graph),
+            constants={
+                str(node.target): getattr(module, str(node.target))
+                for node in module.graph.find_nodes(op="get_attr")
+            },
+            placeholders=tuple(
+                _placeholder_kind(node.meta["desc"])
+                for node in module.graph.nodes
+                if node.op == "placeholder"
+            ),
+            results=_results(next(iter(reversed(module.graph.nodes)))),
+            loss=found.loss,
+            in_leaves=call.in_leaves,
+            known=call.known,
+            in_spec=call.in_spec,
+            out_leaves=out_leaves,
+            out_spec=out_spec,
+            attributes=tuple(
+                each for each in notes.constants if (each.path, each.name) not in written
+            ),
+            outside=notes.outside,
+            unkept=unkept,
+            held_elsewhere=held_elsewhere(model),
+        )
+
+
+def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
+    """Dynamo's graph, and what it noted of the model's attributes."""
+    notes: list[Notes] = []
+    with (
+        computed_attributes(),
+        mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)),
+    ):
+        captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
+    join_flex_attention(captured.graph)
+    if notes[-1].draws:
+        raise draws_of_python("random", notes[-1].draws[0])
+    return captured, notes[-1]
+
+
+def _captured_again(model: nn.Module, call: Prepared) -> Notes:
+    captured, notes = _captured(model, call)
+    _let_go(captured)
+    return notes
+
+
+def _let_go(captured: Any) -> None:
+    """Let Dynamo's graph go of the model, whose weights it would keep: torch (2.13) never lets
+    go of the graph."""
+    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten, captured):
+        vars(part).clear()
+
+
+def _call_again(model: nn.Module, call: Prepared) -> Any:
+    return call.run(model)
+
+
+def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origins) -> CaptureError:
+    """What is said of an error of torch's, or of a refusal; that of inputs which may be known
+    asks for these."""
+    if (keys := call.knowable(origins)) is not None:
+        return ReadsInputs(
+            error if isinstance(error, CaptureError) else as_capture_error(error), keys
+        )
+    read = [
+        key if isinstance(key, str) else argument_of(call.in_leaves[key][0], model)
+        for key in sorted(origins.last_read(), key=str)
+    ]
+    if isinstance(error, CaptureError):
+        return of_inputs(error, read)
+    refusal = as_capture_error(error)
+    if is_of_kinds(refusal):
+        return _placed(refusal, model, call)
+    refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
+    return refused or _placed(of_inputs(refusal, read), model, call)
+
+
+def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
+    """The refusal with the module whose line it names: Dynamo knows lines alone."""
+    if not isinstance(refusal.where, Where) or refusal.where.module:
+        return refusal
+    module = module_of(refusal.where.source, model, lambda copied: _call_again(copied, call))
+    return (
+        CaptureError(
+            refusal.what, where=replace(refusal.where, module=module), remedy=refusal.remedy
+        )
+        if module
+        else refusal
+    )
+
+
+def _without_record() -> contextlib.AbstractContextManager[object]:
+    """Before torch 2.13 Dynamo's record of its own settings fails at functions among them, which
+    `logging_functions` puts there."""
+    if torch.__version__ >= (2, 13):
+        return contextlib.nullcontext()
+    return mock.patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
+
+
+def _placeholder_kind(desc: Any) -> tuple[str, Any]:
+    match desc:
+        case ParamAOTInput():
+            return "parameter", desc.target
+        case BufferAOTInput():
+            return "buffer", desc.target
+        case PlainAOTInput():
+            return "input", desc.idx
+        case TangentAOTInput():
+            return "tangent", getattr(desc.output, "idx", None)
+    if "Token" in type(desc).__name__:
+        raise CaptureError(
+            "the model has an op that torch runs for its effect, not its result",
+            remedy="leave out of forward what writes or prints",
+        )
+    raise AssertionError(f"torch's joint graphs have no argument such as {desc}")
+
+
+def _results(output: fx.Node) -> tuple[tuple[str, Any], ...]:
+    """What each result of the joint graph is, in the order of its output."""
+    returned: Any = output.args[0]
+    return tuple(
+        _result_kind(desc, node) for desc, node in zip(output.meta["desc"], returned, strict=True)
+    )
+
+
+def _result_kind(desc: Any, node: Any) -> tuple[str, Any]:
+    match desc:
+        case None:
+            return "none", None
+        case PlainAOTOutput():
+            return "output", desc.idx
+        case GradAOTOutput() if isinstance(desc.grad_of, PlainAOTInput):
+            return "input gradient", desc.grad_of.idx
+        case GradAOTOutput():
+            return "gradient", getattr(desc.grad_of, "target", None)
+        case InputMutationAOTOutput() if isinstance(desc.mutated_input, BufferAOTInput):
+            return "mutation", desc.mutated_input.target
+        case InputMutationAOTOutput() if isinstance(desc.mutated_input, ParamAOTInput):
+            raise changes_parameter(desc.mutated_input.target, node)
+    raise AssertionError(
+        f"torch's joint graphs have no result such as {desc}, and changes of inputs are refused"
+        " before"
+    )

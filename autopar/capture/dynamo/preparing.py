@@ -1,0 +1,252 @@
+"""A model and a call of it, made fake for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributions import Distribution
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autopar.capture.dynamo.constants import Key, Origins, buffer_may_be_known, may_be_known
+from autopar.capture.dynamo.fakes import (
+    FakeMode,
+    fake_like,
+    faked,
+    give_value,
+    new_fake_mode,
+    no_modes,
+)
+from autopar.capture.dynamo.flex_attention import flex_attention_on_cpu, uncompiled
+from autopar.capture.dynamo.python_forms import functions_replaced, known_divergences
+from autopar.capture.hugging_face import transformers_under_capture
+from autopar.capture.precision import narrowed
+from autopar.capture.trees import Aliases, aliases_of, flatten_call, unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer of the model, and the fake tensor in its place."""
+
+    own: torch.Tensor
+    fake: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made
+    of.
+
+    Attributes:
+        precision: what wider floating parameters and inputs are read in. stored: such a parameter's
+            name → its own dtype.
+        on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing
+            has a gradient, whatever the model says.
+        buffers: name → the model's own.
+        known: flat position or name of a buffer → its values, if the graph is for these values
+            alone.
+        is_reading: whether forward reads a value that is not known without more effort (`Origins`).
+    """
+
+    mode: FakeMode
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_leaves: tuple[tuple[str, Any], ...]
+    in_spec: Any
+    aliases: Aliases
+    precision: torch.dtype | None
+    stored: Mapping[str, torch.dtype]
+    on_gpu: bool
+    inference: bool
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    known: Mapping[Key, torch.Tensor] = field(default_factory=dict)
+    is_reading: bool = False
+
+    def origins(self) -> Origins:
+        """Follows the inputs and buffers of one capture."""
+        return Origins(self._fakes(), self.known, is_reading=self.is_reading)
+
+    def _fakes(self) -> dict[Key, torch.Tensor]:
+        leaves = enumerate(tree_leaves((self.args, self.kwargs)))
+        inputs: dict[Key, torch.Tensor] = {
+            position: fake for position, fake in leaves if isinstance(fake, torch.Tensor)
+        }
+        return inputs | {name: buffer.fake for name, buffer in self.buffers.items()}
+
+    def knowable(self, origins: Origins) -> frozenset[Key] | None:
+        """The inputs and buffers that decide numbers, shapes or branches by themselves, may be
+        known, and are not yet; None where knowing more would not help."""
+        found = [
+            keys - self.known.keys()
+            for keys in origins.unknown()
+            if all(map(self._may_be_known, keys))
+        ]
+        return frozenset().union(*found) if any(found) or (found and not self.is_reading) else None
+
+    def _may_be_known(self, key: Key) -> bool:
+        return (
+            buffer_may_be_known(self.buffers[key].own)
+            if isinstance(key, str)
+            else may_be_known(self.in_leaves[key][1])
+        )
+
+    def knowing(self, keys: Iterable[Key]) -> Prepared:
+        """The same call, of which these inputs and buffers are known, too."""
+        fakes = self._fakes()
+        with no_modes():
+            own = {
+                key: self.buffers[key].own if isinstance(key, str) else self.in_leaves[key][1]
+                for key in keys
+            }
+            values = {key: tensor.detach().cpu().clone() for key, tensor in own.items()}
+        for key, value in values.items():
+            give_value(fakes[key], value)
+        return replace(self, known={**self.known, **values}, is_reading=True)
+
+    def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Like args and kwargs, for a run of forward, which may change them."""
+        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            torch.Tensor, _anew, (self.args, self.kwargs)
+        )
+        return made
+
+    def run(self, model: nn.Module) -> Any:
+        """What `model`, this one or a copy, returns of the call."""
+        with self.mode, uncompiled():
+            args, kwargs = self.arguments_anew()
+            return model(*args, **kwargs)
+
+
+def _anew(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    precision: torch.dtype | None = None,
+    *,
+    inference: bool = False,
+) -> Iterator[Prepared]:
+    """Make `model` and a call of it fake for a while; afterwards the model is as before.
+
+    Args:
+        precision: the dtype that wider floating parameters and inputs have meanwhile.
+        inference: whether no parameter, nor input, requires a gradient meanwhile.
+    """
+    mode = new_fake_mode()
+    in_leaves, in_spec = flatten_call(args, kwargs)
+    # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the
+    # graph would read only one.
+    fakes = [
+        _fake_input(leaf, mode, precision, frozen=inference)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for _, leaf in in_leaves
+    ]
+    fake_args, fake_kwargs = unflatten(fakes, in_spec)
+    named = model.named_parameters(remove_duplicate=False)
+    stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
+    on_gpu = any(
+        getattr(held, "is_cuda", False)
+        for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves))
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(known_divergences())
+        own = dict(model.named_buffers(remove_duplicate=False))
+        stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
+        buffers = {name: Buffer(own[name], fake) for name, fake in model.named_buffers()}
+        stack.enter_context(transformers_under_capture(model, args, kwargs))
+        stack.enter_context(torch.set_grad_enabled(not inference))
+        stack.enter_context(_ops_of_training())
+        stack.enter_context(functions_replaced())
+        stack.enter_context(flex_attention_on_cpu())
+        stack.enter_context(_unchecked_distributions())
+        aliases = aliases_of(model)  # captured, a tensor is another object
+        yield Prepared(
+            mode,
+            fake_args,
+            fake_kwargs,
+            in_leaves,
+            in_spec,
+            aliases,
+            precision,
+            stored,
+            on_gpu,
+            inference,
+            buffers,
+        )
+
+
+def _fake_input(
+    tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool
+) -> torch.Tensor:
+    return faked(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
+
+
+@contextlib.contextmanager
+def _fake_weights(
+    model: nn.Module, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool
+) -> Iterator[None]:
+    """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the
+    user's own back at the end."""
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    try:
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_weight(tensor, mode, precision).requires_grad_(
+                            tensor.requires_grad and not frozen
+                        )
+                    swapped.append((held, name, tensor))
+                    held[name] = fakes[id(tensor)]
+        yield
+    finally:
+        for held, name, tensor in swapped:
+            held[name] = tensor
+
+
+def _fake_weight(
+    tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None
+) -> torch.Tensor:
+    """A parameter in `precision`, where it is wider; buffers stay as they are."""
+    dtype = narrowed(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    sample = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=dtype, device="meta"
+    )  # a storage for each
+    fake = fake_like(sample, torch.device("cpu"), mode)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+@contextlib.contextmanager
+def _ops_of_training() -> Iterator[None]:
+    """Without the fused ops that torch's transformer layers take where nothing has a gradient:
+    they compute what the others do."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Distributions do not look at the values of their parameters, which has no place in a
+    graph: torch.compile leaves it out, too."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -1,0 +1,198 @@
+"""What Dynamo does not take of Python as it is.
+
+- `functools.cached_property` takes a lock before Python 3.12, which cannot be traced; a capture has
+  one thread, and does without.
+- How operators of tensors are called within a `TorchFunctionMode` is found once, by trying them,
+  and for good: with fake tensors it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.variables import builtin
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.distributions import Distribution, kl
+from torch.nn import functional
+
+from autopar.ops import ctc_loss
+
+
+def know_operators() -> None:
+    """Has Dynamo find them, before there is a mode."""
+    find = getattr(builtin, "populate_builtin_to_tensor_fn_map", None)
+    if find is not None:
+        find()
+
+
+def unlocked_properties() -> contextlib.AbstractContextManager[object]:
+    """`functools.cached_property` without its lock for a while."""
+    if sys.version_info >= (3, 12):
+        return contextlib.nullcontext()
+    return mock.patch.object(functools.cached_property, "__get__", _get)
+
+
+def _get(self: Any, instance: Any, owner: Any = None) -> Any:
+    if instance is None:
+        return self
+    held = instance.__dict__
+    if self.attrname not in held:
+        held[self.attrname] = self.func(instance)
+    return held[self.attrname]
+
+
+# --------------------------------------------------------------------------------------------------
+# Autograd functions of the user's own that are given one tensor twice, as ``Product.apply(x,
+# x)``, which Dynamo (2.13) refuses.
+
+
+@contextlib.contextmanager
+def tensors_given_twice() -> Iterator[None]:
+    """Each further time it is a view of the tensor, whose gradients add up as the tensor's own
+    do."""
+    call = AutogradFunctionApplyVariable.call_function
+
+    def called(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        return call(variable, translator, _views_of_the_second(translator, args), kwargs)
+
+    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", called):
+        yield
+
+
+def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
+    seen: list[Any] = []
+    given = []
+    for arg in args:
+        value = arg.as_proxy().node.meta.get("example_value") if arg.is_tensor() else None
+        again = value is not None and any(value is other for other in seen)
+        seen.append(value)
+        given.append(arg.call_method(translator, "view_as", [arg], {}) if again else arg)
+    return given
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions of torch's in whose place Dynamo reads others.
+
+
+@contextlib.contextmanager
+def functions_replaced() -> Iterator[None]:
+    """The CTC loss by an op that has fixed shapes; and cuDNN's flags, which change nothing that
+    is computed, by nothing."""
+    # found by name once for the process: later, Dynamo would take what stands there now for torch's
+    trace_rules.get_torch_obj_rule_map()
+
+    def flags(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    with (
+        mock.patch.object(functional, "ctc_loss", ctc_loss),
+        mock.patch.object(torch.backends.cudnn, "flags", flags),
+    ):
+        yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Models that are fx.GraphModules themselves: of torch.fx.symbolic_trace, torch.export or
+# torchvision's feature extractors.
+#
+# What Dynamo captures of a module gets all that the module holds, also what the module is one by:
+# its graph. So Dynamo is given a module with the same forward, which is no GraphModule, and holds
+# all but that.
+
+_OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(
+    vars(nn.Module())
+)
+
+
+def without_graph(model: nn.Module) -> nn.Module:
+    """`model`, or of a GraphModule one that shares its parameters, buffers, modules and hooks."""
+    if not isinstance(model, fx.GraphModule):
+        return model
+    kind = type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
+    plain: nn.Module = kind()
+    vars(plain).update(
+        {name: value for name, value in vars(model).items() if name not in _OF_GRAPH_MODULES}
+    )
+    return plain
+
+
+# --------------------------------------------------------------------------------------------------
+# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`), as
+# calls of the graph.
+#
+# Of one of an argument, a parameter or a buffer Dynamo keeps where it was found, as it does of
+# attributes of modules. What is returned as it was found it does not take from the graph, but
+# from there, once more, behind the graph; and nothing says then what the graph is to compute.
+# Without that place it is a value like any other.
+
+_GETS = (
+    "tp_getattro_impl",
+    "var_getattr",
+)  # its method that gets an attribute, as of torch 2.14, and before
+
+
+def computed_attributes() -> contextlib.AbstractContextManager[object]:
+    """While it is entered, what Dynamo captures computes such attributes in its graph, also
+    where they are returned."""
+    name = next((name for name in _GETS if name in vars(TensorVariable)), None)
+    if name is None:  # such attributes are refused where they are returned
+        return contextlib.nullcontext()
+    return mock.patch.object(TensorVariable, name, _without_place(getattr(TensorVariable, name)))
+
+
+def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
+    def found(self: Any, tx: Any, name: str) -> Any:
+        value = get(self, tx, name)
+        if isinstance(value, TensorVariable) and value.proxy.node.op != "placeholder":
+            value.source = None
+        return value
+
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Divergences of torch's distributions: which formula a pair of classes has is looked up before
+# anything is captured.
+#
+# `torch.distributions.kl_divergence` looks for it among those that are registered, in a way that
+# Dynamo cannot follow, and remembers what it found. A capture must not depend on what the process
+# computed before.
+
+_Pair = tuple[type, type]
+
+
+def known_divergences() -> contextlib.AbstractContextManager[object]:
+    """Every pair of classes has its formula for a while, as if `kl_divergence` had been called
+    with each."""
+    return mock.patch.dict(
+        kl._KL_MEMOIZE,
+        _formulas(frozenset(_kinds(Distribution)), frozenset(kl._KL_REGISTRY.items())),
+    )
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    below: list[type] = kind.__subclasses__()
+    for each in below:
+        yield each
+        yield from _kinds(each)
+
+
+@functools.lru_cache(maxsize=1)
+def _formulas(
+    kinds: frozenset[type], registered: frozenset[tuple[_Pair, Any]]
+) -> Mapping[_Pair, Callable[..., Any]]:
+    """Pair of classes → its formula, of all that have one; `registered` is what torch looks in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pairs that no model may have
+        found = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}
+    return {pair: formula for pair, formula in found.items() if formula is not NotImplemented}

@@ -1,0 +1,581 @@
+"""What nodes of a graph of torch functions compute, as the model calls them, before there is a
+backward.
+
+One thing has many spellings there: a function, an operator or a method. `name_of` gives each the
+same name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import ops
+
+_ALSO_CALLED = {
+    "special_erf": "erf",
+    "special_expit": "sigmoid",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "truediv": "div",
+}
+_NAMES = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "pow",
+    "square",
+    "neg",
+    "divide",
+    "multiply",
+    "subtract",
+    "tanh",
+    "erf",
+    "sigmoid",
+    "sqrt",
+    "rsqrt",
+    "mean",
+    "rms_norm",
+)
+_FUNCTIONS = {
+    *(getattr(torch, name) for name in _NAMES),
+    *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "neg")),
+    torch.nn.functional.tanh,
+    torch.nn.functional.sigmoid,
+    torch.nn.functional.rms_norm,
+    torch.special.erf,
+    torch.special.expit,
+}
+
+
+def name_of(node: fx.Node) -> str:
+    """Of what a node computes, be it written as a function, an operator or a method; empty for
+    all else."""
+    if node.op == "call_method":
+        return _ALSO_CALLED.get(str(node.target), str(node.target))
+    name = (
+        getattr(node.target, "__name__", "")
+        if node.op == "call_function" and node.target in _FUNCTIONS
+        else ""
+    )
+    return _ALSO_CALLED.get(name, name)
+
+
+def float_dtype(node: Any) -> torch.dtype | None:
+    """Of a tensor of floating numbers; None of all else."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+
+def shape_given(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a tensor."""
+    return tuple(node.meta["example_value"].shape)
+
+
+class Places:
+    """Where nodes stand in a graph, and which of them change what others compute: by writing into a
+    tensor, or by switching gradients or autocast. Nothing is joined across these."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._places = {node: place for place, node in enumerate(graph.nodes)}
+        self._changes = [
+            self._places[node]
+            for node in graph.nodes
+            if _changes_an_operand(node) or node.is_impure()
+        ]
+
+    def any_change(self, first: fx.Node, last: fx.Node) -> bool:
+        """Whether one stands between two nodes."""
+        return any(self._places[first] < place < self._places[last] for place in self._changes)
+
+    def put(self, node: fx.Node, instead_of: fx.Node) -> None:
+        """A new node takes another's place."""
+        node.meta, self._places[node] = dict(instead_of.meta), self._places[instead_of]
+        instead_of.replace_all_uses_with(node)
+
+
+def erase(graph: fx.Graph, node: fx.Node, names: Container[str]) -> None:
+    """A node that nobody reads, and what was computed for it alone by what has one of these
+    names."""
+    waiting = [node]
+    while waiting:
+        here = waiting.pop()
+        operands = here.all_input_nodes
+        graph.erase_node(here)
+        waiting += [
+            operand for operand in operands if not operand.users and name_of(operand) in names
+        ]
+
+
+def _changes_an_operand(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    written = (
+        node.op in ("call_method", "call_function")
+        and name.endswith("_")
+        and not name.endswith("__")
+    )
+    return (
+        written
+        or "out" in node.kwargs
+        or node.target is operator.setitem
+        or _is_augmented(node.target)
+    )
+
+
+def _is_augmented(target: Any) -> bool:
+    """Whether it is what ``x += y`` and its like call."""
+    name = getattr(target, "__name__", "")
+    return (
+        getattr(target, "__module__", "") == "_operator"
+        and name.startswith("i")
+        and hasattr(operator, f"__{name}__")
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Activations that a model writes out as formulas become the ops that they are.
+#
+# gelu(x) = x/2 (1 + erf(x/√2)) ≈ x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))) (Hendrycks and Gimpel
+# 2016, arXiv:1606.08415, section 2) silu(x) = x σ(x) (the same, section 4)
+#
+# Written out, the second form takes eight passes over memory and its gradient eleven; as one op
+# they take one each. They are looked for before there is a backward, in the graph of torch
+# functions as the model calls them. However a formula is written, with products, powers and
+# constants in this order or that one, its tensors are polynomials of x and of t, which is the
+# erf, tanh or σ of a polynomial of x.
+
+Polynomial = Mapping[tuple[int, int], float]  # powers of x and of t → coefficient
+
+_NEAR = 1e-9  # of coefficients, relative: people write √(2/π) with ten digits
+_MOST_TERMS, _MOST_POWER, _MOST_SOURCES = 8, 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """What t is a function of, what the result is of x and t, and the op that gives the same."""
+
+    inner: Polynomial
+    whole: Polynomial
+    function: Callable[..., torch.Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_FLAT = math.sqrt(2 / math.pi)
+_ACTIVATIONS: Mapping[str, _Activation] = {
+    "tanh": _Activation(
+        {(1, 0): _FLAT, (3, 0): _FLAT * 0.044715},
+        {(1, 0): 0.5, (1, 1): 0.5},
+        torch.nn.functional.gelu,
+        {"approximate": "tanh"},
+    ),
+    "erf": _Activation(
+        {(1, 0): math.sqrt(0.5)}, {(1, 0): 0.5, (1, 1): 0.5}, torch.nn.functional.gelu
+    ),
+    "sigmoid": _Activation({(1, 0): 1.0}, {(1, 1): 1.0}, torch.nn.functional.silu),
+}
+
+
+def join_activations(graph: fx.Graph) -> None:
+    """Replace each activation that is written out in a graph of torch functions.
+
+    One stays as it is where anything between its operand and its result writes into a tensor, or
+    switches gradients or autocast.
+    """
+    places = Places(graph)
+    for t in [node for node in graph.nodes if name_of(node) in _ACTIVATIONS]:
+        activation = _ACTIVATIONS[name_of(t)]
+        ends = _ends(t, activation)
+        if ends is None or places.any_change(*ends):
+            continue
+        x, result = ends
+        with graph.inserting_before(result):
+            joined = graph.call_function(activation.function, (x,), dict(activation.settings))
+        places.put(joined, result)
+        erase(graph, result, _WRITTEN_WITH)
+
+
+@dataclass
+class _Terms:
+    """Nodes as polynomials of two of them, `x` and, where it is given, `t`."""
+
+    x: fx.Node
+    t: fx.Node | None = None
+    _known: dict[fx.Node, Polynomial | None] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> Polynomial | None:
+        """None for what is none, as where another tensor is read beside x."""
+        if node not in self._known:
+            self._known[node] = self._computed(node)
+        return self._known[node]
+
+    def _computed(self, node: fx.Node) -> Polynomial | None:
+        if node is self.t:
+            return {(0, 1): 1.0}
+        if node is self.x:
+            return {(1, 0): 1.0}
+        rule = _RULES.get(name_of(node))
+        if rule is None or node.kwargs:
+            return None
+        operands = [self.of(arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+        if len(operands) != _NUM_OPERANDS.get(name_of(node), 2) or not all(
+            isinstance(each, int | float | dict) for each in operands
+        ):
+            return None
+        found = rule(*operands)
+        fits = (
+            found is not None
+            and len(found) <= _MOST_TERMS
+            and max((sum(powers) for powers in found), default=0) <= _MOST_POWER
+        )
+        return found if fits else None
+
+
+def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
+    """What the activation that `t` stands in reads, and its result."""
+    argument = t.args[0] if len(t.args) == 1 and not t.kwargs else None
+    if not isinstance(argument, fx.Node):
+        return None
+    for x in _sources(argument):
+        if _equals(_Terms(x).of(argument), activation.inner):
+            outer = _Terms(x, t)
+            for node in _users_of_users(t):
+                if _equals(outer.of(node), activation.whole) and float_dtype(node) == float_dtype(
+                    x
+                ):
+                    return x, node
+    return None
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and what it may be a polynomial of, the nearest first."""
+    seen, waiting = {node}, [node]
+    while waiting and len(seen) <= _MOST_SOURCES:
+        here = waiting.pop(0)
+        if float_dtype(here) is not None:
+            yield here
+        for operand in here.all_input_nodes if name_of(here) in _RULES else ():
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+
+
+def _users_of_users(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node, or what polynomials of it read."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop(0).users:
+            if user not in seen and name_of(user) in _RULES:
+                seen.add(user)
+                waiting.append(user)
+                yield user
+
+
+def _equals(found: Polynomial | None, wanted: Polynomial) -> bool:
+    if found is None or found.keys() != wanted.keys():
+        return False
+    return all(
+        math.isclose(found[powers], coefficient, rel_tol=_NEAR)
+        for powers, coefficient in wanted.items()
+    )
+
+
+def _as_polynomial(x: Polynomial | float) -> Polynomial:
+    return {(0, 0): float(x)} if isinstance(x, int | float) else x
+
+
+def _sum(a: Polynomial | float, b: Polynomial | float, sign: float = 1.0) -> Polynomial:
+    left, right = _as_polynomial(a), _as_polynomial(b)
+    total = {
+        powers: left.get(powers, 0.0) + sign * right.get(powers, 0.0) for powers in (*left, *right)
+    }
+    return {powers: coefficient for powers, coefficient in total.items() if coefficient}
+
+
+def _product(a: Polynomial | float, b: Polynomial | float) -> Polynomial:
+    total: dict[tuple[int, int], float] = {}
+    for (x, t), left in _as_polynomial(a).items():
+        for (more_x, more_t), right in _as_polynomial(b).items():
+            powers = x + more_x, t + more_t
+            total[powers] = total.get(powers, 0.0) + left * right
+    return total
+
+
+def _power(a: Polynomial | float, exponent: Polynomial | float) -> Polynomial | None:
+    if not isinstance(exponent, int | float) or exponent not in range(1, _MOST_POWER + 1):
+        return None
+    found = _as_polynomial(a)
+    for _ in range(int(exponent) - 1):
+        found = _product(found, a)
+    return found
+
+
+def _quotient(a: Polynomial | float, b: Polynomial | float) -> Polynomial | None:
+    return _product(a, 1.0 / b) if isinstance(b, int | float) and b else None
+
+
+_RULES: Mapping[str, Callable[..., Polynomial | None]] = {
+    "add": _sum,
+    "sub": lambda a, b: _sum(a, b, -1.0),
+    "mul": _product,
+    "div": _quotient,
+    "pow": _power,
+    "square": lambda a: _product(a, a),
+    "neg": lambda a: _product(a, -1.0),
+}
+_NUM_OPERANDS = {"square": 1, "neg": 1}  # else 2
+_WRITTEN_WITH = frozenset({*_RULES, *_ACTIVATIONS})
+
+
+# --------------------------------------------------------------------------------------------------
+# Root-mean-square norms that a model writes out as formulas become one operator,
+# `autopar.ops.normed`.
+#
+# u = x.to(W); r = 1/√(mean(u², −1, keepdim) + ε); n = (u · r).to(D); y = (n · weight).to(O)
+#
+# The casts, and the weight, may be missing. They are looked for before there is a backward, in
+# the graph of torch functions, from r on, and stay as they are where anything between x and the
+# result writes into a tensor or switches gradients or autocast. Where anything else reads what
+# lies between, the norm ends before that. ``torch.nn.functional.rms_norm`` over the last dim is
+# the same, with all casts.
+
+_CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16"))
+_NORMS_WRITTEN_WITH = frozenset(
+    ("add", "mul", "div", "pow", "square", "sqrt", "rsqrt", "mean", *_CASTS)
+)
+_RMS_NORM = ("input", "normalized_shape", "weight", "eps")
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """One that was found: its operands, its settings (`autopar.ops.norms`), those of its nodes that
+    read x, and the one that gives the result."""
+
+    x: fx.Node
+    readers: tuple[fx.Node, ...]
+    result: fx.Node
+    eps: float
+    dtype: torch.dtype
+    rounded: torch.dtype
+    out: torch.dtype
+    weight: fx.Node | None = None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.x, self.weight, self.eps, self.dtype, self.rounded, self.out
+
+
+def join_norms(graph: fx.Graph) -> None:
+    """Replace each such norm in a graph of torch functions."""
+    places = Places(graph)
+    for node in list(graph.nodes):
+        found = _called(node) if name_of(node) == "rms_norm" else _written_out(node)
+        if found is None or any(
+            places.any_change(reader, found.result) for reader in found.readers
+        ):
+            continue
+        with graph.inserting_before(found.result):
+            both = graph.call_function(ops.normed, found.args)
+            joined = graph.call_function(operator.getitem, (both, 0))
+        both.meta = {
+            name: value for name, value in found.result.meta.items() if name != "example_value"
+        }
+        places.put(joined, found.result)
+        erase(graph, found.result, _NORMS_WRITTEN_WITH)
+
+
+def _called(node: fx.Node) -> _Norm | None:
+    given = dict(zip(_RMS_NORM, node.args, strict=False)) | dict(node.kwargs)
+    x, eps, weight, dtype = (
+        given.get("input"),
+        given.get("eps"),
+        given.get("weight"),
+        float_dtype(given.get("input")),
+    )
+    if (
+        dtype is None
+        or len(tuple(given["normalized_shape"])) != 1
+        or not isinstance(eps, float)
+        or float_dtype(node) != dtype
+    ):
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)  # type: ignore[arg-type]
+
+
+def _written_out(root: fx.Node) -> _Norm | None:
+    """The norm whose 1/√(…), or √(…), a node is."""
+    summed = _under_root(root)
+    mean, eps = _split(summed, "add") if summed is not None else (None, None)
+    squares = _mean_of(mean) if mean is not None and isinstance(eps, int | float) else None
+    squared = _squared(squares) if squares is not None else None
+    dtype = float_dtype(root)
+    alike = all(float_dtype(each) == dtype for each in (summed, mean, squares))
+    if (
+        squares is None
+        or squared is None
+        or dtype is None
+        or float_dtype(squared) is None
+        or not alike
+    ):
+        return None
+    x = _before_cast(squared) if float_dtype(squared) == dtype else squared
+    if x is squared and torch.promote_types(_dtype(x), dtype) != dtype:
+        return None
+    for user in root.users:
+        other = _scaled(user, root)
+        if (
+            other is not None
+            and float_dtype(user) == dtype
+            and (other is squared or _is_cast_of(other, x, dtype))
+        ):
+            assert isinstance(eps, int | float), "looked at above"
+            readers = tuple(node for node in (squared, squares, other, user) if x in node.args)
+            return _to_its_end(_Norm(x, readers, user, float(eps), dtype, dtype, dtype))
+    return None
+
+
+def _to_its_end(norm: _Norm) -> _Norm:
+    """The norm with the casts and the weight behind it, as far as nothing else reads what lies
+    between, and nothing is rounded twice before the weight, or behind it: one cast stands for
+    several only where all but the last lose nothing."""
+    exact = norm.dtype.itemsize > 2  # whether what is there is as it was computed
+    while (user := _only_user(norm.result)) is not None:
+        if _is_cast(user, norm.result) and exact:
+            dtype = _dtype(user)
+            exact = torch.promote_types(_dtype(norm.result), dtype) == dtype
+            norm = replace(
+                norm, result=user, out=dtype, rounded=norm.rounded if norm.weight else dtype
+            )
+        elif norm.weight is None and (weight := _weight(user, norm)) is not None:
+            norm, exact = replace(norm, result=user, weight=weight, out=_dtype(user)), True
+        else:
+            break
+    return norm
+
+
+def _under_root(node: fx.Node) -> fx.Node | None:
+    """What the root is taken of."""
+    exponent = node.args[1] if len(node.args) == 2 else None
+    is_root = name_of(node) in ("rsqrt", "sqrt") or (
+        name_of(node) == "pow" and exponent in (-0.5, 0.5)
+    )
+    under = node.args[0] if is_root and node.args and not node.kwargs else None
+    return under if isinstance(under, fx.Node) else None
+
+
+def _scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
+    """What a node multiplies with the root, or divides by it."""
+    inverse = name_of(root) == "rsqrt" or (name_of(root) == "pow" and root.args[1] == -0.5)
+    if not inverse:
+        top, bottom = (
+            node.args
+            if name_of(node) == "div" and len(node.args) == 2 and not node.kwargs
+            else (None, None)
+        )
+        return top if bottom is root and isinstance(top, fx.Node) and top is not root else None
+    found = [each for each in _operands(node, "mul") if each is not root]
+    return found[0] if len(found) == 1 else None
+
+
+def _split(node: fx.Node, name: str) -> tuple[fx.Node | None, Any]:
+    """The tensor and the number that a node adds or multiplies."""
+    if name_of(node) != name or len(node.args) != 2 or node.kwargs:
+        return None, None
+    a, b = node.args
+    if isinstance(a, fx.Node):
+        return a, b
+    return (b, a) if isinstance(b, fx.Node) else (None, None)
+
+
+def _operands(node: fx.Node, name: str) -> Iterator[fx.Node]:
+    """The two tensors that a node adds or multiplies; nothing of any other node."""
+    if (
+        name_of(node) == name
+        and len(node.args) == 2
+        and not node.kwargs
+        and all(isinstance(each, fx.Node) for each in node.args)
+    ):
+        yield from node.args  # type: ignore[misc]
+
+
+def _mean_of(node: fx.Node) -> fx.Node | None:
+    """What a node is the mean of over the last dim, which stays with one element."""
+    given = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | dict(node.kwargs)
+    x, dim = given.get("input"), given.get("dim")
+    dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, list | tuple) else []
+    if (
+        name_of(node) != "mean"
+        or not isinstance(x, fx.Node)
+        or not given.get("keepdim")
+        or len(dims) != 1
+        or given.keys() - _MEAN
+    ):
+        return None
+    return x if dims[0] in (-1, len(shape_given(x)) - 1) else None
+
+
+_MEAN = {"input", "dim", "keepdim"}
+
+
+def _squared(node: fx.Node) -> fx.Node | None:
+    if (name_of(node) == "pow" and len(node.args) == 2 and node.args[1] == 2) or name_of(
+        node
+    ) == "square":
+        return node.args[0] if isinstance(node.args[0], fx.Node) and not node.kwargs else None
+    found = set(_operands(node, "mul"))
+    return found.pop() if len(found) == 1 else None
+
+
+def _weight(node: fx.Node, norm: _Norm) -> fx.Node | None:
+    """What a node multiplies the norm with, if that has one element for each of a row."""
+    found = [
+        each
+        for each in _operands(node, "mul")
+        if each is not norm.result and float_dtype(each) is not None
+    ]
+    return (
+        found[0]
+        if len(found) == 1
+        and shape_given(found[0]) == shape_given(norm.x)[-1:]
+        and len(shape_given(norm.x)) > 1
+        else None
+    )
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_cast(node: fx.Node, of: fx.Node) -> bool:
+    return (
+        node.op == "call_method"
+        and node.target in _CASTS
+        and node.args[0] is of
+        and float_dtype(node) is not None
+    )
+
+
+def _is_cast_of(node: fx.Node, x: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node is x, as it is or cast, where that in `dtype` is x cast to it."""
+    exact = torch.promote_types(_dtype(x), dtype) == dtype
+    return (node is x and exact) or (_is_cast(node, x) and _dtype(node) == dtype)
+
+
+def _before_cast(node: fx.Node) -> fx.Node:
+    """What a node is a cast of, if it is one."""
+    source = node.args[0] if node.op == "call_method" and node.target in _CASTS else None
+    return source if isinstance(source, fx.Node) and float_dtype(source) is not None else node
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype = float_dtype(node)
+    assert dtype is not None, "a tensor of floating numbers"
+    return dtype

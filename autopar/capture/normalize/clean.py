@@ -1,0 +1,447 @@
+"""Remove what has no effect in a functional graph, and spell views in one way.
+
+Sizes become explicit, ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``,
+and equal views of one value within a module and phase become one node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autopar import ops
+from autopar.capture.graphs import aten, calls, dtype_of, emit, is_tensor, shape_of, sweep, view
+from autopar.errors import CaptureError, Where
+from autopar.ops.formats import ANY_FORMAT
+
+_MOST_ELEMENTS = 2**14  # of a constant, which stands in the program's code
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+_COMPUTED: dict[
+    Callable[..., object], Callable[..., object]
+] = {  # in place of a mark on a view, of which a copy would be free
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+
+
+def clean(graph: fx.Graph) -> None:
+    """Simplify every node once, in order, so that each sees its simplified operands."""
+    seen: dict[tuple[str, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_tensor(node):
+            continue
+        respell(node)
+        _state_dtype(node)
+        simpler = _SIMPLER.get(node.target, _itself)(node)
+        if simpler is node and node.target in _VIEWS:
+            simpler = seen.setdefault(
+                (str(node.target), str(node.args), node.meta["module"], node.meta["phase"]), node
+            )
+        if simpler is not node:
+            node.replace_all_uses_with(simpler)
+            graph.erase_node(node)
+    sweep(graph)
+
+
+def fold_views(graph: fx.Graph) -> None:
+    """A view of a view becomes one view, where memory allows it whatever the shapes: behind both
+    the value is contiguous."""
+    for node in calls(graph, aten.view.default):
+        source = node.args[0]
+        if source.target is aten.view.default and source.args[0].meta["val"].is_contiguous():
+            node.args = (source.args[0], node.args[1])
+    sweep(graph)
+
+
+def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
+    """Turn tensors that forward built from numbers (``torch.tensor([1.0, 2.0])``) into factories.
+
+    So does a tensor that the model holds as a plain attribute, with the values that it has now; no
+    graph changes it.
+
+    Raises:
+        CaptureError: the constant has very many elements, or no values: the graph has no place for
+            it.
+    """
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        value = constants[node.target]
+        if (
+            value.numel() > _MOST_ELEMENTS
+            or value.is_meta
+            or getattr(value, "fake_mode", None) is not None
+        ):
+            reader = next(iter(node.users), node)
+            raise CaptureError(
+                f"forward builds a constant tensor of shape {tuple(value.shape)}",
+                where=Where(module=reader.meta["module"], source=reader.meta["source"]),
+                remedy=(
+                    "make it a buffer of the module (register_buffer), or build it with"
+                    " torch.arange, full or ones"
+                ),
+            )
+        with graph.inserting_before(node):
+            factory = _factory(graph, value)
+        factory.meta = dict(node.meta, val=value)
+        node.replace_all_uses_with(factory)
+
+
+def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
+    """A call that makes `value`."""
+    settings = {"dtype": value.dtype, "device": value.device}
+    if value.numel() == 1:
+        return graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
+    return graph.call_function(
+        ops.constant, (value.flatten().tolist(), list(value.shape)), settings
+    )
+
+
+def respell(node: fx.Node) -> None:
+    """Give a view or cast its one spelling, with explicit sizes."""
+    target, shape = node.target, shape_of(node)
+    if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
+    elif target is aten.expand.default:
+        node.args, node.kwargs = (node.args[0], list(shape)), {}
+    elif target is aten.t.default and len(shape) == 2:
+        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
+    elif target is aten.transpose.int:
+        first, second = sorted(dim % len(shape) for dim in node.args[1:])
+        node.args = (node.args[0], first, second)
+    elif target is aten.slice.Tensor:
+        _respell_slice(node)
+    elif target in (aten.new_empty_strided.default, aten.empty_strided.default):
+        node.target = (
+            aten.new_empty.default
+            if target is aten.new_empty_strided.default
+            else aten.empty.memory_format
+        )
+        node.args = (*node.args[: len(node.args) - 2], list(shape))
+    elif target is aten.as_strided.default and _in_order(node, node.args[0]):
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
+    elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
+    elif target in _COMPUTED and isinstance(node.args[0], fx.Node):
+        node.target = _COMPUTED[target]
+    elif target in _COMPUTED:  # of a number
+        number = node.args[0].conjugate() if target is aten._conj.default else -node.args[0]  # type: ignore[union-attr,operator]
+        settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
+        node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
+    elif (
+        target is aten._to_copy.default
+        and node.kwargs.get("memory_format") in (None, torch.preserve_format)
+        and _stays(node)
+    ):
+        node.kwargs = {"dtype": dtype_of(node)}
+
+
+def _state_dtype(node: fx.Node) -> None:
+    """A factory says its dtype: left out, it would be the default one of whoever runs the graph."""
+    takes = isinstance(node.target, torch._ops.OpOverload) and any(
+        a.name == "dtype" for a in node.target._schema.arguments
+    )
+    if takes and not node.all_input_nodes and node.kwargs.get("dtype") is None:
+        node.kwargs = {**node.kwargs, "dtype": dtype_of(node)}
+
+
+def _respell_slice(node: fx.Node) -> None:
+    source, given = (
+        node.args[0],
+        dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False)),
+    )
+    dim = given.get("dim", 0) % len(shape_of(source))
+    start, end, _ = slice(given.get("start"), given.get("end")).indices(shape_of(source)[dim])
+    node.args = (source, dim, start, end, given.get("step", 1))
+
+
+def _in_order(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``as_strided(base, size, stride)`` sees all of its contiguous base in order, and
+    so does `source`."""
+    base, other = node.args[0].meta["val"], source.meta["val"]
+    size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
+    seen = torch.empty_strided(size, stride, device="meta")
+    in_order = base.is_contiguous() and seen.is_contiguous() and not any(offset)
+    return in_order and seen.numel() == base.numel() == other.numel()
+
+
+def _stays(node: fx.Node) -> bool:
+    return node.meta["val"].device == node.args[0].meta["val"].device
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    return node
+
+
+def _operand(node: fx.Node) -> fx.Node:
+    return node.args[0]
+
+
+def _cast(node: fx.Node) -> fx.Node:
+    """A cast to a wider type and back is nothing."""
+    node = _copy(node)
+    source = node.args[0] if node.target is aten._to_copy.default else node
+    if (
+        source is node
+        or source.target is not aten._to_copy.default
+        or not _only_casts(node)
+        or not _only_casts(source)
+    ):
+        return node
+    first = source.args[0]
+    widened = dtype_of(first).is_floating_point and torch.promote_types(
+        dtype_of(first), dtype_of(source)
+    ) == dtype_of(source)
+    return first if widened and dtype_of(first) == dtype_of(node) else node
+
+
+def _only_casts(node: fx.Node) -> bool:
+    return set(node.kwargs) == {"dtype"}
+
+
+def _copy(node: fx.Node) -> fx.Node:
+    source, layout = node.args[0], node.kwargs.get("memory_format")
+    same_order = layout in (None, torch.preserve_format) or source.meta["val"].is_contiguous(
+        memory_format=layout
+    )
+    return source if same_order and dtype_of(node) == dtype_of(source) and _stays(node) else node
+
+
+def _same_shape(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    if (
+        node.target is aten.view.default
+        and source.target is aten.view.default
+        and shape_of(source.args[0]) == shape_of(node)
+    ):
+        return source.args[0]
+    return source if shape_of(source) == shape_of(node) else node
+
+
+def _twice(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    return (
+        source.args[0]
+        if source.target is aten.transpose.int and source.args[1:] == node.args[1:]
+        else node
+    )
+
+
+def _neutral(neutral: float) -> Callable[[fx.Node], fx.Node]:
+    def simplify(node: fx.Node) -> fx.Node:
+        source, other = node.args
+        if not is_tensor(source) or isinstance(other, fx.Node) or other != neutral:
+            return node
+        return (
+            source
+            if shape_of(source) == shape_of(node) and dtype_of(source) == dtype_of(node)
+            else node
+        )
+
+    return simplify
+
+
+_SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
+    aten.detach.default: _operand,
+    aten.alias.default: _operand,
+    aten.lift_fresh_copy.default: _operand,
+    aten.clone.default: _copy,
+    aten._to_copy.default: _cast,
+    aten.view.default: _same_shape,
+    aten.expand.default: _same_shape,
+    aten.slice.Tensor: _same_shape,
+    aten.transpose.int: _twice,
+    aten.add.Tensor: _neutral(0),
+    aten.sub.Tensor: _neutral(0),
+    aten.mul.Tensor: _neutral(1),
+    aten.mul.Scalar: _neutral(1),
+    aten.div.Tensor: _neutral(1),
+    aten.div.Scalar: _neutral(1),
+    aten.pow.Tensor_Scalar: _neutral(1),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# A tensor that is taken apart and put together again in the same order is itself.
+#
+# Loops over samples or time steps select one entry of a dim at a time, and projections that are
+# made at once are sliced; each of these, and the sum of padded gradients that mirrors it, would
+# make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or its
+# consecutive slices.
+
+
+def rejoin(graph: fx.Graph) -> None:
+    """Gradients of all parts as one join of them; then joins of all parts of a dim along it as a
+    view of what they are parts of."""
+    for node in calls(graph, aten.add.Tensor):
+        pieces = None if _goes_on(node) else _parts_summed(node)
+        if pieces is not None:
+            join, dim, parts = pieces
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(emit(node, join, (parts, dim), shape_of(node)))
+    sweep(graph)
+    for node in calls(graph, aten.stack.default, aten.cat.default):
+        dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))
+        whole = _whole(node.args[0], dim)
+        if whole is not None:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_seen_as(node, whole))
+    sweep(graph)
+
+
+def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
+    """`whole` with the shape of `node`; the copy goes where memory allows the view without."""
+    if shape_of(whole) == shape_of(node):
+        return whole
+    order = {"memory_format": torch.contiguous_format}
+    return view(
+        node,
+        emit(node, aten.clone.default, (whole,), shape_of(whole), kwargs=order),
+        shape_of(node),
+    )
+
+
+def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
+    """The tensor whose dim `dim` has these parts, all and in order; None where they are
+    something else."""
+    sources, end = set(), 0
+    for part in parts:
+        found = _part(part)
+        if found is None or found[1:3] != (dim, end):
+            return None
+        sources.add(found[0])
+        end = found[3]
+    whole = sources.pop()
+    return (
+        whole
+        if not sources
+        and end == shape_of(whole)[dim]
+        and len({shape_of(part) for part in parts}) == 1
+        else None
+    )
+
+
+def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """(tensor, dim, first, end) of a part; an entry is one from `first`."""
+    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
+        source, at = node.args[0].args[0], node.args[1]
+        dim = node.args[0].args[1] if len(node.args[0].args) > 1 else 0
+        return source, dim % len(shape_of(source)), at, at + 1
+    if node.target is aten.select.int:
+        source, dim, at = node.args
+        dim %= len(shape_of(source))
+        return source, dim, at % shape_of(source)[dim], at % shape_of(source)[dim] + 1
+    if (
+        node.target is aten.slice.Tensor and len(node.args) == 5 and node.args[4] == 1
+    ):  # as `clean` spells it
+        return node.args[:4]
+    return None
+
+
+def _goes_on(node: fx.Node) -> bool:
+    """Whether the sum is but a step of a longer one."""
+    return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
+
+
+def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None:
+    """(how they are joined, dim, gradients of its parts in order), where the sum pads each of
+    them once and leaves none out."""
+    terms, parts, dims = [node], {}, set()
+    while terms:
+        term = terms.pop()
+        if not isinstance(term, fx.Node):
+            return None
+        if term.target is aten.add.Tensor and (term is node or _goes_on(term)) and not term.kwargs:
+            terms += term.args
+            continue
+        padded = _padded(term)
+        if padded is None or shape_of(term) != shape_of(node) or padded[2] in parts:
+            return None
+        join, dim, first, end = padded
+        dims.add((join, dim))
+        parts[first] = end, term.args[0]
+    if len(dims) != 1:
+        return None
+    (join, dim), ends = dims.pop(), [0, *(parts[first][0] for first in sorted(parts))]
+    if ends != [*sorted(parts), shape_of(node)[dim]]:
+        return None
+    return join, dim, [parts[first][1] for first in sorted(parts)]
+
+
+def _padded(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
+    """(how such parts are joined, dim, first, end) of the gradient of one part, padded with
+    zeros."""
+    if node.target is aten.select_backward.default:
+        _, sizes, dim, at = node.args
+        return aten.stack.default, dim % len(sizes), at % sizes[dim], at % sizes[dim] + 1
+    if node.target is aten.slice_backward.default and node.args[5] == 1:
+        _, sizes, dim, first, end, _ = node.args
+        size = sizes[dim]
+        first, end = (min(at if at >= 0 else at + size, size) for at in (first, end))
+        return (aten.cat.default, dim % len(sizes), first, end) if first < end else None
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# ``as_strided`` reads a tensor's memory, of which a part, or what was gathered of parts, may have
+# another order.
+
+
+def copy_before_strided(graph: fx.Graph) -> None:
+    """Let it read a copy whose elements lie as they do in what was captured.
+
+    Raises:
+        CaptureError: they lie apart there, or one is several.
+    """
+    for node in calls(graph, aten.as_strided.default):
+        x = node.args[0]
+        strides = x.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda dim, strides=strides: -strides[dim])  # type: ignore[misc]
+        if not x.meta["val"].permute(order).is_contiguous():
+            raise CaptureError(
+                "forward reads by strides (as_strided) a tensor that is a part or an expansion of"
+                " another",
+                where=Where(
+                    op=str(node.target), module=node.meta["module"], source=node.meta["source"]
+                ),
+                remedy=(
+                    "read a copy: `x.contiguous().as_strided(...)`, or windows by `x.unfold(dim,"
+                    " size, step)`"
+                ),
+            )
+        shape = tuple(shape_of(x)[dim] for dim in order)
+        with graph.inserting_before(node):
+            laid = (
+                x
+                if order == list(range(len(order)))
+                else emit(node, aten.permute.default, (x, order), shape, dtype=dtype_of(x))
+            )
+            how = {"memory_format": torch.contiguous_format}
+            copied = emit(node, aten.clone.default, (laid,), shape, dtype=dtype_of(x), kwargs=how)
+        node.args = (copied, *node.args[1:])
+
+
+# --------------------------------------------------------------------------------------------------
+# Ops whose kernels want operands in one memory format become functions that take operands in any
+# (`autopar.ops.formats`).
+
+
+def take_any_format(graph: fx.Graph) -> None:
+    """Replace the targets; arguments stay."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = ANY_FORMAT.get(node.target, node.target)

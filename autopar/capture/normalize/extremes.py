@@ -1,0 +1,193 @@
+"""Comparisons of a value with its own extreme, as `autopar.ops.extremes`, which read the value
+once.
+
+Autograd gives the gradient of ``amax``, of ``max()``, of a median, of an infinity norm and of a
+reduction by scattering to the elements that equal the result. It compares them in backward.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autopar.capture.graphs import aten, calls, emit, shape_of, sweep, view
+from autopar.ops import extremes
+
+Made = tuple[Callable[..., Any], tuple[Any, ...]]
+_SHAPED = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+_OF_DIMS = {aten.amax.default: "max", aten.amin.default: "min"}
+_OF_ALL = {
+    aten.max.default: "max",
+    aten.min.default: "min",
+    aten.median.default: "median",
+    aten.nanmedian.default: "nanmedian",
+}
+_NORMS = (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+
+
+class _Extreme(NamedTuple):
+    """What a node reduces: of `source`, or of its magnitudes, over `dims`."""
+
+    source: fx.Node
+    kind: str
+    dims: tuple[int, ...]
+    of_magnitudes: bool = False
+
+
+def replace_extremes(graph: fx.Graph) -> None:
+    """Replace comparisons with extremes, and gradients that compare inside of torch's kernels."""
+    for node in calls(graph, aten.eq.Tensor):
+        pairs = [pair for pair in (node.args, node.args[::-1]) if _are_nodes(pair)]
+        _replace(node, pairs, torch.bool)
+    for node in calls(graph, *_GRADIENTS):
+        made = _GRADIENTS[node.target](*node.args, **node.kwargs)
+        if made is not None:
+            _put(node, made, node.meta["val"].dtype)
+    sweep(graph)
+
+
+def _are_nodes(pair: Any) -> bool:
+    return all(isinstance(x, fx.Node) for x in pair)
+
+
+def _replace(node: fx.Node, pairs: list[Any], dtype: torch.dtype) -> None:
+    for x, other in pairs:
+        with node.graph.inserting_before(node):
+            made = _reduced(x, other) or _scattered(node, x, other)
+        if made is not None:
+            _put(node, made, dtype)
+            return
+
+
+def _put(node: fx.Node, made: Made, dtype: torch.dtype) -> None:
+    with node.graph.inserting_before(node):
+        node.replace_all_uses_with(emit(node, *made, shape_of(node), dtype=dtype))
+
+
+def _reduced(x: fx.Node, other: fx.Node) -> Made | None:
+    """The op that compares `x` with `other`, if that is the extreme of `x` over some dims."""
+    while other.target is aten.expand.default:
+        other = other.args[0]  # type: ignore[assignment]
+    found = _extreme(_unshaped(other))
+    if found is None:
+        return None
+    compared = x
+    if found.of_magnitudes and x.target is aten.abs.default:
+        compared = x.args[0]  # type: ignore[assignment]
+    if compared is not found.source or found.of_magnitudes is (compared is x):
+        return None
+    rank = len(shape_of(x))
+    dims = [dim % rank for dim in found.dims if rank] or list(range(rank))
+    kept = torch.Size(1 if dim in dims else size for dim, size in enumerate(shape_of(x)))
+    if torch.broadcast_shapes(shape_of(other), kept) != kept:  # it is compared along other dims
+        return None
+    return extremes.is_extreme, (x, dims, found.kind)
+
+
+def _unshaped(node: fx.Node) -> fx.Node:
+    while node.target in _SHAPED:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _extreme(node: fx.Node) -> _Extreme | None:
+    """What a node that makes an extreme reduces; None of another node."""
+    if node.target in _OF_ALL and len(node.args) == 1:
+        return _Extreme(node.args[0], _OF_ALL[node.target], ())  # type: ignore[arg-type]
+    if node.target in _OF_DIMS:
+        return _Extreme(node.args[0], _OF_DIMS[node.target], _dims(node, 1))  # type: ignore[arg-type]
+    if node.target is operator.getitem and node.args[0].target is aten.aminmax.default:  # type: ignore[union-attr]
+        made: fx.Node = node.args[0]  # type: ignore[assignment]
+        return _Extreme(made.args[0], ("min", "max")[node.args[1]], _dims(made, 1))  # type: ignore[arg-type,index]
+    if node.target in _NORMS and "dtype" not in node.kwargs:
+        order = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
+        if isinstance(order, float) and math.isinf(order):
+            kind = "max" if order > 0 else "min"
+            return _Extreme(node.args[0], kind, _dims(node, 2), of_magnitudes=True)  # type: ignore[arg-type]
+    return None
+
+
+def _dims(node: fx.Node, position: int) -> tuple[int, ...]:
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    return (given,) if isinstance(given, int) else tuple(given or ())  # type: ignore[arg-type]
+
+
+def _scattered(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
+    """The op that compares `x` with `other`, if `x` was reduced into that by scattering."""
+    at = (
+        other.args[0] if other.target in (aten.gather.default, aten.index_select.default) else other
+    )
+    if at.target not in (aten.scatter_reduce.two, aten.index_reduce.default):  # type: ignore[union-attr]
+        return None
+    into, dim, index, source, kind = at.args[:5]  # type: ignore[union-attr]
+    if kind not in ("amax", "amin") or x is not (into if other is at else source):
+        return None
+    if other is not at and not _is_same(other.args[1:3], (dim, index)):  # read at other places
+        return None
+    include_self = at.kwargs.get("include_self", True)  # type: ignore[union-attr]
+    if at.target is aten.index_reduce.default:  # type: ignore[union-attr]
+        index = _spread(node, index, dim, shape_of(source))  # type: ignore[arg-type]
+    arguments = (into, index, source, dim, kind, include_self, other is not at)
+    return extremes.is_scattered_extreme, arguments
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one value: constants are written once for forward and once for
+    backward."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:
+        return bool(a == b)
+    calls_same = a.op == b.op == "call_function" and a.target is b.target
+    return calls_same and a.kwargs == b.kwargs and _is_same(a.args, b.args)
+
+
+def _spread(node: fx.Node, index: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
+    """The index of each element of a source of `shape`."""
+    dtype = index.meta["val"].dtype
+    column = [shape[dim] if d == dim % len(shape) else 1 for d in range(len(shape))]
+    seen = view(node, index, column)
+    return emit(node, aten.expand.default, (seen, list(shape)), shape, dtype=dtype)
+
+
+def _of_distances(grad: Any, x: Any, y: Any, p: float, distances: Any) -> Made | None:
+    return (extremes.cdist_backward, (grad, x, y, p)) if math.isinf(p) else None
+
+
+def _of_own_distances(grad: Any, x: Any, p: float, distances: Any) -> Made | None:
+    return (extremes.pdist_backward, (grad, x, p)) if math.isinf(p) else None
+
+
+def _of_segments(
+    grad: Any,
+    output: Any,
+    data: Any,
+    reduce: str,
+    *,
+    lengths: Any = None,
+    offsets: Any = None,
+    axis: int = 0,
+    initial: Any = None,
+) -> Made | None:
+    if reduce not in ("max", "min") or initial is not None:
+        return None
+    arguments = (grad, data, reduce, lengths, offsets, axis)
+    return extremes.segment_reduce_backward, arguments
+
+
+_GRADIENTS: dict[Any, Callable[..., Made | None]] = {
+    aten._cdist_backward.default: _of_distances,
+    aten._pdist_backward.default: _of_own_distances,
+    aten._segment_reduce_backward.default: _of_segments,
+}

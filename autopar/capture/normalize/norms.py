@@ -1,0 +1,263 @@
+"""Batch normalization in pieces (`autopar.ops.norms`), so that batch statistics can be sums over
+ranks.
+
+The mean of a batch that is split is a sum of parts, and so are its variance and the gradients of
+weight and bias; what is normalized is elementwise. The running statistics are updated from the
+whole batch's.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import ops
+from autopar.capture.graphs import aten, calls, dtype_of, emit, is_tensor, shape_of, sweep
+from autopar.ops import norms
+from autopar.ops.blocks import wide_dtype
+
+_FORWARD = {
+    aten._native_batch_norm_legit_functional.default: (
+        "weight",
+        "bias",
+        "mean",
+        "var",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    aten.native_batch_norm.default: (
+        "weight",
+        "bias",
+        "mean",
+        "var",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    aten._native_batch_norm_legit.no_stats: ("weight", "bias", "training", "momentum", "eps"),
+    aten._native_batch_norm_legit_no_training.default: (
+        "weight",
+        "bias",
+        "mean",
+        "var",
+        "momentum",
+        "eps",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where pieces are written, and in which dtype sums are taken."""
+
+    like: fx.Node
+    x: fx.Node
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        return shape_of(self.x)[1:2]
+
+    @property
+    def count(self) -> int:
+        return math.prod(shape_of(self.x)) // self.channels[0]
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(dtype_of(self.x), torch.float32)
+
+    def per_channel(self, target: Any, *args: Any) -> fx.Node:
+        """A piece with one element per channel."""
+        return emit(self.like, target, args, self.channels, dtype=self.wide)
+
+    def like_x(self, target: Any, *args: Any) -> fx.Node:
+        """A piece with the shape of x."""
+        return emit(self.like, target, args, shape_of(self.x), dtype=dtype_of(self.x))
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if dtype_of(node) == dtype:
+            return node
+        return emit(
+            self.like,
+            aten._to_copy.default,
+            (node,),
+            shape_of(node),
+            dtype=dtype,
+            kwargs={"dtype": dtype},
+        )
+
+    def rstd(self, var: fx.Node, eps: float) -> fx.Node:
+        return self.per_channel(
+            aten.rsqrt.default, self.per_channel(aten.add.Tensor, self.cast(var, self.wide), eps)
+        )
+
+
+def split_batch_norm(graph: fx.Graph) -> None:
+    """Forward and backward of every batch normalization."""
+    for node in calls(graph, *_FORWARD):
+        with graph.inserting_before(node):
+            _forward(node)
+    for node in calls(graph, aten.native_batch_norm_backward.default):
+        with graph.inserting_before(node):
+            _backward(node)
+    sweep(graph)
+
+
+def _forward(node: fx.Node) -> None:
+    x, *rest = node.args
+    given = dict(zip(_FORWARD[node.target], rest, strict=True))
+    site, running = _Site(node, x), given.get("mean")
+    if not given.get("training", False):
+        mean, rstd = site.cast(given["mean"], site.wide), site.rstd(given["var"], given["eps"])
+        out = site.like_x(norms.normalize, x, mean, rstd, given["weight"], given["bias"])
+        _replace(node, out, mean, rstd, running, given.get("var"))
+        return
+    mean = site.per_channel(aten.div.Tensor, site.per_channel(norms.channel_sum, x), site.count)
+    deviation = site.per_channel(norms.squared_deviation, x, mean)
+    rstd = site.rstd(site.per_channel(aten.div.Tensor, deviation, site.count), given["eps"])
+    out = site.like_x(norms.normalize, x, mean, rstd, given["weight"], given["bias"])
+    updated = ()
+    if running is not None:
+        unbiased = site.per_channel(aten.div.Tensor, deviation, max(site.count - 1, 1))
+        updated = tuple(
+            _updated(site, given[name], new, given["momentum"])
+            for name, new in (("mean", mean), ("var", unbiased))
+        )
+    _replace(node, out, mean, rstd, *updated)
+
+
+def _updated(site: _Site, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
+    kept = site.per_channel(aten.mul.Tensor, site.cast(old, site.wide), 1.0 - momentum)
+    return site.cast(
+        site.per_channel(aten.add.Tensor, kept, site.per_channel(aten.mul.Tensor, new, momentum)),
+        dtype_of(old),
+    )
+
+
+def _backward(node: fx.Node) -> None:
+    grad, x, weight, running_mean, running_var, mean, rstd, training, eps, wanted = node.args
+    site = _Site(node, x)
+    if not training:
+        mean, rstd = site.cast(running_mean, site.wide), site.rstd(running_var, eps)
+    total, product = (
+        site.per_channel(norms.channel_sum, grad),
+        site.per_channel(norms.scaled_product, grad, x, mean, rstd),
+    )
+    if training:
+        grad_x = site.like_x(
+            norms.normalize_backward, grad, x, mean, rstd, weight, total, product, site.count
+        )
+    else:
+        none = site.per_channel(aten.zeros_like.default, rstd)
+        grad_x = site.like_x(norms.normalize, grad, none, rstd, weight, None)
+    dtype = dtype_of(weight) if is_tensor(weight) else site.wide
+    made = (grad_x, site.cast(product, dtype), site.cast(total, dtype))
+    _replace(node, *(result if asked else None for result, asked in zip(made, wanted, strict=True)))
+
+
+def _replace(node: fx.Node, *results: fx.Node | None) -> None:
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        result = results[user.args[1]]
+        if result is not None:
+            user.replace_all_uses_with(result)
+
+
+# --------------------------------------------------------------------------------------------------
+# Root-mean-square norms in pieces (`autopar.ops.norms`), so that sums over what is normed can be
+# sums over ranks.
+
+
+def split_rms_norms(graph: fx.Graph) -> None:
+    """Forward and backward of every norm."""
+    for node in calls(graph, ops.normed):
+        with graph.inserting_before(node):
+            _rms_forward(node, *node.args)
+    for node in calls(graph, ops.normed_backward):
+        with graph.inserting_before(node):
+            _rms_backward(node, *node.args)
+    sweep(graph)
+
+
+def _rms_forward(
+    node: fx.Node, x: fx.Node, weight: fx.Node | None, eps: float, *dtypes: torch.dtype
+) -> None:
+    dtype, _, out = dtypes
+    squares = _per_row(node, x, ops.square_sum, (x, dtype), dtype)
+    result = emit(
+        node,
+        ops.rms_norm,
+        (x, squares, weight, shape_of(x)[-1], eps, *dtypes),
+        shape_of(x),
+        dtype=out,
+    )
+    _replace_rms(node, result, squares)
+
+
+def _rms_backward(
+    node: fx.Node,
+    grad: fx.Node,
+    x: fx.Node,
+    squares: fx.Node,
+    weight: fx.Node | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> None:
+    n = shape_of(x)[-1]
+    product = _per_row(node, x, ops.rms_product, (grad, x, weight, dtype), dtype)
+    d_x = emit(
+        node,
+        ops.rms_norm_backward,
+        (grad, x, squares, product, weight, n, eps, dtype),
+        shape_of(x),
+        dtype=dtype_of(x),
+    )
+    d_weight = (
+        None if weight is None else _weight_gradient(node, grad, x, squares, weight, eps, dtype)
+    )
+    _replace_rms(node, d_x, d_weight)
+
+
+def _weight_gradient(
+    node: fx.Node,
+    grad: fx.Node,
+    x: fx.Node,
+    squares: fx.Node,
+    weight: fx.Node,
+    eps: float,
+    dtype: torch.dtype,
+) -> fx.Node:
+    wide, shape = wide_dtype(dtype), shape_of(weight)
+    made = emit(
+        node, ops.rms_weight_gradient, (grad, x, squares, *shape, eps, dtype), shape, dtype=wide
+    )
+    if wide == dtype_of(weight):
+        return made
+    return emit(
+        node,
+        aten._to_copy.default,
+        (made,),
+        shape,
+        dtype=dtype_of(weight),
+        kwargs={"dtype": dtype_of(weight)},
+    )
+
+
+def _per_row(
+    node: fx.Node, x: fx.Node, target: Any, args: tuple[Any, ...], dtype: torch.dtype
+) -> fx.Node:
+    """A piece with one element for each row of x."""
+    return emit(node, target, args, shape_of(x)[:-1], dtype=wide_dtype(dtype))
+
+
+def _replace_rms(node: fx.Node, *results: fx.Node | None) -> None:
+    for user in list(node.users):
+        assert user.target is operator.getitem, "an operator with two results"
+        result = results[user.args[1]]  # type: ignore[index]
+        if result is not None:
+            user.replace_all_uses_with(result)

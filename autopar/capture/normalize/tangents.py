@@ -1,0 +1,94 @@
+"""What backward starts from where no user's loss does: in checks, and in the traced graph as it
+stands."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from autopar.capture.graphs import dtype_of, is_tensor, shape_of
+
+
+def tangent_of(
+    path: str, shape: Sequence[int], dtype: torch.dtype, *, is_loss: bool, scale: float = 1.0
+) -> torch.Tensor:
+    """The gradient of one number, some loss, by an output.
+
+    Of the model's loss `scale`. Of any other output `scale` times normally distributed numbers,
+    always the same for its path and shape: with ones the gradient through a softmax would be zero,
+    whatever was computed. They are drawn in float64, or complex128, and rounded.
+
+    Args:
+        shape, dtype: of the output, which the tangent shares.
+    """
+    if is_loss:
+        return torch.full(tuple(shape), scale, dtype=dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{path} {tuple(shape)}".encode()))
+    drawn = torch.randn(
+        tuple(shape),
+        generator=generator,
+        dtype=torch.complex128 if dtype.is_complex else torch.float64,
+    )
+    return (scale * drawn).to(dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# A sum of gradients takes the tangent of an output last, after what comes back through the ops
+# that read the output.
+#
+# Autograd adds it first, to whichever other term is there first. Where the model is cut into
+# stages, what comes back from later stages would then cross as two tensors, of which the sum is
+# taken behind: `t + a`, then `+ b`. With the tangent last one crosses, the sum of all that later
+# stages have to say of the output.
+
+_add = torch.ops.aten.add.Tensor
+
+
+def add_tangents_last(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
+    """Reorder the sums; values are there already, and stay right.
+
+    Args:
+        tangents: placeholders.
+    """
+    for tangent in tangents:
+        for first in [user for user in tangent.users if _is_sum(user)]:
+            _move_down(tangent, first)
+
+
+def _move_down(tangent: fx.Node, here: fx.Node) -> None:
+    """`here` adds the tangent; while one further sum alone reads it, that adds the tangent in
+    its place."""
+    while len(here.users) == 1:
+        (behind,) = here.users
+        others = [term for term in behind.args if term is not here]
+        mine = [term for term in here.args if term is not tangent]
+        if not (
+            _is_sum(behind)
+            and len(others) == len(mine) == 1
+            and _alike(here, behind, *mine, *others)
+        ):
+            return
+        behind.prepend(here)  # after what else `behind` adds
+        here.args = (*mine, *others)
+        here.meta["val"] = _add(*(term.meta["val"] for term in here.args))
+        behind.args = (here, tangent)
+        here = behind
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return (
+        node.target is _add
+        and not node.kwargs
+        and len(node.args) == 2
+        and all(isinstance(term, fx.Node) for term in node.args)
+    )
+
+
+def _alike(*nodes: fx.Node) -> bool:
+    return (
+        all(map(is_tensor, nodes))
+        and len({(shape_of(node), dtype_of(node)) for node in nodes}) == 1
+    )

@@ -1,0 +1,266 @@
+"""Python attributes in a capture: those that forward reads as constants, and those that it changes,
+which no program does.
+
+A *write* is an attribute, a list, a dict or a set that forward leaves otherwise than it found it;
+it is *read* where forward looks at what was there before. Dynamo records both. A write that is not
+read changes nothing: the program lacks it, and `settled` names it. One that is read may change what
+the next forward computes. So forward is captured again in the state that it left. It may pass where
+that is the same graph in the same state: a setting that is guessed once (``if config.kind is None:
+config.kind = ...``), a cache of what depends on nothing (a mask, which the second graph takes where
+the first makes it), a list that each forward clears. All others are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import logging
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.side_effects import UNKNOWN, Notes, Write
+from autopar.errors import CaptureError, Where
+
+_RANDOM = re.compile(
+    r"rand|normal|uniform|bernoulli|dropout|exponential|multinomial|cauchy|geometric|poisson|rrelu"
+)
+_FILLING = frozenset(
+    ("append", "appendleft", "extend", "insert", "add", "update", "clear")
+)  # methods that look at nothing
+_SHOWN = 5  # names in a warning
+log = logging.getLogger("autopar")
+
+
+@functools.cache
+def tell_of_unkept(names: tuple[str, ...]) -> None:
+    """Say once, on one rank of a job, that forward writes attributes of these names and a
+    program does not."""
+    names = tuple(dict.fromkeys(names))
+    if names and os.environ.get("RANK", "0") == "0":  # every rank captures
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(name if " " in name else f"self.{name}" for name in names[:_SHOWN])
+        log.warning(
+            "%s%s, which forward sets, %s not updated by a compiled call",
+            shown,
+            more,
+            "is" if len(names) == 1 else "are",
+        )
+
+
+def tell_of_raises(lines: Sequence[str]) -> None:
+    """Say once, on one rank of a job, at which lines forward raises where values are not as it
+    wants them, and a program does not look."""
+    if lines and os.environ.get("RANK", "0") == "0":
+        more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        log.warning(
+            "forward looks at values to raise an error (%s%s), which a compiled call does not",
+            ", ".join(lines[:_SHOWN]),
+            more,
+        )
+
+
+def tell_of_prints(lines: Sequence[str]) -> None:
+    """Say, on one rank of a job, at which lines forward prints, and a program does not."""
+    if lines and os.environ.get("RANK", "0") == "0":
+        more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        log.warning(
+            "forward prints (%s%s), which a compiled call does not", ", ".join(lines[:_SHOWN]), more
+        )
+
+
+def tell_of_known(paths: Sequence[str]) -> None:
+    """Say, on one rank of a job, of which inputs forward reads values that shapes or branches
+    follow from."""
+    if paths and os.environ.get("RANK", "0") == "0":
+        log.info(
+            "forward reads the values of %s: what is planned is for these values, and each other"
+            " set has a plan",
+            ", ".join(paths),
+        )
+
+
+def settled(
+    first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[str, ...]:
+    """The names of what forward writes and a program does not keep, since no forward depends on it.
+
+    Args:
+        again: captures the model as it now is. like: a fake tensor as a given one.
+
+    Raises:
+        CaptureError: a later forward may compute something else.
+    """
+    moving = [
+        write for write in first.writes if write.value is UNKNOWN or _goes_on(write)
+    ]  # others are as they were found
+    telling = [write for write in moving if write.read or not write.attribute]
+    if not telling:
+        return tuple(sorted(write.text for write in moving))
+    for write in telling:
+        if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, first.code)):
+            raise _refusal(write)
+    applied = [write for write in first.writes if write.value is not UNKNOWN]
+    with _left_behind(applied, like):
+        try:
+            second = again()
+        except Exception as error:  # forward cannot be captured in the state that it leaves
+            raise _refusal(telling[0]) from error
+        changed = {write.place.source: write for write in second.writes if _goes_on(write)}
+    for source, write in changed.items():
+        by_value = write.read and (bool(write.nodes) or not write.attribute)
+        if by_value or (
+            (write.read or not write.attribute)
+            and _is_read_elsewhere(write, first.code + second.code)
+        ):
+            raise _refusal(first.write(source) or write)
+    cached = {
+        node: place
+        for write in first.writes
+        for node, place in write.nodes.items()
+        if _is_constant(node)
+    }
+    if _story(first, cached) != _story(second, {}):
+        raise _refusal(telling[0])
+    once = {write.place.source for write in applied} - {
+        write.place.source for write in second.writes
+    }
+    return tuple(sorted(write.text for write in first.writes if write.place.source not in once))
+
+
+def _goes_on(write: Write) -> bool:
+    """Whether forward leaves it otherwise than the forward before: another constant, another
+    tensor, or not as many of them."""
+    return bool(write.attribute and write.nodes) or _outline(write.value) != _outline(
+        write.place.found
+    )
+
+
+def _outline(value: Any) -> Any:
+    """A value with all tensors of a kind alike."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return "dict", [(key, _outline(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return "list", [_outline(item) for item in value]
+    return type(value).__name__, value
+
+
+@contextlib.contextmanager
+def _left_behind(
+    writes: Sequence[Write], like: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """The model's attributes as forward leaves them; as they were on exit."""
+    with contextlib.ExitStack() as stack:
+        for write in writes:
+            now = vars(write.holder) if write.attribute else write.holder
+            stack.callback(_refill, now, now.copy())
+            if write.attribute:
+                now[write.attribute] = _remade(write.value, like)
+            else:
+                _refill(now, _remade(write.value, like))
+        yield
+
+
+def _refill(held: Any, value: Any) -> None:
+    held.clear()
+    held.extend(value) if isinstance(held, (list, deque)) else held.update(value)
+
+
+def _remade(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda leaf: like(leaf) if isinstance(leaf, torch.Tensor) else leaf, value
+    )
+
+
+def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
+    """Whether forward looks at what goes on changing for more than its next value, as
+    ``self.calls += 1`` and `append` do not."""
+    name = re.findall(r"\w+", write.place.name)[-1]
+    surplus: Counter[tuple[CodeType, int | None]] = Counter()
+    for each in set(code):
+        steps = list(dis.get_instructions(each))
+        for step, following in pairwise(steps):
+            line = each, step.positions.lineno if step.positions else None
+            looks = (
+                step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST") and step.argval == name
+            )
+            surplus[line] += looks and (bool(write.attribute) or following.argval not in _FILLING)
+            surplus[line] -= step.opname == "STORE_ATTR" and step.argval == name
+    return not code or any(more > 0 for more in surplus.values())
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a value depends on nothing: neither on what goes in, nor on chance."""
+    return all(
+        each.op in ("call_function", "call_method") and not _RANDOM.search(str(each.target))
+        for each in _ancestors(node)
+    )
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found, left = set(), [node]
+    while left:
+        each = left.pop()
+        if each not in found:
+            found.add(each)
+            left += each.all_input_nodes
+    return found
+
+
+def _story(notes: Notes, cached: dict[fx.Node, str]) -> list[str]:
+    """The graph as text: calls in order, what goes in by Dynamo's names; `cached` values as if
+    they went in."""
+    making = {each for node in cached for each in _ancestors(node)}
+    spare = set(cached)
+    for node in reversed(list(notes.graph.nodes)):
+        if node in making and all(user in spare for user in node.users):
+            spare.add(node)
+    told: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for node in notes.graph.nodes:
+        if node in cached or node.op == "placeholder":
+            told[node] = cached[node] if node in cached else notes.sources.get(node.name, node.name)
+        elif node not in spare:
+            told[node] = f"%{len(lines)}"
+            args = fx.map_arg((node.args, node.kwargs), lambda operand: _Told(told[operand]))
+            lines.append(f"{node.op} {node.target if node.op != 'get_attr' else ''} {args}")
+    return lines
+
+
+class _Told(str):
+    """A text that is printed without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _refusal(write: Write) -> CaptureError:
+    name = write.attribute or write.place.name
+    number = isinstance(write.value, (int, float)) and not isinstance(write.value, bool)
+    buffer = (
+        f"make it a buffer: self.register_buffer({name!r}, torch.zeros(())) in __init__, and change"
+        f" it in place (self.{name} += 1)"
+    )
+    state = f"make it a buffer of fixed shape and change it in place (self.{name}.copy_(value))"
+    cache = (
+        "a cache that stays as it is once it is filled can be made in __init__, or by calling the"
+        " model once before"
+    )
+    return CaptureError(
+        f"forward reads the attribute {name!r} and changes it: a later forward may compute"
+        " something else, which no program does",
+        where=Where(module=write.place.path or "the model itself", source=write.line),
+        remedy=f"{buffer if number else state}, or compute it outside and pass it in; {cache}",
+    )

@@ -1,0 +1,322 @@
+"""Where rows end: what adds them up, averages them, or puts them back into the tensor that they
+were picked from."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from autopar.capture.ragged_rows.rows import Mask, Masks, Writer, first_dim, refusal, tensor_of
+from autopar.capture.ragged_rows.rowwise import argument, dims_of, name_of
+from autopar.ops import ctc
+
+_Ending = Callable[[fx.Node, Masks, Writer], fx.Node | None]
+
+_OF_ELEMENTS = frozenset(
+    [
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "kl_div",
+        "poisson_nll_loss",
+        "soft_margin_loss",
+        "hinge_embedding_loss",
+        "margin_ranking_loss",
+    ]
+)
+_OF_ROWS = frozenset(
+    ("cosine_embedding_loss", "triplet_margin_loss", "multilabel_soft_margin_loss")
+)
+"""Losses that have a number for each row of a matrix."""
+_OF_CLASSES = frozenset(("cross_entropy", "nll_loss"))
+
+
+def is_loss(node: fx.Node) -> bool:
+    """Whether it is a loss of torch's that may add up rows."""
+    return name_of(node) in _OF_ELEMENTS | _OF_ROWS | _OF_CLASSES
+
+
+def reduction_of(node: fx.Node) -> str:
+    return str(_settings(node).get("reduction", "mean"))
+
+
+def ended(node: fx.Node, masks: Masks, write: Writer) -> fx.Node:
+    """What stands in the place of a node that has rows among its operands and none in its result.
+
+    Raises:
+        CaptureError: it does not treat them alike and apart before it adds them up.
+    """
+    ending = _loss if is_loss(node) else _ENDINGS.get(name_of(node))
+    made = ending(node, masks, write) if ending is not None else None
+    if made is None:
+        raise refusal(node)
+    return made
+
+
+def _mask_of(node: Any, masks: Masks) -> tuple[Mask, int]:
+    symbol, factor = first_dim(node) or ("", 0)
+    if symbol not in masks:
+        raise refusal(node)
+    return masks[symbol], factor
+
+
+def _method(node: fx.Node) -> str:
+    """What it is called as a method, in place where it is."""
+    return str(node.target) if node.op == "call_method" else name_of(node)
+
+
+def _filled(
+    rows: fx.Node, value: Any, masks: Masks, write: Writer, rank: int | None = None
+) -> fx.Node:
+    """Rows with `value` in place of those that were not picked."""
+    mask, factor = _mask_of(rows, masks)
+    tensor = tensor_of(rows)
+    dims = rank if rank is not None else 1 if tensor is None else tensor.dim()
+    return write.call(torch.where, mask.rows(factor, dims, write), rows, value)
+
+
+def _along(node: fx.Node) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """The operand, and the dims that a reduction works along; None where it is no reduction of
+    rows."""
+    tensor = tensor_of(node.args[0])
+    position_given = argument(node, 1, "dim")
+    if tensor is None or isinstance(position_given, fx.Node):
+        return None
+    dims = (
+        tuple(range(tensor.dim()))
+        if position_given is None
+        else dims_of(node, name_of(node), tensor.dim())
+    )
+    return None if dims is None or 0 not in dims else (tensor, dims)
+
+
+def _sum(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    found = _along(node)
+    if found is None:
+        return None
+    kept = _filled(node.args[0], False if found[0].dtype is torch.bool else 0, masks, write)
+    return write.method("sum", kept, *node.args[1:], **node.kwargs)
+
+
+def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    found = _along(node)
+    total = _sum(node, masks, write)
+    if found is None or total is None:
+        return None
+    mask, factor = _mask_of(node.args[0], masks)
+    within = math.prod(int(found[0].shape[dim]) for dim in found[1] if dim)
+    return write.call(torch.div, total, mask.count(factor * within, write))
+
+
+def _extreme(sign: int) -> _Ending:
+    def ending(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+        found = _along(node)
+        if found is None:
+            return None
+        name = name_of(node)
+        if name in ("max", "min") and argument(node, 1, "dim") is not None:
+            return None  # which index is meant, of several that are equal
+        least = sign * math.inf if found[0].is_floating_point() else _bound(found[0].dtype, sign)
+        return write.method(
+            name, _filled(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
+        )
+
+    return ending
+
+
+def _bound(dtype: torch.dtype, sign: int) -> int:
+    return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
+
+
+def _whether(every: bool) -> _Ending:
+    def ending(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+        if _along(node) is None:
+            return None
+        return write.method(
+            name_of(node), _filled(node.args[0], every, masks, write), *node.args[1:], **node.kwargs
+        )
+
+    return ending
+
+
+def _settings(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a loss by name."""
+    try:
+        return dict(
+            inspect.signature(getattr(functional, name_of(node)))
+            .bind(*node.args, **node.kwargs)
+            .arguments
+        )
+    except TypeError:
+        raise refusal(node) from None
+
+
+def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    name, given = name_of(node), _settings(node)
+    function, how = getattr(functional, name), given.get("reduction", "mean")
+    operands = [x for x in given.values() if isinstance(x, fx.Node) and first_dim(x)]
+    if given.get("size_average") is not None or given.get("reduce") is not None or not operands:
+        return None
+    tensors = [tensor for x in operands if (tensor := tensor_of(x)) is not None]
+    if name in _OF_CLASSES:
+        if tensors[-1].is_floating_point() or len(operands) < 2:
+            return None
+        ignored = given.get("ignore_index", -100)
+        return write.call(
+            function, **{**given, "target": _filled(given["target"], ignored, masks, write)}
+        )
+    if name in _OF_ROWS and max(tensor.dim() for tensor in tensors) != 2:
+        return None
+    shape = (
+        (1,)
+        if name not in _OF_ELEMENTS
+        else (1, *torch.broadcast_shapes(*(tensor.shape[1:] for tensor in tensors)))
+    )
+    each = write.call(function, **{**given, "reduction": "none"})
+    mask, factor = _mask_of(operands[0], masks)
+    kept = write.call(torch.where, mask.rows(factor, len(shape), write), each, 0)
+    total = write.method("sum", kept)
+    if how == "sum":
+        return total
+    return write.call(
+        torch.div, total, mask.count(factor * (math.prod(shape) if how == "mean" else 1), write)
+    )
+
+
+def _index_add(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    """Rows that were not picked add nothing to the row that they name."""
+    held, dim, index, rows = (
+        argument(node, i, name) for i, name in enumerate(("input", "dim", "index", "source"))
+    )
+    if dim != 0 or first_dim(held) or not first_dim(rows) or first_dim(index) != first_dim(rows):
+        return None
+    return write.method(
+        _method(node), held, 0, index, _filled(rows, 0, masks, write), **node.kwargs
+    )
+
+
+def _index_put(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    held, indices, rows = node.args[:3]
+    adds = bool(argument(node, 3, "accumulate", False))
+    if not adds or first_dim(held) or not all(first_dim(i) == first_dim(rows) for i in indices):
+        return None
+    return write.method(_method(node), held, indices, _filled(rows, 0, masks, write), True)
+
+
+def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
+    """``x[mask] = rows``, where the mask is the one that picked them: whether it was that."""
+    held, index, rows = node.args
+    if not first_dim(rows) or first_dim(held):
+        return False
+    mask, factor = _mask_of(rows, masks)
+    whole = isinstance(index, fx.Node) and index is mask.node
+    numbers = isinstance(index, fx.Node) and index in mask.numbers and len(mask.shape) == 1
+    tensor, given = tensor_of(held), tensor_of(rows)
+    if (
+        factor != 1
+        or not (whole or numbers)
+        or tensor is None
+        or given is None
+        or given.dim() != 1 + tensor.dim() - len(mask.shape)
+    ):
+        return False
+    flags = write.method("view", mask.flat, *mask.shape, *[1] * (tensor.dim() - len(mask.shape)))
+    back = write.method("view", rows, *mask.shape, *given.shape[1:])
+    write.method(
+        "copy_", held, write.call(torch.where, flags, write.method("to", back, tensor.dtype), held)
+    )
+    return True
+
+
+def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    """Of a tensor, a mask and what the same mask picked, or one that it is repeated from."""
+    held, flags, rows = node.args[:3]
+    mask, factor = _mask_of(rows, masks)
+    tensor, given, where = tensor_of(held), tensor_of(rows), tensor_of(flags)
+    if (
+        tensor is None
+        or given is None
+        or where is None
+        or factor != 1
+        or _picks(flags) != _picks(mask.node)
+    ):
+        return None
+    rest = tuple(tensor.shape[len(mask.shape) :])
+    fits = tuple(tensor.shape) == (*mask.shape, *rest) and tuple(given.shape[1:]) == rest
+    if not fits or tuple(where.shape) not in ((*mask.shape, *[1] * len(rest)), tuple(tensor.shape)):
+        return None
+    flags = write.method("view", mask.flat, *mask.shape, *[1] * len(rest))
+    made = write.call(torch.where, flags, write.method("view", rows, *mask.shape, *rest), held)
+    return write.method("copy_", held, made) if str(node.target).endswith("_") else made
+
+
+def _picks(flags: Any) -> tuple[int, Any]:
+    """How often a mask is negated, modulo 2, and what of, whatever dims of length 1 it got."""
+    negated = 0
+    while isinstance(flags, fx.Node):
+        name = name_of(flags)
+        if name in ("invert", "logical_not"):
+            negated ^= 1
+        elif name not in _SAME_FLAGS and not (
+            name == "getitem" and flags.args[1] == (Ellipsis, None)
+        ):
+            break
+        flags = flags.args[0]
+    return negated, flags
+
+
+def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    """Targets that are picked of a row for each sample, one after another: of each row the
+    picked ones first."""
+    log_probs, targets, frames, lengths, *rest = node.args
+    mask, factor = _mask_of(targets, masks)
+    if factor != 1 or len(mask.shape) != 2 or not _counts(lengths, mask):
+        return None
+    flags = write.method("to", write.method("view", mask.flat, *mask.shape), torch.int8)
+    order = write.call(torch.argsort, flags, dim=1, descending=True, stable=True)
+    padded = write.call(torch.gather, write.method("view", targets, *mask.shape), 1, order)
+    return write.call(ctc, log_probs, padded, frames, lengths, *rest)
+
+
+def _counts(lengths: Any, mask: Mask) -> bool:
+    """Whether it is how many of each row a mask picks."""
+    while isinstance(lengths, fx.Node) and name_of(lengths) in (
+        "reshape",
+        "as_tensor",
+        "to",
+        "long",
+    ):
+        lengths = lengths.args[0]
+    if (
+        not isinstance(lengths, fx.Node)
+        or name_of(lengths) != "sum"
+        or argument(lengths, 1, "dim") not in (-1, 1, (-1,), (1,))
+    ):
+        return False
+    return _picks(lengths.args[0]) == _picks(mask.node)
+
+
+_SAME_FLAGS = ("unsqueeze", "expand", "expand_as", "to", "bool")
+_ENDINGS: Mapping[str, _Ending] = {
+    "sum": _sum,
+    "mean": _mean,
+    "max": _extreme(-1),
+    "amax": _extreme(-1),
+    "min": _extreme(1),
+    "amin": _extreme(1),
+    "any": _whether(False),
+    "all": _whether(True),
+    "index_add": _index_add,
+    "index_put": _index_put,
+    "masked_scatter": _masked_scatter,
+    "ctc_joined.default": _ctc,
+}

@@ -1,0 +1,503 @@
+"""What treats the rows of a tensor alike and apart: row i of the result follows from row i of
+each operand that has these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.ragged_rows.rows import first_dim, tensor_of
+
+_ELEMENTWISE = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "true_divide",
+        "floordiv",
+        "floor_divide",
+        "mod",
+        "remainder",
+        "fmod",
+        "pow",
+        "neg",
+        "pos",
+        "abs",
+        "absolute",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "log10",
+        "sqrt",
+        "rsqrt",
+        "square",
+        "reciprocal",
+        "sigmoid",
+        "tanh",
+        "relu",
+        "relu6",
+        "gelu",
+        "silu",
+        "mish",
+        "elu",
+        "selu",
+        "celu",
+        "leaky_relu",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "softplus",
+        "softsign",
+        "logsigmoid",
+        "threshold",
+        "erf",
+        "erfc",
+        "erfinv",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "frac",
+        "sign",
+        "sgn",
+        "clamp",
+        "clip",
+        "clamp_min",
+        "clamp_max",
+        "maximum",
+        "minimum",
+        "where",
+        "masked_fill",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "long",
+        "int",
+        "short",
+        "bool",
+        "byte",
+        "to",
+        "type",
+        "type_as",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+        "and_",
+        "or_",
+        "xor",
+        "invert",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "detach",
+        "clone",
+        "contiguous",
+        "isnan",
+        "isfinite",
+        "isinf",
+        "nan_to_num",
+        "logit",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ipow",
+        "expand_as",
+        "copy",
+    ]
+)
+"""Of operands that are broadcast."""
+MAKING = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
+SHAPING = frozenset(("view", "reshape", "flatten", "expand", "unflatten"))
+"""What splits rows, joins or repeats what is within them, where the first dim still counts rows
+afterwards."""
+SIZED = SHAPING | MAKING | {"repeat"}
+"""What takes sizes."""
+COMPUTING = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "true_divide",
+        "pow",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    ]
+)
+"""Of a tensor and a number, which may be a tensor as well."""
+_DIMS: Mapping[str, tuple[int, str, Any]] = {
+    **dict.fromkeys(
+        [
+            "softmax",
+            "log_softmax",
+            "softmin",
+            "cumsum",
+            "cumprod",
+            "unsqueeze",
+            "squeeze",
+            "select",
+            "narrow",
+            "logsumexp",
+            "sum",
+            "mean",
+            "prod",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "argmax",
+            "argmin",
+            "std",
+            "var",
+            "all",
+            "any",
+            "median",
+            "count_nonzero",
+            "unbind",
+        ],
+        (1, "dim", 0),
+    ),
+    **dict.fromkeys(("sort", "argsort", "glu"), (1, "dim", -1)),
+    **dict.fromkeys(("topk", "kthvalue", "diff"), (2, "dim", -1)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (2, "dim", 1)),
+    **dict.fromkeys(
+        ("norm", "vector_norm", "quantile", "repeat_interleave", "chunk", "split"), (2, "dim", 0)
+    ),
+    "unfold": (1, "dimension", 0),
+    "flip": (1, "dims", 0),
+    "roll": (2, "dims", 0),
+}
+"""Name → where the dim stands that an op works along, and which one where none is given; 0 for
+all."""
+_ALONG_ALL = {"cat": 0, "stack": 0, "gather": 1, "take_along_dim": 2}
+"""The same of what works along a dim of several operands, all of which have to have the rows;
+the dim is second, or third."""
+_FIRST = {"linear": 2, "bilinear": 2, "layer_norm": 2, "rms_norm": 2, "embedding": 1, "one_hot": 1}
+_IMAGES = {
+    **{
+        f"{name}{n}d": n + 2
+        for n in (1, 2, 3)
+        for name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool")
+    },
+    "group_norm": 2,
+    "pixel_shuffle": 4,
+    "interpolate": 3,
+    "pad": 2,
+}
+"""Name → the smallest rank of the first operand, the only one with rows, of which the first dim
+is samples."""
+
+
+_TAME = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "iadd",
+        "isub",
+        "imul",
+        "neg",
+        "abs",
+        "square",
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "gelu",
+        "silu",
+        "mish",
+        "elu",
+        "selu",
+        "celu",
+        "softplus",
+        "logsigmoid",
+        "sigmoid",
+        "tanh",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "softmax",
+        "log_softmax",
+        "linear",
+        "matmul",
+        "bmm",
+        "einsum",
+        "bilinear",
+        "layer_norm",
+        "group_norm",
+        "embedding",
+        "one_hot",
+        "getitem",
+        "index_select",
+        "gather",
+        "cat",
+        "stack",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "select",
+        "narrow",
+        "chunk",
+        "split",
+        "unbind",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "long",
+        "int",
+        "bool",
+        "to",
+        "type",
+        "type_as",
+        "clamp",
+        "where",
+        "masked_fill",
+        "detach",
+        "clone",
+        "contiguous",
+        "expand_as",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "and_",
+        "or_",
+        "invert",
+        "sum",
+        "mean",
+        "any",
+        "all",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "topk",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy_with_logits",
+        "cross_entropy",
+        "nll_loss",
+        "index_add",
+        "index_put",
+        "setitem",
+        "masked_scatter",
+        "masked_select",
+        "nonzero",
+        "scaled_dot_product_attention",
+        "dropout",
+        "repeat",
+        "ctc_joined.default",
+        *_IMAGES,
+    ]
+)
+"""What has a finite result and finite derivatives for whatever finite numbers."""
+
+
+def is_tame(node: fx.Node) -> bool:
+    """Whether a row that the model has no use for can do no harm, be it zeros or one that was
+    left out."""
+    name = name_of(node)
+    if name in ("truediv", "div", "itruediv"):
+        return first_dim(argument(node, 1, "other")) is None
+    return name in _TAME or name in SHAPING or name in MAKING
+
+
+def name_of(node: fx.Node) -> str:
+    """Of a function, operator or method, in place or not."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        name[:-1]
+        if name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")
+        else name
+    )
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
+    """The dims that an op of `_DIMS` works along, of a tensor of that rank; None where it is
+    given another tensor in their place."""
+    position, keyword, default = _DIMS[name]
+    given = argument(node, position, keyword, default)
+    given = default if given is None else given
+    if isinstance(given, fx.Node):
+        return None
+    rank += name == "unsqueeze"
+    return tuple(dim % rank for dim in (given if isinstance(given, list | tuple) else (given,)))
+
+
+def keeps_rows(node: fx.Node) -> bool:
+    """Whether a node, of which the result's first dim counts rows, treats them alike and apart."""
+    name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
+    rows = [n for n in operands if first_dim(n)]
+    if name in _ELEMENTWISE or name in SHAPING or name in MAKING:
+        return True
+    if name in _DIMS and rows and operands[0] in rows:
+        dims = dims_of(node, name, _rank(operands[0]))
+        return name in ("max", "min") if dims is None else 0 not in dims
+    if name in _ALONG_ALL:
+        rank = _rank(rows[0]) + (name == "stack")
+        dim = argument(node, 2 if name == "take_along_dim" else 1, "dim", _ALONG_ALL[name])
+        return len(rows) == len(operands) and isinstance(dim, int) and dim % rank != 0
+    if name in _FIRST or name in _IMAGES:
+        return rows == operands[:1] and _rank(rows[0]) >= _FIRST.get(name, _IMAGES.get(name, 0))
+    special: Callable[[fx.Node, list[fx.Node], list[fx.Node]], bool] | None = _SPECIAL.get(name)
+    return special is not None and special(node, operands, rows)
+
+
+def _rank(node: fx.Node) -> int:
+    tensor = tensor_of(node)
+    return 0 if tensor is None else tensor.dim()
+
+
+def _takes_all(index: Any) -> bool:
+    return index is Ellipsis or index == slice(None)
+
+
+def _getitem(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    """Of rows all of them, or of another tensor what integers in rows name."""
+    held, index = node.args
+    if tensor_of(held) is None:
+        return True  # of several results
+    indices = index if isinstance(index, tuple) else (index,)
+    if held in rows:
+        inner = [i for i in indices if isinstance(i, fx.Node)]
+        used = sum(i is not None and i is not Ellipsis for i in indices)
+        return (
+            _takes_all(indices[0])
+            and not any(first_dim(i) for i in inner)
+            and used < _rank(held) + (indices[0] is not Ellipsis)
+        )
+    among = [position for position, i in enumerate(indices) if isinstance(i, fx.Node)]
+    whole = all(
+        (tensor := tensor_of(indices[i])) is not None and tensor.dtype in (torch.int64, torch.int32)
+        for i in among
+    )
+    return whole and among == list(range(len(among)))
+
+
+def _index_select(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    dim = argument(node, 1, "dim")
+    return (
+        dim == 0 and rows == operands[1:]
+        if operands[0] not in rows
+        else rows == operands[:1] and dim % _rank(operands[0]) != 0
+    )
+
+
+def _matmul(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    left, right = node.args[:2]
+    if left in rows and right not in rows:
+        return _rank(left) >= 2 and _rank(right) <= 2
+    if right in rows and left not in rows:
+        return _rank(right) >= 3 and _rank(left) <= 2
+    return _rank(left) == _rank(right) >= 3
+
+
+def _attention(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    mask = argument(node, 3, "attn_mask")
+    heads = _rank(node.args[0]) if isinstance(node.args[0], fx.Node) else 0
+    fits = mask is None or mask in rows or _rank(mask) < heads
+    return (
+        heads >= 3
+        and fits
+        and not argument(node, 4, "dropout_p", 0.0)
+        and all(operand in rows for operand in node.args[:3])
+    )
+
+
+def _dropout(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    """Where nothing is dropped: of more rows than the model has, others would be."""
+    return argument(node, 1, "p", 0.5) == 0.0 or not argument(node, 2, "training", True)
+
+
+def _repeat(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    """Of what has no rows for each row all of it, of rows what is within them: rows after rows
+    would be in another order."""
+    first = node.args[1][0] if isinstance(node.args[1], tuple | list) else node.args[1]
+    return not rows or first == 1
+
+
+def _einsum(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
+    inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    if "." in inputs or not output or len(letters) != len(operands):
+        return False
+    mine = {letter[0] for letter, operand in zip(letters, operands, strict=True) if operand in rows}
+    return mine == {output[0]} and all(
+        letters[i].count(output[0]) == (operands[i] in rows) for i in range(len(operands))
+    )
+
+
+_SPECIAL: Mapping[str, Callable[[fx.Node, list[fx.Node], list[fx.Node]], bool]] = {
+    "getitem": _getitem,
+    "index_select": _index_select,
+    "matmul": _matmul,
+    "bmm": lambda node, operands, rows: rows == operands,
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+    "repeat": _repeat,
+    "einsum": _einsum,
+    "transpose": lambda node, operands, rows: (
+        0 not in {dim % _rank(operands[0]) for dim in node.args[1:]} and len(node.args) == 3
+    ),
+    "permute": lambda node, operands, rows: (
+        next(iter(node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:])) == 0
+    ),
+}

@@ -1,0 +1,289 @@
+"""`settle_rows`: a graph of torch functions in which sizes and numbers depend on values, with
+fixed sizes and tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from autopar.capture.diagnostics import reads_a_value, user_line
+from autopar.capture.ragged_rows.masks import is_required, join_equal_masks, settle_required
+from autopar.capture.ragged_rows.reductions import ended, is_loss, put_back, reduction_of
+from autopar.capture.ragged_rows.rows import (
+    Mask,
+    Writer,
+    counted,
+    first_dim,
+    refusal,
+    tensor_of,
+    value_of,
+)
+from autopar.capture.ragged_rows.rowwise import COMPUTING, SIZED, is_tame, keeps_rows, name_of
+from autopar.errors import CaptureError, Where
+
+_log = logging.getLogger("autopar")
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def settle_rows(graph: fx.Graph) -> None:
+    """Compute all rows where the model computes those that a mask picks (see
+    `autopar.capture.ragged_rows`), and with the tensor where forward reads a number from it (`loss
+    / mask.sum().item()`). Without such rows and numbers nothing is done.
+
+    Raises:
+        CaptureError: what is computed of rows does not treat them alike and apart; or a number
+            decides a shape.
+    """
+    if not any(_depends(value_of(node)) or is_required(node) for node in graph.nodes):
+        return
+    join_equal_masks(graph)
+    settle_required(graph)
+    _Settling(graph).run()
+
+
+def _depends(value: Any) -> bool:
+    """Whether a size in it depends on values."""
+    if isinstance(value, torch.Tensor):
+        return any(counted(size) for size in value.shape)
+    return (
+        any(_depends(x) for x in value)
+        if isinstance(value, tuple | list)
+        else isinstance(value, _NUMBERS)
+    )
+
+
+def _symbol_of(node: fx.Node) -> tuple[str, int] | None:
+    """Of a tensor's first dim that depends on values."""
+    tensor = tensor_of(node)
+    return counted(tensor.shape[0]) if tensor is not None and tensor.dim() else None
+
+
+class _Settling:
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._masks: dict[str, Mask] = {}
+        self._gone: set[fx.Node] = set()
+        self._tensors: dict[fx.Node, fx.Node] = {}
+        self._wild = {
+            first[0]
+            for node in graph.nodes
+            if not is_tame(node)
+            for n in (node, *node.all_input_nodes)
+            if (first := _symbol_of(n))
+        }
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if node not in self._gone and node.op != "placeholder":
+                self._settle(node)
+        for node in reversed(list(self._graph.nodes)):
+            if node in self._gone or isinstance(value_of(node), _NUMBERS):
+                for user in node.users:
+                    raise self._misread(user, node)
+                self._graph.erase_node(node)
+        self._tell()
+
+    def _settle(self, node: fx.Node) -> None:
+        value, operands = value_of(node), node.all_input_nodes
+        if isinstance(value, _NUMBERS):
+            return  # sizes are put in where they are read
+        numbers = [n for n in operands if isinstance(value_of(n), _NUMBERS)]
+        rows = [n for n in operands if _depends(value_of(n)) and n not in numbers]
+        if node.op == "output":
+            for each in (*rows, *numbers):
+                raise refusal(each) if each in rows else self._misread(each, each)
+        write = Writer(self._graph, node)
+        if numbers:
+            self._put_sizes_in(node, numbers, write)
+        if _depends(value) and not rows and not numbers:
+            self._pick(node, write)
+        elif name_of(node) == "setitem" and rows:
+            if not put_back(node, self._masks, write):
+                raise refusal(node)
+            self._gone.add(node)
+        elif rows and not _depends(value):
+            self._replace(node, ended(node, self._masks, write), write)
+        elif rows or _depends(value):
+            self._keep(node, rows)
+
+    def _keep(self, node: fx.Node, rows: Iterable[fx.Node]) -> None:
+        """All results have the rows of the operands, or parts of these."""
+        symbols = {
+            self._counts(leaf)[0]
+            for leaf in tree_leaves(value_of(node))
+            if isinstance(leaf, torch.Tensor)
+        }
+        symbols |= {first[0] for n in rows if tensor_of(n) is not None and (first := first_dim(n))}
+        first_dim(node)
+        if len(symbols) != 1 or not symbols <= self._masks.keys():
+            raise refusal(node)
+        if not (reduction_of(node) == "none" if is_loss(node) else keeps_rows(node)):
+            raise refusal(node)
+
+    @staticmethod
+    def _counts(tensor: torch.Tensor) -> tuple[str, int]:
+        return (counted(tensor.shape[0]) if tensor.dim() else None) or ("", 0)
+
+    def _pick(self, node: fx.Node, write: Writer) -> None:
+        """The first node of its rows."""
+        name = name_of(node)
+        if name == "getitem" and tensor_of(node.args[0]) is not None:
+            made = self._by_index(node, write)
+        elif name == "masked_select":
+            made = self._selected(node, write)
+        elif name in ("nonzero", "argwhere", "where") and len(node.args) == 1:
+            made = self._places(node, write)
+        else:
+            made = None
+        if made is None:
+            raise refusal(node)
+        if made is not node:
+            self._replace(node, made, write)
+
+    def _mask(self, symbol: str, node: fx.Node, shape: tuple[int, ...], write: Writer) -> Mask:
+        if symbol not in self._masks:
+            self._masks[symbol] = Mask.of(node, shape, symbol not in self._wild, write)
+        return self._masks[symbol]
+
+    def _by_index(self, node: fx.Node, write: Writer) -> fx.Node | None:
+        held, index = node.args
+        flags, *others = index if isinstance(index, tuple) else (index,)
+        tensor, picks = tensor_of(held), tensor_of(flags)
+        if tensor is None or picks is None or picks.dtype is not torch.bool or not picks.dim():
+            return None
+        if any(isinstance(other, fx.Node) for other in others):
+            return None
+        counts = first_dim(node)
+        assert counts is not None and isinstance(held, fx.Node) and isinstance(flags, fx.Node), (
+            "a tensor whose first dim counts rows"
+        )
+        mask = self._mask(counts[0], flags, tuple(picks.shape), write)
+        flat = write.method("flatten", held, 0, picks.dim() - 1) if picks.dim() > 1 else held
+        rank = tensor.dim() - picks.dim() + 1
+        rows = mask.chosen(write.method("clone", flat), tensor, rank, write)
+        return write.call(node.target, rows, (slice(None), *others)) if others else rows  # type: ignore[arg-type]
+
+    def _selected(self, node: fx.Node, write: Writer) -> fx.Node | None:
+        held, flags = node.args[:2]
+        tensor, picks, counts = tensor_of(held), tensor_of(flags), first_dim(node)
+        if tensor is None or picks is None or counts is None:
+            return None
+        shape = tuple(torch.broadcast_shapes(tensor.shape, picks.shape))
+        whole = write.method("expand", flags, *shape) if tuple(picks.shape) != shape else flags
+        assert isinstance(whole, fx.Node), "a mask"
+        mask = self._mask(counts[0], whole, shape, write)
+        flat = write.method("reshape", write.method("expand", held, *shape), -1)
+        return mask.chosen(write.method("clone", flat), tensor, 1, write)
+
+    def _places(self, node: fx.Node, write: Writer) -> fx.Node | None:
+        """Where a mask is true: one tensor of the index along each of its dims, or all of these
+        side by side."""
+        flags = node.args[0]
+        picks, value = tensor_of(flags), value_of(node)
+        if picks is None or not picks.dim() or not isinstance(flags, fx.Node):
+            return None
+        several = isinstance(value, tuple | list)
+        counts = self._counts(value[0] if several else value)
+        true = flags if picks.dtype is torch.bool else write.call(torch.ne, flags, 0)
+        mask = self._mask(counts[0], true, tuple(picks.shape), write)
+        along = [mask.places(dim, write) for dim in range(picks.dim())]
+        if not several:
+            made = write.call(torch.stack, along, -1)
+            if len(along) == 1:
+                mask.numbers.add(made)
+            return made
+        for user in list(node.users):
+            number = user.args[1]
+            if name_of(user) != "getitem" or not isinstance(number, int):
+                raise refusal(user)
+            along[number].meta["example_value"] = value_of(user)
+            mask.numbers.add(along[number])
+            user.replace_all_uses_with(along[number])
+            self._gone.add(user)
+        self._gone.add(node)
+        return node
+
+    def _put_sizes_in(self, node: fx.Node, numbers: list[fx.Node], write: Writer) -> None:
+        """All rows where a shape is meant; else a number is the tensor that it was read from, or
+        how many rows there are."""
+        name = name_of(node)
+        for number in numbers:
+            symbol, factor = counted(value_of(number)) or ("", 0)
+            if name in SIZED and symbol in self._masks:
+                self._swap(node, number, factor * self._masks[symbol].num_rows)
+            elif name in COMPUTING:
+                node.replace_input_with(number, self._as_tensor(number, node, write))
+            else:
+                raise self._misread(node, number)
+
+    def _as_tensor(self, number: fx.Node, reader: fx.Node, write: Writer) -> fx.Node:
+        """A scalar, in float64 where it was divided: Python divides so."""
+        if number in self._tensors:
+            return self._tensors[number]
+        symbol, factor = counted(value_of(number)) or ("", 0)
+        name, inner = (
+            name_of(number),
+            [n for n in number.all_input_nodes if isinstance(value_of(n), _NUMBERS)],
+        )
+        if symbol in self._masks:
+            made = self._masks[symbol].count(factor, write)
+        elif name == "item" and tensor_of(number.args[0]) is not None:
+            made = write.method("reshape", write.method("detach", number.args[0]), ())
+        elif name in ("add", "sub", "mul", "truediv", "neg", "sym_float") and inner:
+            known = {n: self._as_tensor(n, reader, write) for n in inner}
+            args = [known.get(x, x) if isinstance(x, fx.Node) else x for x in number.args]
+            args = [
+                (
+                    write.method("double", x)
+                    if x in known.values() and name in ("truediv", "sym_float")
+                    else x
+                )
+                for x in args
+            ]
+            made = args[0] if name == "sym_float" else write.call(number.target, *args)  # type: ignore[arg-type, assignment]
+        else:
+            raise self._misread(reader, number)
+        self._tensors[number] = made
+        return made
+
+    def _misread(self, reader: fx.Node, number: fx.Node) -> CaptureError:
+        """The refusal of a number that is of no use as a tensor."""
+        symbol, _ = counted(value_of(number)) or ("", 0)
+        if symbol in self._masks:
+            return refusal(reader)
+        return reads_a_value(
+            Where(op=name_of(reader), source=user_line(reader.meta.get("stack_trace") or ""))
+        )
+
+    @staticmethod
+    def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
+        def put(x: Any) -> Any:
+            return size if x is number else x
+
+        node.args, node.kwargs = fx.map_arg(node.args, put), fx.map_arg(node.kwargs, put)
+
+    def _replace(self, node: fx.Node, made: fx.Node, write: Writer) -> None:
+        write.replace(made)
+        if any(node in mask.numbers for mask in self._masks.values()):
+            raise refusal(node)
+        self._gone.add(node)
+
+    def _tell(self) -> None:
+        if self._masks and os.environ.get("RANK", "0") == "0":  # every rank captures
+            lines = dict.fromkeys(
+                user_line(mask.node.meta.get("stack_trace") or "") for mask in self._masks.values()
+            )
+            num = max(mask.num_rows for mask in self._masks.values())
+            said = "; ".join(line for line in lines if line) or "masks"
+            _log.warning(
+                "forward picks rows by values (%s): a program computes all %d, and leaves the"
+                " others out of sums",
+                said,
+                num,
+            )

@@ -1,0 +1,581 @@
+"""What Dynamo knows of a model's Python values when a capture ends: which forward looked at, and
+which it left otherwise."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CellType, CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.diagnostics import is_torchs, user_line
+from autopar.capture.trace import Constant, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+
+# --------------------------------------------------------------------------------------------------
+# What forward looked at outside of the model's modules: global variables, those of closures, and
+# what these hold.
+#
+# Dynamo's names say where: ``G['name']`` or ``G['__import_a_dot_b'].name`` of a module's globals,
+# ``L['name']`` of a free variable of the model's own forward, ``….__closure__[0].cell_contents``
+# of another function's. Left out is what belongs to torch and the standard library.
+
+STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
+PLAIN = (int, float, bool, str, type(None))
+_CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)")
+_ROOT = re.compile(r"([LG])\['(\w+)'\]")
+_OTHERS = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
+
+
+def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
+    """``.config.sizes[0]`` as attributes to get and keys to look up.
+
+    Raises:
+        ValueError, SyntaxError: where there is more in it.
+    """
+    steps = list(STEP.finditer(text))
+    if "".join(step[0] for step in steps) != text:
+        raise ValueError(text)
+    return tuple((step[1], None) if step[1] else ("", ast.literal_eval(step[2])) for step in steps)
+
+
+def follow(found: Any, steps: Iterable[tuple[str, Any]]) -> Any:
+    """What the steps lead to. Raises AttributeError, LookupError or TypeError where they do not."""
+    for attribute, key in steps:
+        found = getattr(found, attribute) if attribute else found[key]
+    return found
+
+
+def value_at(holder: Any, steps: tuple[tuple[str, Any], ...]) -> Any:
+    """Of an `OutsideValue` what is there now; raises as `follow`, also where a variable has no
+    value."""
+    if isinstance(holder, str):
+        holder = vars(sys.modules[holder])
+    if isinstance(holder, CellType):
+        try:
+            holder = holder.cell_contents
+        except ValueError as error:  # it is empty
+            raise LookupError("no value") from error
+    return follow(holder, steps)
+
+
+def outside_values(
+    sources: Iterable[str],
+    tensors: frozenset[str],
+    local: Mapping[str, Any],
+    everywhere: dict[str, Any],
+) -> Iterator[OutsideValue]:
+    """Those that are plain, or tensors.
+
+    Args:
+        sources: Dynamo's names of what it looked at. tensors: those of tensors that the graph
+            reads.
+        local, everywhere: the local variables and globals of the frame that it began with.
+    """
+    for source in sources:
+        try:
+            found = _found(source, local, everywhere)
+            value = None if found is None else value_at(found[1], found[2])
+        except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
+            continue  # a name of another kind
+        if found is None or any("__" in attribute for attribute, _ in found[2]):
+            continue
+        if (
+            isinstance(value, torch.Tensor)
+            and source in tensors
+            and type(value) in (torch.Tensor, torch.nn.Parameter)
+        ):
+            yield OutsideValue(*found, Stamp.of(value))
+        elif isinstance(value, PLAIN):
+            yield OutsideValue(*found, value)
+
+
+def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> str:
+    """What people call a place outside of the model by Dynamo's name; ``""`` where it is none."""
+    try:
+        found = _found(source, local, everywhere)
+    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
+        return ""
+    return "" if found is None else found[0]
+
+
+def is_as_found(
+    source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]
+) -> bool:
+    """Whether what forward left at a place outside of the model is the plain value that it found
+    there."""
+    try:
+        found = _found(source, local, everywhere)
+        value = None if found is None else value_at(found[1], found[2])
+    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
+        return False  # a name of another kind
+    return (
+        found is not None
+        and isinstance(value, PLAIN)
+        and type(left) is type(value)
+        and left == value
+    )
+
+
+def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The user's lines where what Python's generator drew is used, ``""`` where that is not known;
+    none where it drew nothing.
+
+    Args:
+        output: Dynamo's graph as it is made. args: placeholder → where what goes in comes from.
+    """
+    if not output.random_calls:
+        return ()
+    users = [
+        user
+        for node in output.graph.nodes
+        if "RandomValue" in type(args.get(node.name)).__name__
+        for user in node.users
+    ]
+    return tuple(user_line(user.meta.get("stack_trace") or "") for user in users) or ("",)
+
+
+def _found(
+    source: str, local: Mapping[str, Any], everywhere: dict[str, Any]
+) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
+    """What people call it, its holder and the steps from there; None where it is no such value."""
+    if cell := _CELL.fullmatch(source):
+        known = {"dict": dict, "list": list, "type": type}
+        function = eval(
+            cell[1], {"L": local, "G": everywhere, "__builtins__": known}
+        )  # an expression of Dynamo's, as its guards are
+        return _of_closure(function, int(cell[2]), cell[3])
+    root = _ROOT.match(source)
+    if root is None:
+        return None
+    rest = source[root.end() :]
+    if root[1] == "G":
+        return _of_globals(everywhere, root[2], rest)
+    forward = getattr(local.get("self"), "forward", None)
+    free = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    return _of_closure(forward, free.index(root[2]), rest) if root[2] in free else None
+
+
+def _of_closure(
+    function: Any, position: int, rest: str
+) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
+    if function.__module__.partition(".")[0] in _OTHERS:
+        return None
+    name = function.__code__.co_freevars[position]
+    return (
+        f"variable {name}{rest} around {function.__qualname__}",
+        function.__closure__[position],
+        steps_of(rest),
+    )
+
+
+def _of_globals(
+    everywhere: dict[str, Any], name: str, rest: str
+) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
+    """Of the innermost module that holds it."""
+    module, steps, found = (
+        everywhere.get("__name__", ""),
+        (("", name), *steps_of(rest)),
+        everywhere[name],
+    )
+    while isinstance(found, ModuleType) and len(steps) > 1:
+        module, steps = found.__name__, (("", steps[1][0]), *steps[2:])
+        found = vars(found)[steps[0][1]]
+    if module.partition(".")[0] in _OTHERS or isinstance(found, ModuleType):
+        return None
+    here = vars(sys.modules[module]) if module in sys.modules else {}
+    said = "".join(f".{attribute}" if attribute else f"[{key!r}]" for attribute, key in steps[1:])
+    holder = module if steps[0][1] in here and here[steps[0][1]] is found else everywhere
+    return f"global variable {steps[0][1]}{said} of {module}", holder, steps
+
+
+UNKNOWN = object()  # a value that is neither a constant nor tensors
+_HOOK = "_hooks[list("  # Dynamo's name of a hook
+_OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
+_OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
+_OF_THE_CALL = frozenset(
+    ("TempLocalSource", "LocalCellSource", "Source")
+)  # what forward makes itself has no place
+_SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where Dynamo found a value: its own name for it, the object (None where it is not the
+    model's), and the user's words.
+
+    Attributes:
+        path: of the innermost module that holds it. name: from that module on, ``n`` or
+            ``config.kind``.
+    """
+
+    source: str
+    found: Any
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What forward left at `place`, an attribute of `holder` or (where `attribute` is empty) a
+    container itself.
+
+    Attributes:
+        value: a constant, a fake tensor, a container of these, or `UNKNOWN`. line: the user's.
+        nodes: what makes its tensors, each with Dynamo's name for the place where it then is.
+        read: whether forward looked at what was there before; of a container, at what it holds.
+    """
+
+    place: Place
+    holder: Any
+    attribute: str
+    value: Any
+    nodes: dict[fx.Node, str]
+    read: bool
+    line: str
+
+    @property
+    def text(self) -> str:
+        """The attribute for people."""
+        return f"{self.place.path}.{self.place.name}".lstrip(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What Dynamo knew at the end of a capture.
+
+    Attributes:
+        constants: values of modules that forward looked at. outside: of what no module has. code:
+            all that ran.
+        draws: the user's lines where what Python's generator drew is used, "" where that is not
+            known.
+    """
+
+    writes: tuple[Write, ...]
+    constants: tuple[ModuleAttribute, ...]
+    outside: tuple[OutsideValue, ...]
+    graph: fx.Graph
+    sources: dict[str, str]  # placeholder → Dynamo's name of what goes in
+    code: tuple[CodeType, ...]
+    draws: tuple[str, ...]
+
+    def write(self, source: str) -> Write | None:
+        """The write at a place, by Dynamo's name for it."""
+        return next((write for write in self.writes if write.place.source == source), None)
+
+
+def noting(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[[Any], None]:
+    """Dynamo's `OutputGraph.cleanup`, which also takes notes before it forgets."""
+
+    def note(output: Any) -> None:
+        notes.append(_notes(output))
+        cleanup(output)
+
+    return note
+
+
+def _notes(output: Any) -> Notes:
+    effects, scope = output.side_effects, output.local_scope
+    names = [_name(guard) for guard in output.guards]
+    asked = {
+        f"{_name(guard)}.{guard.create_fn.keywords['attr']}"
+        for guard in output.guards
+        if _asks(guard)
+    }
+    places = [
+        place
+        for place in (_place(name, scope) for name in dict.fromkeys(names))
+        if place is not None
+    ]
+    seen, everywhere = {*names, *asked}, output.global_scope
+    writes = [
+        write
+        for var in effects._get_modified_vars()
+        for write in _writes(var, effects, scope, seen, everywhere)
+    ]
+    args = {
+        node.name: node.meta["grapharg"].source
+        for node in output.graph.nodes
+        if node.meta.get("grapharg") is not None
+    }
+    held = {name: _name(source) for name, source in args.items()}
+    tensors = frozenset(held.values())
+    return Notes(
+        tuple(writes),
+        tuple(_constants(places, tensors)),
+        tuple(outside_values(dict.fromkeys(names), tensors, scope, output.global_scope)),
+        output.graph,
+        held,
+        tuple(output.tracing_context.traced_code or ()),
+        lines_of_draws(output, args),
+    )
+
+
+def _name(named: Any) -> str:
+    name = named.name if isinstance(named.name, str) else named.name()
+    name = re.sub(
+        r"\.__dict__\['(\w+)'\]", r".\1", _OF_CLASS.sub(r"\1.\2", name)
+    )  # one name for one place
+    return _OF_TYPE.sub(r"\1.\2", name)
+
+
+def _asks(guard: Any) -> bool:
+    """Whether it is about there being an attribute: ``hasattr(self, "cache")``."""
+    return (
+        "HASATTR" in str(getattr(guard.create_fn, "func", ""))
+        and "attr" in guard.create_fn.keywords
+    )
+
+
+def _constants(places: Iterable[Place], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
+    """Plain values, and tensors among those that the graph reads, but for parameters, buffers
+    and `training`."""
+    for place in places:
+        if (
+            not place.name
+            or place.name == "training"
+            or "__" in place.name
+            or hasattr(nn.Module, place.name)
+        ):
+            continue
+        if isinstance(place.found, PLAIN):
+            yield ModuleAttribute(place.path, place.name, place.found)
+        elif place.source in tensors and type(place.found) in (torch.Tensor, nn.Parameter):
+            yield ModuleAttribute(place.path, place.name, Stamp.of(place.found))
+
+
+def _place(source: str, scope: dict[str, Any]) -> Place | None:
+    """Follow Dynamo's name for a value from the local variable where it begins; None where it is
+    none of a module's."""
+    root = re.match(r"L\['(\w+)'\]", source)
+    if root is None or not isinstance(scope.get(root[1]), nn.Module):
+        return None
+    found, path, name, rest = scope[root[1]], "", "", source[root.end() :]
+    steps = list(STEP.finditer(rest))
+    if "".join(step[0] for step in steps) != rest:
+        return None
+    for step in steps:
+        attribute, key = step[1], step[2]
+        try:
+            if attribute and isinstance(getattr(type(found), attribute, None), property):
+                return None  # what it makes of others, which have places of their own
+            found = getattr(found, attribute) if attribute else found[ast.literal_eval(key)]
+        except Exception:  # whatever a class of the model's own raises of being asked so
+            return None
+        name += step[0]
+        if isinstance(found, nn.Module):
+            path, name = (
+                f"{path}.{re.sub(r'_modules|[^A-Za-z0-9_.]', '', name.replace('[', '.'))}",
+                "",
+            )
+            path = re.sub(r"\.+", ".", path)
+    return Place(source, found, path.strip("."), name.lstrip("."))
+
+
+def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
+    """Those of modules with the values that they have in `model`: a capture changes some for a
+    while; layers count themselves."""
+    scope = {"model": model}
+    found: list[Constant] = []
+    for each in attributes:
+        if isinstance(each, OutsideValue | KnownBuffer):
+            found.append(each)
+            continue
+        modules = "".join(f"._modules[{name!r}]" for name in each.path.split(".") if name)
+        name = each.name if each.name.startswith("[") else f".{each.name}"
+        place = _place(f"L['model']{modules}{name}", scope)
+        if place is None or not isinstance(place.found, (*PLAIN, torch.Tensor)):
+            found.append(each)
+        else:
+            found.append(
+                replace(
+                    each,
+                    value=Stamp.of(place.found)
+                    if isinstance(place.found, torch.Tensor)
+                    else place.found,
+                )
+            )
+    return tuple({_where(each): each for each in found}.values())
+
+
+def _where(each: Constant) -> tuple[Any, str]:
+    """Of two closures' variables the names may be the same."""
+    if isinstance(each, ModuleAttribute):
+        return each.path, each.name
+    if isinstance(each, KnownBuffer):
+        return KnownBuffer, each.name
+    return each.holder if isinstance(each.holder, str) else id(each.holder), each.name
+
+
+def _writes(
+    var: Any, effects: Any, scope: dict[str, Any], seen: set[str], everywhere: dict[str, Any]
+) -> Iterator[Write]:
+    stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
+    attributes = effects.store_attr_mutations.get(var)
+    if any(_by_torch(stack) for stack in stacks):
+        return  # torch's own caches
+    if type(var).__name__ == "NewGlobalVariable":
+        for name, value in (attributes or {}).items():
+            inner = f"G[{name!r}]"
+            if _reads(inner, seen) and not is_as_found(inner, _value(value), scope, everywhere):
+                yield _elsewhere(inner, name, stacks)
+        return
+    if getattr(var, "source", None) is None or type(var.source).__name__ in _OF_THE_CALL:
+        return
+    source = _name(var.source)
+    place = _place(source, scope)
+    if source.endswith(("._buffers", "._parameters")):
+        return  # `rebinding` is about these
+    for name, value in (attributes or {}).items():
+        inner = f"{source}.{name}"
+        if place is not None:
+            at = Place(
+                inner,
+                getattr(place.found, name, None),
+                place.path,
+                f"{place.name}.{name}".lstrip("."),
+            )
+            left = _value(value) if hasattr(place.found, "__dict__") else UNKNOWN
+            yield Write(
+                at,
+                place.found,
+                name,
+                left,
+                _nodes(value, inner),
+                _reads(inner, seen),
+                _line(stacks, name),
+            )
+        elif _reads(inner, seen):
+            yield from (
+                ()
+                if is_as_found(inner, _value(value), scope, everywhere)
+                else [_elsewhere(inner, name, stacks)]
+            )
+        elif _HOOK in source:
+            yield _elsewhere(inner, _of_hook(inner), stacks, read=False)
+    if attributes is None and place is None:
+        said = name_outside(source, scope, everywhere) or (
+            _of_hook(source) if _HOOK in source else ""
+        )
+        if said:  # what a hook stores, mostly
+            yield _elsewhere(source, said, stacks, read=False)
+    if attributes is None and place is not None:
+        left = _value(var) if isinstance(place.found, (list, dict, set, deque)) else UNKNOWN
+        yield Write(
+            place,
+            place.found,
+            "",
+            left,
+            _nodes(var, source),
+            _reads(source, seen, within=True),
+            _line(stacks, ""),
+        )
+
+
+def _of_hook(source: str) -> str:
+    """For people, what a hook holds."""
+    path = ".".join(re.findall(r"_modules\['([^']+)'\]", source.partition(_HOOK)[0]))
+    return f"{source.rpartition('.')[2]} of a hook on {path or 'the model'}"
+
+
+def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
+    """A write to what no module holds: a global variable, an attribute of a class."""
+    return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name))
+
+
+def _reads(source: str, seen: set[str], *, within: bool = False) -> bool:
+    return (not within and source in seen) or any(
+        other.startswith((f"{source}.", f"{source}[")) for other in seen
+    )
+
+
+def _by_torch(stack: Sequence[Any]) -> bool:
+    frames = [
+        frame
+        for frame in stack
+        if not (frame.filename.endswith(_SETATTR[0]) and frame.name == _SETATTR[1])
+    ]
+    return bool(frames) and is_torchs(frames[-1].filename)
+
+
+def _line(stacks: Iterable[Any], name: str) -> str:
+    """The user's line of the last of several writes; of one attribute of several, the line that
+    names it."""
+    lines = [
+        line
+        for line in (user_line("".join(traceback.format_list(list(stack)))) for stack in stacks)
+        if line
+    ]
+    return next(
+        (line for line in reversed(lines) if name and name in line), lines[-1] if lines else ""
+    )
+
+
+def _realized(var: Any) -> Any:
+    return var.realize() if type(var).__name__.startswith("Lazy") and var.is_realized() else var
+
+
+def _value(var: Any) -> Any:
+    """What a tracker of Dynamo's stands for."""
+    var = _realized(var)
+    if type(var).__name__.startswith("Lazy"):
+        return var.original_value()
+    if (node := _node(var)) is not None:
+        return node.meta["example_value"]
+    with contextlib.suppress(Exception):  # no constant: torch says so in one way or another
+        return var.as_python_constant()
+    items = _items(var)
+    values = None if items is None else [_value(item) for _, item in items]
+    if items is None or values is None or UNKNOWN in map(_unless_tensor, values):
+        return UNKNOWN
+    return (
+        dict(zip((key for key, _ in items), values, strict=True))
+        if "Dict" in type(var).__name__
+        else values
+    )
+
+
+def _items(var: Any) -> list[tuple[Any, Any]] | None:
+    """The trackers in that of a container, by key or position."""
+    kind = type(var).__name__
+    if kind in ("ListVariable", "DequeVariable"):
+        return list(enumerate(var.items))
+    if kind in ("ConstDictVariable", "DictVariable"):
+        with contextlib.suppress(Exception):  # keys that are no constants
+            return [(key.vt.as_python_constant(), item) for key, item in var.items.items()]
+    return None
+
+
+def _nodes(var: Any, source: str) -> dict[fx.Node, str]:
+    """The nodes of the tensors in a tracker, and the names that Dynamo will have for their
+    places."""
+    var = _realized(var)
+    if (node := _node(var)) is not None:
+        return {node: source}
+    return {
+        node: f"{source}[{key!r}]"
+        for key, item in _items(var) or ()
+        if (node := _node(_realized(item))) is not None
+    }
+
+
+def _unless_tensor(value: Any) -> Any:
+    return None if isinstance(value, torch.Tensor) else value
+
+
+def _node(var: Any) -> fx.Node | None:
+    node = getattr(getattr(var, "proxy", None), "node", None)
+    return (
+        node
+        if node is not None and isinstance(node.meta.get("example_value"), torch.Tensor)
+        else None
+    )

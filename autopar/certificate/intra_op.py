@@ -1,0 +1,418 @@
+"""What nodes move by themselves: of experts whose tokens are dispatched, from layouts alone.
+
+Where one axis splits tokens (dim 0 of x) and experts (dim 0 of the weights) alike, rows of pairs,
+one for each pick that a device has, go by all-to-alls along it. A device puts in, in this order, as
+many elements as
+
+    forward     an integer for each expert of the axis; pairs · features; pairs · what experts make
+    backward    the integers; pairs · (what experts make + features); pairs; pairs · features; pairs
+
+the third and the fifth of backward in the gates' dtype. Nothing runs beside these, and nothing else
+moves by itself. Where the plan says so all of it goes between peers
+(`autopar.certificate.intra_op`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from autopar import ops
+from autopar.analysis.fusable import PIECES
+from autopar.analysis.work import works
+from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.rates import Rates
+from autopar.certificate.report import Finding, near
+from autopar.core.collective import Collective
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
+from autopar.core.placements import Mirrored
+from autopar.ops import random
+from autopar.ops.formats import torchs_own
+from autopar.plans import Communication
+from autopar.rules import Call, TensorInfo, call_of
+from autopar.sharding import pattern_of
+from autopar.validation.shards import local_lengths
+
+# --------------------------------------------------------------------------------------------------
+# Experts' rows that go between peers: what that saves, and what ranks share for it.
+#
+# An all-to-all of rows, but not one of counts or gates, takes one more pass over them, 2 bytes of
+# memory traffic for each that it moves: before rows go, or before what experts made goes back.
+# Between peers that is saved, and where the profile says that such routes reach a share f of an
+# all-to-all's bandwidth, t·(1/f − 1) seconds are lost of each that takes t.
+#
+# What ranks share along an axis rests there, once for all that move equal rows. With n ranks, p
+# pairs of a rank and E experts of all: 8·n·E bytes of counts; room for n·p of what goes there,
+# and for p of what comes back, of each of the two that travels; all in lines of 128 bytes, with n
+# lines of flags each.
+
+_THERE, _BACK = "moe_dispatch", "moe_combine"
+_FORWARD = ((_THERE, 0), (_THERE, 2), (_BACK, 2))  # kernel, passes saved
+_BACKWARD = ((_THERE, 0), (_THERE, 2), (_THERE, 0), (_BACK, 2), (_BACK, 0))
+_LINE = 128  # bytes
+_MOST_RANKS = 64  # that the kernels know
+Form = tuple[object, ...]
+
+
+def routed(
+    node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh, profile: HardwareProfile
+) -> Iterator[Finding]:
+    """What does not hold of a node of which some collectives are said to go between peers."""
+    key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
+    again, total_s = phase != node.meta["phase"], 0.0
+    for c, (name, num) in zip(
+        said, _FORWARD if node.target is ops.experts else _BACKWARD, strict=True
+    ):
+        if (
+            c.kernel is None
+            or (c.kernel.name, c.kernel.again, c.kernel.num_chunks) != (name, again, 1)
+            or not reached
+        ):
+            yield Finding(
+                "kernels",
+                f"what it moves by itself in {phase} is no {name}, all of it goes between peers or"
+                " none",
+                key,
+            )
+            return
+        pass_s = (
+            Rates(mesh, profile).op_s("indexing", 0, num * c.collective.bytes, c.collective.dtype)
+            if num
+            else 0.0
+        )
+        saved_s = pass_s - c.time_s * (1.0 / reached - 1.0)
+        total_s += saved_s
+        if c.kernel.node != pattern_of(key)[0] or not near(c.kernel.saved_s, saved_s):
+            yield Finding(
+                "kernels",
+                f"{name} saves {saved_s:.6g} s in {phase}, not {c.kernel.saved_s:.6g} s of"
+                f" {c.kernel.node}",
+                key,
+            )
+    if total_s <= profile.launch_overhead_s:
+        yield Finding(
+            "kernels", f"its route saves nothing in {phase}, and the problem does not offer it", key
+        )
+    axis = said[0].collective.axis
+    if mesh.link(axis) != "intra":
+        yield Finding(
+            "kernels", f"ranks along {mesh.axes[axis].name!r} do not reach each other's memory", key
+        )
+    if (num_ranks := mesh.shape[axis]) > _MOST_RANKS:
+        yield Finding("kernels", f"there are {num_ranks} ranks, and routes know {_MOST_RANKS}", key)
+
+
+def shared(
+    node: fx.Node, strategy: Strategy, mesh_shape: Sequence[int], axis: int
+) -> dict[Form, int]:
+    """Bytes on a rank of what a node whose rows go between peers shares along an axis, by form."""
+    infos, forward, num = call_of(node).inputs[-5:], node.target is ops.experts, mesh_shape[axis]
+    x, picks, _, up, down = (
+        local_lengths(i.shape, at, mesh_shape)
+        for i, at in zip(infos, strategy.inputs[-5:], strict=True)
+    )
+    pairs, experts = math.prod(picks), up[0] * num
+    token, gate = infos[0].dtype.itemsize, infos[2].dtype.itemsize
+    there, back = (x[1], down[1]) if forward else (down[1] + x[1], x[1])
+    sizes = {
+        ("counts", 0): 8 * num * experts,
+        ("there", there * token): num * pairs * there * token,
+    }
+    sizes["back", back * token] = pairs * back * token
+    sizes |= (
+        {}
+        if forward
+        else {("gates there", gate): num * pairs * gate, ("gates back", gate): pairs * gate}
+    )
+    flags = num * _LINE
+    return {
+        (axis, *form, experts, num, pairs): -(-size // _LINE) * _LINE + flags
+        for form, size in sizes.items()
+    }
+
+
+_OPERANDS = 5  # x, picks, gates, up and down, the last ones of both ops
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWalk:
+    """All nodes of a model under a plan."""
+
+    facts: Facts
+    claims: Claims
+    mesh: Mesh
+    profile: HardwareProfile
+    shared: dict[tuple[object, ...], int] = field(
+        default_factory=dict
+    )  # axis and form → bytes, of the routes that were looked at
+
+    @property
+    def rates(self) -> Rates:
+        """What collectives take."""
+        return Rates(self.mesh, self.profile)
+
+    def findings(self) -> Iterator[Finding]:
+        """What does not hold."""
+        left = dict(self.claims.own)
+        for key, node in self.facts.nodes.items():
+            for phase, choices in (
+                (node.meta["phase"], self.claims.chosen),
+                ("backward", self.claims.again),
+            ):
+                if key in choices and (
+                    node.target in (ops.experts, ops.experts_backward) or (key, phase) in left
+                ):
+                    yield from self._node(node, phase, choices[key], left.pop((key, phase), ()))
+        for key, phase in left:
+            yield Finding("moves", f"it moves by itself in {phase}, where it does not run", key)
+
+    def _node(
+        self, node: fx.Node, phase: str, strategy: Strategy, said: Sequence[Communication]
+    ) -> Iterator[Finding]:
+        expected, key = self._expected(node, strategy), node.meta["key"]
+        if expected != [c.collective for c in said]:
+            shown = (
+                ", ".join(f"{c.kind} of {c.bytes} bytes of {c.dtype}" for c in expected)
+                or "nothing"
+            )
+            yield Finding(
+                "moves",
+                f"with {strategy} it moves {shown} by itself in {phase}, and the plan says"
+                " otherwise",
+                key,
+            )
+            return
+        for c in said:
+            if (c.result, c.slack, c.beside) != (0, "critical", False):
+                yield Finding(
+                    "moves",
+                    f"nothing runs beside what it moves by itself in {phase}, and the plan says"
+                    " otherwise",
+                    key,
+                )
+            if (c.source, c.target) != (strategy.inputs[0], strategy.outputs[0]):
+                yield Finding(
+                    "moves",
+                    f"what it moves by itself in {phase} is from {c.source} to {c.target}, it runs"
+                    f" as {strategy}",
+                    key,
+                )
+            time_s = self.rates.alone_s(c.collective)
+            if not near(c.time_s, time_s):
+                yield Finding(
+                    "moves",
+                    f"an {c.collective.kind} of its own in {phase} takes {time_s:.6g} s, not"
+                    f" {c.time_s:.6g} s",
+                    key,
+                )
+        if any(c.kernel is not None for c in said):
+            yield from routed(node, phase, said, self.mesh, self.profile)
+            self.shared.update(shared(node, strategy, self.mesh.shape, said[0].collective.axis))
+
+    def _expected(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
+        call, sizes = call_of(node), self.mesh.shape
+        axis = dispatched_along(call, strategy)
+        if axis is None:
+            return []
+        infos, layouts = call.inputs[-_OPERANDS:], strategy.inputs[-_OPERANDS:]
+        x, picks, _, up, down = (
+            local_lengths(i.shape, at, sizes) for i, at in zip(infos, layouts, strict=True)
+        )
+        pairs, features, made = math.prod(picks), x[1], down[1]
+        tokens, gates = infos[0].dtype, infos[2].dtype
+        elements: list[tuple[int, torch.dtype]] = [(sizes[axis] * up[0], infos[1].dtype)]
+        if node.target is ops.experts:
+            elements += [(pairs * features, tokens), (pairs * made, tokens)]
+        else:
+            elements += [
+                (pairs * (made + features), tokens),
+                (pairs, gates),
+                (pairs * features, tokens),
+                (pairs, gates),
+            ]
+        return [
+            Collective("all_to_all", axis, 0, 0, "", str(d).removeprefix("torch."), n * d.itemsize)
+            for n, d in elements
+        ]
+
+
+def dispatched_along(call: Call, strategy: Strategy) -> int | None:
+    """The axis along which a call's tokens are dispatched; None where there is none, or more
+    than one, which no rule offers."""
+    if call.target not in (ops.experts, ops.experts_backward):
+        return None
+    x, *_, up, _ = (layout.placements for layout in strategy.inputs[-_OPERANDS:])
+    axes = [
+        axis for axis, both in enumerate(zip(x, up, strict=True)) if both == (Shard(0), Shard(0))
+    ]
+    return axes[0] if len(axes) == 1 else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Flops and bytes of one op on one device, counted by the certificate itself.
+#
+# A product sums, for each element that it makes, over all letters that its result lacks: two
+# flops each. A convolution sums over its window in each channel of a group. Attention is two
+# products, whose causal half is not done, and its backward five of that size where forward has
+# two. An op reads its operands and writes its results once; a lookup reads of its table what it
+# makes; a draw makes each number in several passes.
+
+aten = torch.ops.aten
+Infos = Sequence[TensorInfo]
+_DRAWS = (random.keep_mask, random.uniform, random.normal, random.randint)
+_LOOKUPS = (ops.embedding, ops.pick, aten.embedding, aten.gather, aten.index, aten.index_select)
+_FREE = (aten._unsafe_view, aten.reshape)
+
+
+def product_dtype(reads: Infos) -> torch.dtype:
+    """In which a product computes: the wider of its factors."""
+    factors = [i.dtype for i in reads[:2]]
+    found = torch.float32 if not factors else factors[0]
+    for each in factors[1:]:
+        wider = each.is_floating_point, each.itemsize
+        found = each if wider > (found.is_floating_point, found.itemsize) else found
+    return found
+
+
+def is_free(target: Callable[..., Any]) -> bool:
+    """Whether an op only sees its operand otherwise."""
+    if target is operator.getitem:
+        return True
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return False
+    packet = target.overloadpacket  # type: ignore[attr-defined]
+    alias = any(r.alias_info is not None for r in schema.returns) and not schema.is_mutable
+    return packet in _FREE or bool(alias)
+
+
+def counted(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tuple[int, int]:
+    """Flops and bytes of a call on these local tensors.
+
+    Args:
+        call: its arguments are looked at, not its shapes. mirrored: whether the queries of causal
+            attention lie mirrored: then each rank does half of all pairs.
+    """
+    target = torchs_own(call.target)
+    packet = getattr(target, "overloadpacket", target)
+    inputs, outputs = _sizes(reads), _sizes(makes)
+    num_bytes = sum(inputs) + sum(outputs)
+    if call.target in _DRAWS:
+        num_bytes += 2 * 4 * random.NUM_PASSES * math.prod(makes[0].shape)
+    if packet in _LOOKUPS:
+        num_bytes = sum(outputs) + sum(outputs) + sum(inputs[1:])
+    if packet in (ops.attention, ops.attention_backward):
+        return _attention(call, reads, makes, mirrored=mirrored), num_bytes
+    count = _FLOPS.get(packet)
+    return 0 if count is None else count(call, reads, makes), num_bytes
+
+
+def _sizes(infos: Infos) -> list[int]:
+    return [math.prod(i.shape) * i.dtype.itemsize for i in infos]
+
+
+def _dot(call: Call, reads: Infos, makes: Infos) -> int:
+    left, result = str(call.args[0]).replace(" ", "").split("->")
+    summed = dict[str, int]()
+    for term, info in zip(left.split(","), reads[:2], strict=True):
+        summed |= {a: n for a, n in zip(term, info.shape, strict=True) if a not in result}
+    return 2 * math.prod(makes[0].shape) * math.prod(summed.values())
+
+
+def _matrix(factor: int) -> Callable[[Call, Infos, Infos], int]:
+    """Of products that sum over the last dim of that operand."""
+    return lambda call, reads, makes: 2 * math.prod(makes[0].shape) * reads[factor].shape[-1]
+
+
+def _convolution(call: Call, reads: Infos, makes: Infos) -> int:
+    window = math.prod(reads[1].shape) // reads[1].shape[0]
+    transposed = bool(call.args[6]) if len(call.args) > 6 else False
+    return 2 * window * math.prod((reads[0] if transposed else makes[0]).shape)
+
+
+def _convolution_backward(call: Call, reads: Infos, makes: Infos) -> int:
+    window = math.prod(reads[2].shape) // reads[2].shape[0]
+    transposed = bool(call.args[7]) if len(call.args) > 7 else False
+    gradients = [m for m in makes[:2] if math.prod(m.shape)]
+    return 2 * window * math.prod((reads[1] if transposed else reads[0]).shape) * len(gradients)
+
+
+def _attention(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> int:
+    """Scores [.., s, t] of e features, and sums over t of v features."""
+    backward = call.target is ops.attention_backward
+    query, key, value = (reads[1:] if backward else reads)[:3]
+    *lead, s, e = query.shape
+    t, v = key.shape[-2], value.shape[-1]
+    pairs = math.prod(lead) * s * t
+    flops = 2 * pairs * (e + v)
+    flops = flops * 5 // 2 if backward else flops
+    is_causal = call.args[7 if backward else 4]
+    if not is_causal:
+        return flops
+    return flops - (flops // 2 if mirrored else flops * s // (2 * t))
+
+
+_FLOPS: Mapping[Any, Callable[[Call, Infos, Infos], int]] = {
+    ops.dot: _dot,
+    aten.mm: _matrix(0),
+    aten.bmm: _matrix(0),
+    aten.addmm: _matrix(1),
+    aten.baddbmm: _matrix(1),
+    aten.linear: _matrix(0),
+    aten.mv: _matrix(0),
+    aten.dot: _matrix(0),
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Seconds of one call on the parts that a device has, by the certificate's own count and rates.
+
+_IN_PASSES = (*PIECES, ops.linear_cross_entropy, ops.experts, ops.experts_backward)
+"""What is done in several passes, or by rows, which `works` tells apart"""
+
+
+def local_infos(
+    infos: Sequence[TensorInfo], layouts: Sequence[Layout], mesh_shape: Sequence[int]
+) -> list[TensorInfo]:
+    """The largest parts of tensors."""
+    pairs = zip(infos, layouts, strict=True)
+    return [TensorInfo(local_lengths(i.shape, at, mesh_shape), i.dtype) for i, at in pairs]
+
+
+def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
+    """Of a call at a strategy; nothing where what reads it takes what it is cast from."""
+    if any(at.uncast for at in strategy.outputs):
+        return 0.0
+    sizes = rates.mesh.shape
+    reads = local_infos(call.inputs, strategy.inputs, sizes)
+    makes = local_infos(call.outputs, strategy.outputs, sizes)
+    along, mirrored = dispatched_along(call, strategy), mirrored_queries(call, strategy)
+    num = 1 if along is None else sizes[along]
+    further = {"mirrored": mirrored, "by_kernels": rates.profile.has_row_kernels}
+    done = works(call.target, call.args, call.kwargs, reads, makes, num, **further)
+    dtype = product_dtype(reads)
+    if call.target not in _IN_PASSES:
+        kind = "view" if is_free(call.target) else done[0][0].kind.replace("view", "elementwise")
+        return rates.op_s(kind, *counted(call, reads, makes, mirrored=mirrored), dtype)
+    return sum(times * rates.op_s(w.kind, w.flops, w.bytes, dtype) for w, times in done)
+
+
+def mirrored_queries(call: Call, strategy: Strategy) -> bool:
+    """Whether attention reads queries that lie mirrored along some axis: then all ranks see equally
+    many pairs of query and key.
+    """
+    if call.target not in (ops.attention, ops.attention_backward):
+        return False
+    queries = strategy.inputs[1 if call.target is ops.attention_backward else 0]
+    return any(isinstance(placement, Mirrored) for placement in queries.placements)

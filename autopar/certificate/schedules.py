@@ -1,0 +1,289 @@
+"""What a pipeline's ranks claim where each holds several stages: the order of their work, and the
+memory that the stages share.
+
+A stage's own certificate says what it holds alone; here what the stages of a rank hold together is
+counted anew on the emitted programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.capture.trace import Trace
+from autopar.certificate.kernels import shared_forms
+from autopar.certificate.report import Finding
+from autopar.core.hardware import Hardware, profile_of
+from autopar.core.schedules import INTERLEAVED
+from autopar.cost.priced import OPTIMIZERS
+from autopar.plans import KERNELS_BUFFERS, Pipeline, Plan
+from autopar.program.program import ProgramTensor, StagedProgram
+from autopar.program.schedule import Action, interleaved, num_rounds
+from autopar.program.stage_memory import chunk_memory, rank_peak
+
+_STATIC = ("parameters", "optimizer", "copies", "buffers", "inputs")
+
+
+def actions_of(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
+    """What the rank of a stage does, where it holds others beside it."""
+    num_ranks = len(pipeline.rank_bytes)
+    return (
+        interleaved(num_ranks, pipeline.num_chunks, pipeline.num_microbatches)[stage % num_ranks]
+        if num_ranks
+        else ()
+    )
+
+
+def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether the schedule is one for so many stages a rank, and so many microbatches."""
+    if (pipeline.schedule == INTERLEAVED) != (pipeline.num_chunks > 1):
+        yield Finding(
+            "memory", f"{pipeline.schedule} does not hold {pipeline.num_chunks} stages on a rank"
+        )
+    elif pipeline.num_chunks > 1 and not num_rounds(
+        len(pipeline.rank_bytes), pipeline.num_microbatches
+    ):
+        yield Finding(
+            "emission",
+            f"{pipeline.num_microbatches} microbatches are no equal rounds over"
+            f" {len(pipeline.rank_bytes)} ranks",
+        )
+
+
+def shared_memory(
+    plan: Plan, program: StagedProgram, traces: Sequence[Trace], hardware: Hardware
+) -> Iterator[Finding]:
+    """Whether the stages of each rank, of these traces, hold together what is claimed, and fit
+    into the budget."""
+    pipeline = plan.pipeline
+    assert pipeline is not None, "the plan has stages"
+    several = [*zip(traces, pipeline.stages, strict=True)] if pipeline.rank_bytes else []
+    forms = [
+        shared_forms(t, stage, profile_of(hardware, pipeline.axis, number))
+        for number, (t, stage) in enumerate(several)
+    ]
+    derived = [
+        _rank(plan, pipeline, program, rank, forms) for rank in range(len(pipeline.rank_bytes))
+    ]
+    for rank, (peak, _) in enumerate(derived):
+        if peak != pipeline.rank_bytes[rank]:
+            yield Finding(
+                "memory",
+                f"the stages of rank {rank} hold {peak} bytes together, not"
+                f" {pipeline.rank_bytes[rank]}",
+            )
+        if peak > plan.budget_of(rank):
+            yield Finding(
+                "memory",
+                f"the peak of rank {rank}, {peak} bytes, is over the budget of"
+                f" {plan.budget_of(rank)}",
+            )
+    claimed = plan.prediction
+    if derived and (claimed.peak_bytes, dict(claimed.memory_bytes)) != max(
+        derived, key=lambda rank: rank[0]
+    ):
+        yield Finding(
+            "memory",
+            f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or is made up otherwise",
+        )
+
+
+def _rank(
+    plan: Plan,
+    pipeline: Pipeline,
+    program: StagedProgram,
+    rank: int,
+    forms: Sequence[Mapping[tuple[object, ...], int]],
+) -> tuple[int, dict[str, int]]:
+    """A rank's peak and what makes it up; of tensors that several of its stages read there is
+    one, and of what their kernels share."""
+    numbers = range(rank, len(pipeline.stages), len(pipeline.rank_bytes))
+    outputs = plan.options.get("outputs", "dtensor")
+    chunks = {n: chunk_memory(program.stages[n], outputs) for n in numbers}
+    kinds: dict[str, int] = dict.fromkeys(_STATIC, 0)
+    for n in numbers:
+        for kind, size in pipeline.stages[n].prediction.memory_bytes.items():
+            kinds[kind] = kinds.get(kind, 0) + size
+    state, _ = OPTIMIZERS[str(plan.options["optimizer"])]
+    held: set[str] = set()
+    for n in numbers:
+        for kind, tensors in (
+            ("parameters", program.stages[n].parameters),
+            ("buffers", program.stages[n].buffers),
+        ):
+            for tensor in (t for t in tensors if t.name in held):
+                kinds[kind] -= chunks[n].resting[tensor.name]
+                kinds["optimizer"] -= (
+                    state * chunks[n].resting[tensor.name] if tensor.has_gradient else 0
+                )
+        held |= chunks[n].resting.keys()
+    buffers = sum({form: size for n in numbers for form, size in forms[n].items()}.values())
+    kinds |= {KERNELS_BUFFERS: buffers} if buffers or KERNELS_BUFFERS in kinds else {}
+    batch = sum(_bytes(tensor) for tensor in program.inputs)
+    peak = (
+        rank_peak(chunks, actions_of(pipeline, rank), pipeline.num_microbatches)
+        + batch
+        + kinds["optimizer"]
+        + buffers
+    )
+    beside = (
+        sum(kinds[kind] for kind in _STATIC)
+        + buffers
+        + max(kinds["activations"], kinds["gradients"])
+    )
+    gathered = {} if kinds["copies"] else {"copies"}
+    return peak, {
+        **{k: v for k, v in kinds.items() if k not in gathered},
+        "transient": max(peak - beside, 0),
+    }
+
+
+def _bytes(tensor: ProgramTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+# --------------------------------------------------------------------------------------------------
+# The interleaved schedule from its formulas: which order, how many in flight, how long a step. No
+# code of the planner's.
+#
+# Of v·P stages on P ranks, M microbatches come in R = max(1, M // P) rounds of n = M / R. A
+# rank's forwards, number k = 0, 1, …: the chunk is (k // n) mod v, the microbatch n·(k // (n·v))
+# + k mod n; backwards the same, with the last chunk first. Rank r runs w = (v − 1)·n + 2·(P − 1 −
+# r) forwards, at most all; then forward and backward in turn, then what is left of backwards
+# (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+# Megatron-LM", 2021, section 2.2; torch's rounds).
+
+Piece = tuple[str, int, int]  # "F" or "B", stage, microbatch
+
+
+def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> list[Piece]:
+    """What a rank computes."""
+    per_round = num_microbatches // max(1, num_microbatches // num_ranks)
+
+    def piece(phase: str, k: int) -> Piece:
+        chunk = k // per_round % num_chunks
+        chunk = chunk if phase == "F" else num_chunks - 1 - chunk
+        return (
+            phase,
+            chunk * num_ranks + rank,
+            per_round * (k // (per_round * num_chunks)) + k % per_round,
+        )
+
+    every = num_chunks * num_microbatches
+    first = min((num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank), every)
+    found = [piece("F", k) for k in range(first)]
+    for k in range(every):
+        found += [piece("F", first + k)] if first + k < every else []
+        found.append(piece("B", k))
+    return found
+
+
+def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
+    """Microbatches whose kept values a stage holds: after forward k of its rank, k − w backwards
+    have run, of n in turn per chunk."""
+    rank, chunk = stage % num_ranks, stage // num_ranks
+    per_round = num_microbatches // max(1, num_microbatches // num_ranks)
+    first = min(
+        (num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank), num_chunks * num_microbatches
+    )
+
+    def among(count: int, which: int) -> int:
+        """How many of the first `count` pieces are of the chunk that comes in place `which`."""
+        rounds, rest = divmod(count, per_round * num_chunks)
+        return rounds * per_round + min(max(rest - which * per_round, 0), per_round)
+
+    forwards = range(1, num_chunks * num_microbatches + 1)
+    return max(
+        among(k, chunk) - among(max(k - 1 - first, 0), num_chunks - 1 - chunk) for k in forwards
+    )
+
+
+def phases_of(stage: Plan, *, simulated: bool) -> tuple[float, float]:
+    """Seconds of a microbatch's forward, and of all else that a stage does for it.
+
+    Args:
+        simulated: whether to take the figures of the plan's time line, else the sums over entries
+            and collectives.
+    """
+    claimed = stage.prediction
+    if simulated:
+        starts = [start_s for _, phase, _, start_s, _ in claimed.timeline if phase == "backward"]
+        forward_s = min(starts) if starts else claimed.simulated_s
+        return forward_s, claimed.simulated_s - forward_s
+    forward_s = _sum_forward(stage)
+    return forward_s, claimed.step_s - forward_s
+
+
+def _sum_forward(stage: Plan) -> float:
+    """Seconds of a microbatch's forward: ``max(C + s·P, P) + R``.
+
+    C is what ops and slices take, less what kernels save; P what runs beside them, which costs them
+    s; R the rest: other collectives, and what arrives from the stage before.
+    """
+    ops = [e for e in stage.entries if e.kind == "compute" and e.phase == "forward"]
+    compute_s = sum(e.time_s * len(e.instances) for e in ops)
+    early_s, other_s = (
+        0.0,
+        sum(e.time_s * len(e.instances) for e in stage.entries if e.kind == "input"),
+    )
+    for move in stage.communications:
+        if move.phase != "forward" or not move.time_s:
+            continue
+        move_s, is_slice = move.time_s * len(move.instances), move.collective.kind == "slice"
+        if move.kernel is not None:
+            compute_s -= move.kernel.saved_s * len(move.instances)
+        compute_s += move_s if is_slice else 0.0
+        early_s += move_s if move.beside else 0.0
+        other_s += 0.0 if move.beside or is_slice else move_s
+    return max(compute_s + stage.overlap.slowdown * early_s, early_s) + other_s
+
+
+def step_by_longest_path(
+    phases: Sequence[tuple[float, float]], num_ranks: int, num_microbatches: int
+) -> float:
+    """Seconds of a step: the longest path through all pieces, each after the one before it on
+    its rank and after what it reads."""
+    num_stages = len(phases)
+    after: Mapping[Piece, list[Piece]] = defaultdict(list)
+    waits_for: dict[Piece, int] = {}
+    for rank in range(num_ranks):
+        order = order_of(rank, num_ranks, num_stages // num_ranks, num_microbatches)
+        for before, piece in zip([None, *order], order, strict=False):
+            phase, stage, microbatch = piece
+            read = stage - 1 if phase == "F" else stage + 1
+            needs = ([before] if before else []) + (
+                [(phase, read, microbatch)] if 0 <= read < num_stages else []
+            )
+            waits_for[piece] = len(needs)
+            for needed in needs:
+                after[needed].append(piece)
+    starts: dict[Piece, float] = defaultdict(float)
+    ready, end = deque(piece for piece, count in waits_for.items() if not count), 0.0
+    while ready:
+        piece = ready.popleft()
+        ends = starts[piece] + phases[piece[1]][piece[0] == "B"]
+        end = max(end, ends)
+        for later in after[piece]:
+            starts[later] = max(starts[later], ends)
+            waits_for[later] -= 1
+            if not waits_for[later]:
+                ready.append(later)
+    return end
+
+
+def least_of_cuts(least_s: float, num_ranks: int, num_microbatches: int) -> float:
+    """What a step takes at least, where a microbatch takes so long through all stages: the rank
+    that does most takes a P-th of each."""
+    return least_s * max(1.0, num_microbatches / num_ranks)
+
+
+def least_of_ranks(bounds_s: Sequence[float], num_ranks: int, num_microbatches: int) -> float:
+    """What a step takes at least, where stage s takes b_s for a microbatch: rank r begins when the
+    stages before it have run forward on the first one, and ends before they run backward on the
+    last: M · (its stages' b) + the sum of b over stages 0 to r − 1."""
+    busy = (
+        num_microbatches * sum(bounds_s[rank::num_ranks]) + sum(bounds_s[:rank])
+        for rank in range(num_ranks)
+    )
+    return max(sum(bounds_s), *busy)

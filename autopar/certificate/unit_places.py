@@ -1,0 +1,277 @@
+"""Where each op of a problem is when the model is cut at all places, instance by instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.capture.trace import Trace
+from autopar.certificate.facts import Facts
+from autopar.core.layout_graph import LayoutGraph
+from autopar.cost.priced import Priced
+from autopar.sharding import Forced, Ref
+from autopar.sharding.clusters import Cluster
+from autopar.stages.placing import Placing
+
+Loose = tuple[
+    int, int, tuple[Ref, ...]
+]  # op, number of the instance, and the tensors that it makes in each unit that reads them
+
+
+class Place(NamedTuple):
+    """Instance `number` of an op, as it is in a unit."""
+
+    op: int
+    number: int
+    unit: int
+
+
+@dataclass
+class Places:
+    """All of them.
+
+    Attributes:
+        shares: of each op's time, what counts in the unit. again: ops that backward of some stage
+            may run again.
+        makers: tensor → what makes it: in each unit that has it for itself, or once.
+        everywhere: tensors that any stage can make for itself.
+        readers: (tensor, op, operand) → the ops that read it, of those that have one place.
+        hidden: tensors that others read too, or that backward may make again elsewhere.
+        alone: of what makes tensors in each unit that reads them.
+        unasked: (tensor, op, operand) where some of the op's instances read it no more as backward
+            runs them again.
+    """
+
+    priced: Priced
+    placing: Placing
+    shares: dict[Place, float] = field(default_factory=dict)
+    again: set[Place] = field(default_factory=set)
+    makers: dict[Ref, list[Place]] = field(default_factory=dict)
+    readers: dict[tuple[Ref, int, int], list[Place]] = field(default_factory=dict)
+    hidden: set[Ref] = field(default_factory=set)
+    everywhere: set[Ref] = field(default_factory=set)
+    alone: set[Place] = field(default_factory=set)
+    unasked: set[tuple[Ref, int, int]] = field(default_factory=set)
+
+    @staticmethod
+    def of(trace: Trace, priced: Priced, placing: Placing, forced: Forced) -> Places:
+        """Place every instance of every op of a trace that is cut at all places.
+
+        Args:
+            trace: of a microbatch of the whole model.
+            priced: the problem that is stated of it.
+            placing: the unit of each node, and the units that hold each parameter.
+            forced: what the user says of the plan.
+
+        Raises:
+            KeyError: where `placing` is of another trace.
+        """
+        found = Places(priced, placing)
+        made = next(iter(reversed(trace.graph.nodes))).args[0]
+        gradients = {
+            p.name: (made[p.gradient].name, 0) for p in trace.parameters if p.gradient is not None
+        }
+        layers, asked = found._find_layers(), Facts.of(trace).asked
+        loose: list[Loose] = []
+        for op, source in enumerate(priced.sources):
+            if source.cluster is not None:
+                may_run_again = found._is_recomputable(op, forced)
+                loose += found._put_clusters(
+                    op, source.cluster.instances, asked, layers, always=may_run_again
+                )
+            for number, (name, node) in enumerate(zip(source.names, source.nodes, strict=True)):
+                if source.kind == "parameter":
+                    found._put_parameter(
+                        op, number, name, (node, 0), (gradients[name],) if name in gradients else ()
+                    )
+                else:
+                    loose += found._put_interface(op, number, source.kind, node)
+        found._put_everywhere(loose)
+        return found
+
+    def _put_clusters(
+        self,
+        op: int,
+        clusters: Sequence[Cluster],
+        asked: frozenset[str],
+        layers: Mapping[Ref, set[tuple[int, ...]]],
+        *,
+        always: bool,
+    ) -> list[Loose]:
+        """Place all instances of a compute op. What is copied to each unit that reads it is
+        returned: no unit is its place.
+
+        Args:
+            asked: nodes of forward whose results backward or another stage asks for.
+            layers: tensor → the layers that read it in forward.
+            always: whether backward may run the op again even where another layer reads what it
+                makes.
+        """
+        loose: list[Loose] = []
+        is_forward = self.priced.problem.ops[op].phase == "forward"
+        for number, cluster in enumerate(clusters):
+            first = cluster.members[0].node
+            if first in self.placing.dropped or first in self.placing.copied:
+                self.hidden |= {*cluster.operands, *cluster.results}
+                loose += [(op, number, cluster.results)] if first in self.placing.copied else []
+                continue
+            place = self._put(
+                op, number, self.placing.stage[first], cluster.operands, cluster.results
+            )
+            read = {
+                ref
+                for m in cluster.members
+                if m.key in asked or cluster.phase == "backward"
+                for ref in m.reads
+            }
+            self.unasked |= {
+                (ref, op, operand)
+                for operand, ref in enumerate(cluster.operands)
+                if ref not in read
+            }
+            stays = not any(
+                (layers.get(ref) or set()) - {cluster.indices} for ref in cluster.results
+            )
+            if is_forward and (always or stays):
+                self.again.add(place)
+        return loose
+
+    def _is_recomputable(self, op: int, forced: Forced) -> bool:
+        """Whether the problem lets backward run an op again, or the user says which ops it runs
+        again."""
+        return self.priced.problem.ops[op].recomputable or forced.recompute is not None
+
+    def _put_interface(self, op: int, number: int, kind: str, node: str) -> list[Loose]:
+        """Place a buffer, an input or an output of the model. What every unit can have for
+        itself is returned: no unit is its place."""
+        if node not in self.placing.stage:
+            if kind != "output":
+                return [(op, number, ((node, 0),))]
+            self.hidden.add((node, 0))
+        elif kind == "output":
+            self._put(op, number, self.placing.stage[node], ((node, 0),), ())
+        else:
+            self._put(op, number, self.placing.stage[node], (), ((node, 0),))
+        return []
+
+    def _put(
+        self,
+        op: int,
+        number: int,
+        unit: int,
+        reads: tuple[Ref, ...],
+        makes: tuple[Ref, ...],
+        share: float = 1.0,
+    ) -> Place:
+        """Note that instance `number` of an op is in a unit, what it reads and makes there, and
+        the share of its time."""
+        place = Place(op, number, unit)
+        self.shares[place] = share
+        for operand, ref in enumerate(reads):
+            self.readers.setdefault((ref, op, operand), []).append(place)
+        for ref in makes:
+            self.makers.setdefault(ref, []).append(place)
+        return place
+
+    def _put_parameter(
+        self, op: int, number: int, name: str, here: Ref, gradient: tuple[Ref, ...]
+    ) -> None:
+        held = self.placing.holders[name]
+        if len(held) == 1:
+            self._put(op, number, held[0], gradient, (here,))
+            return
+        self.hidden |= {*gradient}
+        training = {self.placing.stage[term.name] for term in self.placing.terms.get(name, ())} or {
+            *held
+        }
+        # each with a part of the gradient, and of the time: a stage that holds it for several has
+        # it once
+        for unit in held:
+            self._put(
+                op, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0
+            )
+
+    def _put_everywhere(self, loose: Sequence[Loose]) -> None:
+        read: dict[Ref, set[int]] = {}
+        for (ref, _, _), places in self.readers.items():
+            read.setdefault(ref, set()).update(p.unit for p in places)
+        for op, number, refs in loose:
+            units = sorted({unit for ref in refs for unit in read.get(ref, ())})
+            self.everywhere |= {*refs}
+            for unit in units:
+                self.alone.add(self._put(op, number, unit, (), refs, 1.0 / len(units)))
+
+    def _find_layers(self) -> dict[Ref, set[tuple[int, ...]]]:
+        """Tensor → the layers that read it in forward, where they are ops."""
+        found: dict[Ref, set[tuple[int, ...]]] = {}
+        for source in self.priced.sources:
+            for cluster in source.cluster.instances if source.cluster else ():
+                for ref in cluster.operands if cluster.phase == "forward" else ():
+                    found.setdefault(ref, set()).add(cluster.indices)
+        return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Multipliers over the layouts of one tensor, as arrays: what lies behind a layout, and what a
+# collective costs beyond its worth.
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+def flags(num: int, layouts: Iterable[Ints]) -> Flags:
+    """Those of `num` layouts that are among any of the given."""
+    found = np.zeros(num, bool)
+    for each in layouts:
+        found[each] = True
+    return found
+
+
+def weighted(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
+    return sum((times * pi for times, pi in terms), np.zeros(num))
+
+
+def ends_of(graph: LayoutGraph) -> tuple[Ints, Ints]:
+    """Where collectives start and end."""
+    return np.array([a.src for a in graph.arcs], int), np.array([a.dst for a in graph.arcs], int)
+
+
+def led(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
+    """The layouts that collectives lead to, or, `back`, come from."""
+    tails, heads = ends_of(graph)[:: -1 if back else 1]
+    found = start.copy()
+    for _ in graph.layouts:
+        found[heads[found[tails]]] = True
+    return found
+
+
+def raise_to_ends(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
+    """Raise π, where the layout is never reached, to the most of what collectives lead to."""
+    tails, heads = ends_of(graph)
+    free = ~reached[tails]
+    for _ in graph.layouts:
+        np.maximum.at(pi, tails[free], pi[heads[free]])
+
+
+def in_full(graph: LayoutGraph) -> Floats:
+    """Seconds of collectives."""
+    return np.array([a.time_s for a in graph.arcs])
+
+
+def beyond_worth(
+    graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], worth: Floats, seconds: Floats
+) -> Floats:
+    """What each collective costs beyond its worth and what π rises along it: for all readers for
+    whom it does, or else for the best."""
+    if not pis or not graph.arcs:
+        return seconds
+    tails, heads = ends_of(graph)
+    steps = [pi[heads] - pi[tails] for _, pi in pis]
+    up = sum(times * np.maximum(step, 0.0) for (times, _), step in zip(pis, steps, strict=True))
+    rises = np.where(np.max(steps, axis=0) > 0.0, up, np.max(steps, axis=0))
+    return seconds - worth[heads] - rises

@@ -1,0 +1,349 @@
+"""What is saved beside a model and its optimizer: other modules and optimizers, and whatever else
+has a state.
+
+    a module                     its parameters and buffers by name, as the model's: of each rank
+                                 its parts
+    an optimizer over            its state by names of parameters, as the model's optimizer; one
+                                 whose state has lists (LBFGS)
+      distributed parameters     is as anything else
+    anything else, a dict too    the value that its `state_dict` returns: what is plain in
+                                 `others.json` and
+                                 `others.safetensors`, distributed tensors in parts under their path
+                                 in it
+
+Whatever is not in parts has to be alike on all ranks, since one of them writes it. This is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.checkpoint.companion_states import MODULE, OPTIMIZER, VALUE, Others, SavedOthers
+from autopar.checkpoint.state import ModuleState, OptimizerState, Saved, has_lists, tensors_of
+from autopar.checkpoint.values import Tensors, encode
+from autopar.errors import RuntimeStateError
+from autopar.runtime.dtensor_checkpoints import checkpointable
+from autopar.runtime.parameter_module import Holder
+from autopar.runtime.rank_comm import by_all, num_ranks, of_all
+from autopar.runtime.tensor_guards import sampled
+
+_ALIKE = (
+    "let it be alike on all ranks; or let each pass what all have: found = [None] * world_size, "
+    "torch.distributed.all_gather_object(found, mine), save(..., mine={'of ranks': found})"
+)
+
+
+@dataclass
+class ValueState:
+    """Of anything that has `state_dict` and `load_state_dict`, or is a dict.
+
+    Args:
+        name: under which it is saved.
+        other: the thing itself.
+    """
+
+    name: str
+    other: Any
+    saved: SavedOthers | None = None
+    _value: Any = field(default=None, init=False)
+
+    def value(self) -> Any:
+        """Its state."""
+        return self.other if isinstance(self.other, dict) else self.other.state_dict()
+
+    def state(self) -> dict[str, Any]:
+        """Its distributed tensors, by key."""
+        tensors = Tensors()
+        encode(self.value(), (self.name,), tensors)
+        for name, tensor in tensors.sharded.items():
+            if any(p.is_partial() for p in tensor.placements):
+                what = f"{name} of {self.name} is not summed up: each rank has a term of it"
+                raise RuntimeStateError(
+                    what, remedy="save what x.full_tensor() returns, which every rank calls"
+                )
+            if tensor.device_mesh.size() != num_ranks():
+                what = (
+                    f"{name} of {self.name} is of one stage, of {tensor.device_mesh.size()} of"
+                    f" {num_ranks()} ranks"
+                )
+                remedy = (
+                    "save the module or the optimizer that it is of under a name of its own; copies"
+                    " of weights as AveragedModel(pm)"
+                )
+                raise RuntimeStateError(what, remedy=remedy)
+        return {_key(name): checkpointable(tensor) for name, tensor in tensors.sharded.items()}
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        """Tensors to read into: distributed as those that it has now, whole where it has none."""
+        assert self.saved is not None
+        now = Tensors()
+        encode(self.value(), (self.name,), now)
+        found: dict[str, Any] = {}
+
+        def target(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+            like = now.sharded.get(name)
+            is_alike = like is not None and like.shape == shape
+            made = (
+                torch.empty_like(like.detach(), dtype=dtype)
+                if like is not None and is_alike
+                else torch.empty(shape, dtype=dtype)
+            )
+            found[_key(name)] = checkpointable(made)
+            return made
+
+        self._value = self.saved.value(self.name, target)
+        return found
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        """Those that the checkpoint lacks."""
+        return [f"{key} is not in it" for key in wanted if key not in saved.state_dict_metadata]
+
+    def undo(self) -> None:
+        """Nothing was changed."""
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        """Go on from what was read."""
+        if isinstance(self.other, dict):
+            self.other.clear()
+            self.other.update(self._value)
+        else:
+            self.other.load_state_dict(self._value)
+
+
+def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> list[Saved]:
+    """What is saved of a model and its optimizer; every rank calls it.
+
+    Args:
+        weights: whether the model is.
+
+    Raises:
+        RuntimeStateError: on all ranks, if the optimizer has parameters of another module, too.
+    """
+    parts: list[Saved] = [ModuleState(holder)] if weights else []
+    if optimizer is None:
+        return parts
+    by_all(lambda: _check_own(holder, optimizer), "what is saved")
+    return [*parts, OptimizerState(optimizer, holder)]
+
+
+def _check_own(holder: Holder, optimizer: Optimizer) -> None:
+    own = set(holder.parameters())
+    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+        what = "the optimizer has parameters that are not of the model"
+        remedy = (
+            "pass it by name, and the modules of the other parameters, too: save(step, pm,"
+            " head=head, optimizer_of_both=optimizer)"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+    if has_lists(optimizer):
+        what = (
+            f"the state of {type(optimizer).__name__} has lists of tensors, which are not of one"
+            " parameter each"
+        )
+        raise RuntimeStateError(
+            what, remedy="pass it by name, and load it so: save(step, pm, lbfgs=optimizer)"
+        )
+
+
+def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
+    """What is saved of others, by name.
+
+    Args:
+        holder: the model.
+
+    Raises:
+        RuntimeStateError: if one has no state, or is an optimizer of a module that is not among
+            them.
+    """
+    modules = {
+        name: _unwrapped(other) for name, other in others.items() if isinstance(other, nn.Module)
+    }
+    found: dict[str, Saved] = {}
+    for name, other in others.items():
+        prefix = f"others.{name}."
+        if name in modules and _is_of_tensors(modules[name]):
+            found[name] = ModuleState(modules[name], prefix, name)
+        elif isinstance(other, Optimizer) and _is_of_distributed(other) and not has_lists(other):
+            root = _Root(
+                {"model": holder, **{f"others_{n}": module for n, module in modules.items()}}
+            )
+            known = set(root.parameters())
+            if any(p not in known for group in other.param_groups for p in group["params"]):
+                what = (
+                    f"{name}={type(other).__name__} has parameters of a module that is not saved"
+                    " with it"
+                )
+                raise RuntimeStateError(
+                    what,
+                    remedy=(
+                        f"pass that module by name, too: save(step, pm, optimizer, {name}=...,"
+                        " critic=...)"
+                    ),
+                )
+            found[name] = OptimizerState(other, root, prefix, name)
+        elif isinstance(other, dict) or (
+            hasattr(other, "state_dict") and hasattr(other, "load_state_dict")
+        ):
+            found[name] = ValueState(name, other)
+        else:
+            what = f"{name}={type(other).__name__} has no state_dict and load_state_dict"
+            raise RuntimeStateError(
+                what,
+                remedy=(
+                    "pass what has both, such as a scheduler or a StatefulDataLoader; or a dict of"
+                    " values"
+                ),
+            )
+    return found
+
+
+def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Saved], Others]:
+    """What is saved of others, and what one rank writes of it; every rank calls it.
+
+    Args:
+        holder: the model.
+
+    Raises:
+        RuntimeStateError: on all ranks, if a state cannot be written as JSON and tensors, is not
+            whole on a rank that writes it, or differs between ranks. The message names the part.
+    """
+    made: list[tuple[dict[str, Saved], Others]] = []
+
+    def collect() -> None:
+        parts = others_of(holder, others)
+        for part in parts.values():
+            part.state()
+        made.append((parts, _encoded(parts)))
+
+    by_all(collect, "what is saved with the model")
+    parts, written = made[0]
+    for part in parts.values():
+        if isinstance(part, ModuleState) and isinstance(part.module, Holder):
+            part.module.check_values()
+    _check_alike(parts, written)
+    return parts, written
+
+
+def _encoded(parts: Mapping[str, Saved]) -> Others:
+    values = {name: part.value() for name, part in parts.items() if isinstance(part, ValueState)}
+    return Others.of(
+        values, {name: _kind_of(part) for name, part in parts.items() if name not in values}
+    )
+
+
+def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
+    """Check that what one rank writes is the same on all ranks; every rank calls it.
+
+    Raises:
+        RuntimeStateError: on all ranks, naming what differs.
+    """
+    marks: dict[str, int | None] = {
+        name: crc32(text.encode()) for name, text in written.texts().items()
+    }
+    marks |= {name: sampled(tensor) for name, tensor in written.tensors.items()}
+    for part in parts.values():
+        if isinstance(part, ModuleState):
+            marks |= {
+                key: sampled(x)
+                for key, x in part.state().items()
+                if isinstance(x, Tensor) and not isinstance(x, DTensor)
+            }
+    everywhere = of_all(marks)
+    for name in dict.fromkeys(name for each in everywhere for name in each):
+        said = {rank: each[name] for rank, each in enumerate(everywhere) if name in each}
+        if different := [rank for rank, mark in said.items() if mark != next(iter(said.values()))]:
+            what = (
+                f"{name} differs between ranks {next(iter(said))} and {different[0]}, and one of"
+                " them would be saved for all"
+            )
+            raise RuntimeStateError(what, where="what is saved with the model", remedy=_ALIKE)
+
+
+def with_saved(
+    parts: Mapping[str, Saved], saved: SavedOthers, place: Path, others: Mapping[str, Any]
+) -> list[Saved]:
+    """What is to be read of others, by how it was saved.
+
+    Raises:
+        RuntimeStateError: if one of them was not saved, or was saved of something of another kind.
+    """
+    found: list[Saved] = []
+    for name, part in parts.items():
+        if name not in saved.kinds:
+            what = f"the checkpoint has no {name!r}" + (
+                f"; it has {', '.join(saved.kinds)}" if saved.kinds else ""
+            )
+            raise RuntimeStateError(
+                what, where=str(place), remedy="save and load with the same names"
+            )
+        kind = saved.kinds[name]
+        if kind == VALUE:  # earlier versions saved so what is in parts now
+            found.append(ValueState(name, others[name], saved))
+        elif kind == _kind_of(part):
+            found.append(part)
+        else:
+            what = (
+                f"{name!r} of the checkpoint is the state of a {kind}, not of a"
+                f" {type(others[name]).__name__}"
+            )
+            raise RuntimeStateError(
+                what, where=str(place), remedy="load it into what it was saved of"
+            )
+    return found
+
+
+class _Root(nn.Module):
+    """Has modules as its own, so that their parameters have names that say whose they are."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+def _kind_of(part: Saved) -> str:
+    return {ModuleState: MODULE, OptimizerState: OPTIMIZER}.get(type(part), VALUE)
+
+
+def _key(name: str) -> str:
+    return f"others{name}"
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Of a compiled module that is planned at its first call, what stands behind it; one that
+    was not called says so here."""
+    if _has_own_state(module):
+        return module
+    next(iter(module.named_parameters()), None)
+    inner = module._modules.get("module")
+    return inner if isinstance(inner, Holder) else module
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    """Whether its state dict is torch's, or a compiled module's."""
+    cls = type(module)
+    is_torchs = (
+        cls.state_dict is nn.Module.state_dict and cls.load_state_dict is nn.Module.load_state_dict
+    )
+    return is_torchs or isinstance(module, Holder)
+
+
+def _is_of_tensors(module: nn.Module) -> bool:
+    """Whether its state is parameters and buffers alone."""
+    return _has_own_state(module) and all(
+        isinstance(x, Tensor) for x in tensors_of(module).values()
+    )
+
+
+def _is_of_distributed(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])

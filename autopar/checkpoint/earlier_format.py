@@ -1,0 +1,172 @@
+"""Reading checkpoints of earlier versions, which torch.distributed.checkpoint wrote with pickles,
+without running what a planted file says.
+
+Torch unpickles `.metadata` and every saved value that is not a tensor, and a pickle may call
+anything. Here `.metadata` makes only the classes that such files are made of, and other values go
+through torch's own reader of weights, as torch reads tensors anyway. Nothing is written in this
+format any more.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from autopar.checkpoint.contents import check_boxes
+from autopar.checkpoint.safetensors_files import unsafe
+from autopar.errors import RuntimeStateError
+
+FILE = ".metadata"
+_PARTS = "torch.distributed.checkpoint.metadata"
+_ALLOWED = frozenset(
+    {
+        (_PARTS, "BytesStorageMetadata"),
+        (_PARTS, "ChunkStorageMetadata"),
+        (_PARTS, "Metadata"),
+        (_PARTS, "MetadataIndex"),
+        (_PARTS, "StorageMeta"),
+        (_PARTS, "TensorProperties"),
+        (_PARTS, "TensorStorageMetadata"),
+        (_PARTS, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("collections", "OrderedDict"),
+    }
+)
+_KINDS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_PATHS = frozenset((module, kind) for module in ("pathlib", "pathlib._local") for kind in _KINDS)
+
+
+class OldReader(FileSystemReader):
+    """Torch's reader of a folder, whose `.metadata` makes nothing but what describes tensors."""
+
+    def __init__(self, place: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(place)
+        self._known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds; arguments are torch's, and mean nothing here.
+
+        Returns:
+            The keys, and in which files they are.
+
+        Raises:
+            RuntimeStateError: where the file would make anything else, or cannot be read.
+            OSError: where it cannot be opened.
+        """
+        place = Path(self.path) / FILE
+        if self._known is not None:
+            return self._known
+        with place.open("rb") as file:
+            metadata = _unpickled(file, place)
+        _check_form(metadata, place)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read as torch does.
+
+        Raises:
+            RuntimeStateError: where a file is damaged.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except RuntimeStateError:
+            raise
+        except Exception as error:  # torch raises many classes for what it cannot read
+            names = sorted(
+                {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            )
+            what = (
+                f"{', '.join(names[:3])} cannot be read ({type(error).__name__}:"
+                f" {_first_line(error)})"
+            )
+            raise unsafe(what, Path(self.path)) from error
+
+
+class OldPlanner(DefaultLoadPlanner):
+    """Torch's planner, which reads values that are not tensors as weights are read."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take one saved value.
+
+        Args:
+            read_item: which one. value: its bytes, as `torch.save` wrote them.
+
+        Raises:
+            RuntimeStateError: where it is not made of tensors, numbers, texts, lists and dicts.
+        """
+        try:
+            found = torch.load(value, weights_only=True)
+        except Exception as error:  # pickle and torch raise many classes for what they do not take
+            what = f"{read_item.dest_index.fqn} of the checkpoint is refused: {_first_line(error)}"
+            raise unsafe(what, None) from error
+        safe = io.BytesIO()  # written anew, since torch reads it once more, as any pickle
+        torch.save(found, safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], place: Path) -> None:
+        super().__init__(file)
+        self._place = place
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if (module, name) in _PATHS:  # where it was saved: nothing is opened by it
+            return PurePath
+        found = vars(torch).get(name) if module == "torch" else None
+        if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+            return found
+        what = f"{FILE} of the checkpoint is refused: it would make or call {module}.{name}"
+        raise unsafe(what, self._place)
+
+
+def _check_form(metadata: Metadata, place: Path) -> None:
+    """Raises RuntimeStateError if it does not describe tensors whose parts are in files of its
+    own folder and fill them."""
+    try:
+        kinds = {type(each) for each in metadata.state_dict_metadata.values()}
+        names = [info.relative_path for info in (metadata.storage_data or {}).values()]
+        outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if outside or not kinds <= {TensorStorageMetadata, BytesStorageMetadata}:
+            raise TypeError(f"it names {outside[:1] or kinds}")
+        check_boxes(metadata, place)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise unsafe(f"{FILE} of the checkpoint is damaged: {error}", place) from error
+
+
+def _unpickled(file: IO[bytes], place: Path) -> Metadata:
+    try:
+        found = _Unpickler(file, place).load()
+    except RuntimeStateError:
+        raise
+    except Exception as error:  # a broken pickle raises many classes
+        what = f"{FILE} of the checkpoint cannot be read: {_first_line(error)}"
+        raise unsafe(what, place) from error
+    if not isinstance(found, Metadata):
+        what = f"{FILE} of the checkpoint is refused: it is a {type(found).__name__}"
+        raise unsafe(what, place)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

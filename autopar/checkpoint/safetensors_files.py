@@ -1,0 +1,163 @@
+"""Files of tensors in the safetensors format: written one tensor at a time, and checked before they
+are read.
+
+The format is a header of JSON, which has each tensor's dtype, shape and place, and after it their
+bytes. A tensor of a dtype that not every reader of the format knows is written as its bytes
+(``U8``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from autopar.errors import RuntimeStateError
+
+SUFFIX = ".safetensors"
+_BYTES = "U8"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: _BYTES,
+    torch.bool: "BOOL",
+}
+UNSAFE = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
+"""What to do about a file that would run code, or that no version of this wrote."""
+
+
+def damaged(what: str, path: Path) -> RuntimeStateError:
+    """The error of a file of a checkpoint that is not as it was written."""
+    remedy = "take another checkpoint, or copy this one again from where it was saved"
+    return RuntimeStateError(what, where=str(path), remedy=remedy)
+
+
+def unsafe(what: str, place: Path | None) -> RuntimeStateError:
+    """The error of a file of a checkpoint that would run code, or that no version of this wrote."""
+    return RuntimeStateError(what, where=None if place is None else str(place), remedy=UNSAFE)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write a file of tensors, and wait until it is on the disk.
+
+    Args:
+        path: the file.
+        tensors: by name, on any device; each is copied to the host while it is written.
+
+    Returns:
+        The CRC-32 of the file.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    # by size of their elements, so that each begins at a multiple of it
+    ordered = sorted(tensors.items(), key=lambda named: (-_size_in_file(named[1]), named[0]))
+    header, end = {}, 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        kind, shape = in_file(tensor.dtype, tensor.shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        written = len(text).to_bytes(8, "little") + text
+        file.write(written)
+        checksum = zlib.crc32(written)
+        for _, tensor in ordered:
+            content = _content(tensor)
+            file.write(content)
+            checksum = zlib.crc32(content, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksum
+
+
+def in_file(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
+    """The dtype, in the format's words, and the shape that a tensor has in a file."""
+    if dtype in _NAMES:
+        return _NAMES[dtype], tuple(shape)
+    return _BYTES, (shape.numel() * dtype.itemsize,)
+
+
+def _size_in_file(tensor: Tensor) -> int:
+    return tensor.itemsize if tensor.dtype in _NAMES else 1
+
+
+def _content(tensor: Tensor) -> Any:
+    """The bytes of a tensor, in the order of its elements; of one that lies so on the host
+    without a copy."""
+    there = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(there.reshape(-1).view(torch.uint8).numpy())
+
+
+class TensorFile:
+    """A file of tensors that is open for reading. Its header has been checked against its size.
+
+    Args:
+        path: the file.
+
+    Raises:
+        RuntimeStateError: if it cannot be read, or is not such a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._content = safe_open(path, framework="pt")
+            self.names: frozenset[str] = frozenset(self._content.keys())
+        except (OSError, SafetensorError) as error:
+            raise self._refuse(f"cannot be read ({type(error).__name__}: {error})") from error
+
+    def check(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Compare what the header says of a tensor with what is expected.
+
+        Raises:
+            RuntimeStateError: if they differ, or there is none of that name.
+        """
+        if name not in self.names:
+            raise self._refuse(f"does not hold {name}")
+        part = self._content.get_slice(name)
+        found, wanted = (part.get_dtype(), tuple(part.get_shape())), in_file(dtype, shape)
+        if found != wanted:
+            raise self._refuse(
+                f"holds {name} as {found[0]} {found[1]}, and {wanted[0]} {wanted[1]} was saved"
+            )
+
+    def read(
+        self, name: str, dtype: torch.dtype, shape: torch.Size, box: tuple[slice, ...] | None = None
+    ) -> Tensor:
+        """Read a tensor, or a box of it.
+
+        Args:
+            name: its name in the file.
+            dtype, shape: of the whole tensor, as they were saved.
+            box: a slice for each dim; by default all of it.
+
+        Raises:
+            RuntimeStateError: if the file does not hold such a tensor.
+        """
+        self.check(name, dtype, shape)
+        try:
+            if box and dtype in _NAMES:
+                return self._content.get_slice(name)[box]  # type: ignore[no-any-return]
+            whole = self._content.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise self._refuse(f"cannot be read ({type(error).__name__}: {error})") from error
+        whole = whole if dtype in _NAMES else whole.clone().view(dtype).reshape(shape)
+        return whole[box] if box else whole
+
+    def _refuse(self, fault: str) -> RuntimeStateError:
+        return damaged(f"{self._path.name} {fault}", self._path)

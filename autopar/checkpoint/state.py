@@ -1,0 +1,364 @@
+"""What stands in a checkpoint of modules and of optimizers, and whether it fits.
+
+Their states are flat, by parameters' names: stages, each with parameters of its own, write into one
+checkpoint. An optimizer that has made no step has no state: torch would make one step with
+gradients of 0 to know what there is, which changes what follows (`step` is 1 then). So none is made
+to save one, and what torch makes to load one is dropped where nothing was saved for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import LBFGS, Optimizer
+
+from autopar.checkpoint.loading import load_parts, read_metadata
+from autopar.errors import RuntimeStateError
+from autopar.runtime.dtensor_checkpoints import checkpointable
+from autopar.runtime.parameter_module import Holder
+from autopar.runtime.rank_comm import of_all
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+
+
+class Saved(Protocol):
+    """Something whose state is in a checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it, by key; tensors are those that it holds."""
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        """What is read of it, by key: into its tensors, and in the place of other values."""
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        """What does not fit, in words. Every rank calls it."""
+
+    def undo(self) -> None:
+        """Be as before `wanted`."""
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        """Go on from what was read."""
+
+
+@dataclass
+class ModuleState:
+    """Of a module, compiled or not.
+
+    Args:
+        module: the module. prefix: of its keys. label: how people call it.
+    """
+
+    module: nn.Module
+    prefix: str = _MODEL
+    label: str = "the model"
+
+    def state(self) -> dict[str, Any]:
+        found = {
+            self.prefix + name: checkpointable(value)
+            for name, value in tensors_of(self.module).items()
+        }
+        return {**found, **self._random_state()}
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        known = saved.state_dict_metadata
+        drawn = {key: value for key, value in self._random_state().items() if key in known}
+        return {
+            **{key: value for key, value in self.state().items() if key.startswith(self.prefix)},
+            **drawn,
+        }
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        here = set().union(*of_all({key for key in wanted if key.startswith(self.prefix)}))
+        beyond = [
+            key
+            for key in saved.state_dict_metadata
+            if key.startswith(self.prefix) and key not in here
+        ]
+        bare = self.label.removeprefix("the ")
+        return [
+            *_missing(wanted, saved, self),
+            *(
+                f"{key.removeprefix(self.prefix)} of its {bare} is not in this one"
+                for key in beyond
+            ),
+        ]
+
+    def undo(self) -> None:
+        pass
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        if not isinstance(
+            self.module, Holder
+        ):  # what a compiled module holds was read where it lies
+            own = {
+                key.removeprefix(self.prefix): value
+                for key, value in read.items()
+                if key.startswith(self.prefix)
+            }
+            self.module.load_state_dict({**self.module.state_dict(), **own})
+        elif (drawn := read.get(self._random_key)) is not None:
+            self.module.random_state = drawn
+
+    @property
+    def _random_key(self) -> str:
+        return f"{self.prefix.removesuffix('.')}!random_state"
+
+    def _random_state(self) -> dict[str, Any]:
+        """Of a compiled module beside the model, whose own is in `autopar.json`."""
+        if (
+            self.prefix == _MODEL
+            or not isinstance(self.module, Holder)
+            or self.module.random_state is None
+        ):
+            return {}
+        return {self._random_key: self.module.random_state}
+
+
+@dataclass
+class OptimizerState:
+    """Of an optimizer over distributed parameters.
+
+    Args:
+        optimizer: the optimizer. root: a module that has its parameters, by the names that are
+            saved. prefix, label: as of `ModuleState`.
+    """
+
+    optimizer: Optimizer
+    root: nn.Module
+    prefix: str = _OPTIMIZER
+    label: str = "the optimizer"
+    _before: dict[Any, Any] | None = field(default=None, init=False)
+    _made: dict[str, Any] = field(default_factory=dict, init=False)
+    _never: frozenset[str] = field(default=frozenset(), init=False)
+
+    def state(self) -> dict[str, Any]:
+        found = {**self._groups(), **(self._read() if self.optimizer.state else {})}
+        return {key: _plain(value) for key, value in found.items() if not _is_of_this_run(key)}
+
+    def wanted(self, saved: Metadata) -> dict[str, Any]:
+        parameters = [
+            p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
+        if not all(
+            p in self.optimizer.state for p in parameters
+        ):  # torch makes what is missing only where there is none
+            self._before = dict(self.optimizer.state)
+            self.optimizer.state.clear()
+        with _without_gradients(parameters):
+            self._made = self._read()
+        stepped = {
+            self._parameter_of(key)
+            for key in saved.state_dict_metadata
+            if key.startswith(self._of_state)
+        }
+        self._never = frozenset(
+            k
+            for k in self._made
+            if k.startswith(self._of_state) and self._parameter_of(k) not in stepped
+        )
+        return {
+            key: value
+            for key, value in self._made.items()
+            if key not in self._never and not _is_of_this_run(key)
+        }
+
+    def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        return _missing(wanted, saved, self)
+
+    def undo(self) -> None:
+        if self._before is not None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(self._before)
+
+    def take(self, read: Mapping[str, Any]) -> None:
+        given = {
+            key.removeprefix(self.prefix): value
+            for key, value in {**self._made, **read}.items()
+            if key.startswith(self.prefix)
+        }
+        with _without_empty_groups(self.optimizer):
+            set_optimizer_state_dict(self.root, self.optimizer, given, options=_FLAT)
+        names = {self._parameter_of(key) for key in self._never}
+        for name, parameter in self.root.named_parameters():
+            if name in names:
+                self.optimizer.state.pop(parameter, None)
+
+    @property
+    def _of_state(self) -> str:
+        return f"{self.prefix}state."
+
+    def _parameter_of(self, key: str) -> str:
+        return key.removeprefix(self._of_state).rpartition(".")[0]
+
+    def _read(self) -> dict[str, Any]:
+        with _without_empty_groups(self.optimizer):
+            found = get_optimizer_state_dict(self.root, self.optimizer, options=_FLAT)
+        return {self.prefix + key: value for key, value in found.items()}
+
+    def _groups(self) -> dict[str, Any]:
+        """Settings, as torch has them where they are flat."""
+        names = {parameter: name for name, parameter in self.root.named_parameters()}
+        return {
+            f"{self.prefix}param_groups.{names[parameter]}.{setting}": value
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            for setting, value in group.items()
+            if setting != "params"
+        }
+
+
+def state_of(parts: Sequence[Saved]) -> dict[str, Any]:
+    """What is saved of all of these."""
+    return {key: value for part in parts for key, value in part.state().items()}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Any]:
+    """A module's state, without what compiled modules have as it was when they were compiled."""
+    constant = {
+        f"{path}.{name}" if path else name
+        for path, each in module.named_modules()
+        if isinstance(each, Holder)
+        for name in each.extra_state_names()
+    }
+    return {name: value for name, value in module.state_dict().items() if name not in constant}
+
+
+def has_lists(optimizer: Optimizer) -> bool:
+    """Whether its state holds lists, as LBFGS', which has no names of parameters: torch does not
+    make it flat."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return isinstance(optimizer, LBFGS) or any(isinstance(value, list | tuple) for value in values)
+
+
+def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
+    """Read all of these; every rank calls it. What was saved and not asked for, of the optimizer.
+
+    Raises:
+        RuntimeStateError: on all ranks, if the checkpoint is of others. Nothing is changed then.
+    """
+    saved = read_metadata(place)
+    try:
+        wanted = [part.wanted(saved) for part in parts]
+        _check_same(parts, wanted, saved, place)
+        state = {key: value for each in wanted for key, value in each.items()}
+        load_parts(state, place)
+    except RuntimeStateError:
+        for part in parts:
+            part.undo()
+        raise
+    for part, keys in zip(parts, wanted, strict=True):
+        part.take({key: state[key] for key in keys})
+    asked = any(isinstance(part, OptimizerState) and part.prefix == _OPTIMIZER for part in parts)
+    return () if asked or not _has_optimizer(saved) else ("optimizer",)
+
+
+def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
+    """Names of a checkpoint's parameters and buffers, of each one, and their keys in it."""
+    known = read_metadata(place).state_dict_metadata
+    keys = (
+        key
+        for key, of in known.items()
+        if key.startswith(_MODEL) and isinstance(of, TensorStorageMetadata)
+    )
+    return {name: key for key in keys if (name := key.removeprefix(_MODEL)) not in tied}
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """As of torch 2.13, torch names a group by its first parameter, and fails where there is
+    none. Its settings are not saved."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)  # loading makes new ones, in the same order
+        optimizer.param_groups[:] = [next(filled) if group["params"] else group for group in groups]
+
+
+@contextmanager
+def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Torch makes no state where there is a gradient."""
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
+def _is_of_this_run(key: str) -> bool:
+    """Whether it is the names of a group's parameters, which are those of this rank's."""
+    return key.endswith(".param_names")
+
+
+def _plain(value: Any) -> Any:
+    """A setting without numpy, which is not read back: schedulers compute rates with it."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value.tolist() if type(value).__module__ == "numpy" else value
+
+
+def _has_optimizer(saved: Metadata) -> bool:
+    return any(key.startswith(_OPTIMIZER) for key in saved.state_dict_metadata)
+
+
+def _missing(
+    wanted: Mapping[str, Any], saved: Metadata, part: ModuleState | OptimizerState
+) -> list[str]:
+    """What is not in the checkpoint, or of another shape."""
+    wrong = []
+    for key, value in wanted.items():
+        name, there = key.removeprefix(part.prefix), saved.state_dict_metadata.get(key)
+        if there is None:
+            wrong.append(f"{name} of {part.label} is not in it")
+        elif (
+            isinstance(there, TensorStorageMetadata)
+            and isinstance(value, Tensor)
+            and there.size != value.shape
+        ):
+            wrong.append(f"{name} is {tuple(there.size)} in it, {tuple(value.shape)} here")
+    return wrong
+
+
+def _check_same(
+    parts: Sequence[Saved], wanted: Sequence[Mapping[str, Any]], saved: Metadata, place: Path
+) -> None:
+    """That the checkpoint has all that is wanted, in the same shapes, on every rank, and no more
+    of modules."""
+    if any(key.startswith(_OPTIMIZER) for each in wanted for key in each) and not _has_optimizer(
+        saved
+    ):
+        remedy = "load the model alone: checkpoints.load(pm)"
+        raise RuntimeStateError(
+            "the checkpoint holds no optimizer", where=str(place), remedy=remedy
+        )
+    wrong = [
+        line for part, keys in zip(parts, wanted, strict=True) for line in part.faults(keys, saved)
+    ]
+    found = [(rank, lines) for rank, lines in enumerate(of_all(wrong)) if lines]
+    if found:
+        rank, lines = found[0]
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        what = f"the checkpoint is of another model or optimizer: {'; '.join(lines[:3])}{more}" + (
+            f" (rank {rank})" if rank else ""
+        )
+        raise RuntimeStateError(
+            what,
+            where=str(place),
+            remedy="load it into what it was saved of, or name another folder",
+        )

@@ -1,0 +1,187 @@
+"""`pipeline`: stages along a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.core.schedules import AUTO, INTERLEAVED, SCHEDULES
+from autopar.errors import ConstraintError
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """Stages along an axis; see `pipeline`."""
+
+    axis: str | None
+    microbatches: int | None
+    schedule: str
+    cuts: tuple[str, ...] | None
+    independent: bool
+    chunks: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        cuts = None if self.cuts is None else list(self.cuts)
+        words = {
+            "axis": self.axis,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "cuts": cuts,
+        }
+        words |= {"chunks": self.chunks} if self.chunks > 1 else {}
+        return {"plan": "pipeline", **words, "independent": self.independent}
+
+    def __str__(self) -> str:
+        arguments = [] if self.axis is None else [repr(self.axis)]
+        arguments += [] if self.microbatches is None else [f"microbatches={self.microbatches}"]
+        arguments += (
+            []
+            if self.schedule == _schedule(self.axis, self.cuts)
+            else [f"schedule={self.schedule!r}"]
+        )
+        arguments += [] if self.cuts is None else [f"cuts={list(self.cuts)}"]
+        arguments += ["independent=True"] if self.independent else []
+        arguments += [f"chunks={self.chunks}"] if self.chunks > 1 else []
+        return f"pipeline({', '.join(arguments)})"
+
+
+def _schedule(axis: str | None, cuts: Sequence[str] | None) -> str:
+    """The default."""
+    return "1f1b" if axis is not None or cuts is not None else AUTO
+
+
+def pipeline(
+    axis: str | None = None,
+    *,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    cuts: Sequence[str] | None = None,
+    independent: bool = False,
+    chunks: int | None = None,
+) -> Pipelined:
+    """Cut the model into as many stages as `axis` has devices, which work on different microbatches
+    at the same time.
+
+    Args:
+        axis: name of a mesh axis; the others shard what each stage computes. By default the planner
+            tries every axis, and none; there also several microbatches, one after another, where
+            more than a twentieth of a step goes into what backward runs again.
+        microbatches: into how many the batch is cut; by default the planner's choice: one, where
+            samples depend on each other (batch normalization, contrastive losses), which the plan
+            says, naming the op.
+        schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many
+            microbatches in flight as there are stages from here to the last), ``"gpipe"`` (Huang et
+            al., 2019: all in flight), or ``"interleaved_1f1b"`` (Narayanan et al., "Efficient
+            Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section
+            2.2: several stages a device, far apart in the model, so that it waits less and holds
+            and sends more). ``"auto"``: 1F1B, and where its stages wait so long that it may be
+            worth it, also interleaved, with 2 stages a device, 4, … as long as that is faster. By
+            default ``"1f1b"`` on an axis that is named, ``"auto"`` where the planner chooses the
+            axis. One microbatch has one order, of which plans speak as ``"gpipe"``. So do those of
+            a model that returns no loss, whose backward waits for one outside of it: all forwards
+            run first.
+        cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the
+            planner's choice.
+        independent: a promise that no sample depends on another, where the planner cannot see it
+            (tokens sorted by expert).
+        chunks: stages per device of the interleaved schedule, 2 by default; device r of P has
+            stages r, r + P, … of chunks·P. Its microbatches are as many as devices or more, in
+            equal rounds, such as a multiple of P.
+
+    Raises:
+        ConstraintError: on another schedule or no number. When a model is planned: where the axis
+            is not in the mesh, the batch does not divide, samples depend on each other and more
+            than one microbatch is asked for, or the model cannot be cut there; naming the op that
+            refuses.
+    """
+    schedule = schedule or _schedule(axis, cuts)
+    if schedule not in (*SCHEDULES, AUTO):
+        raise ConstraintError(
+            f"schedule {schedule!r} is not known",
+            remedy=f"pass one of {', '.join((*SCHEDULES, AUTO))}",
+        )
+    if microbatches is not None and microbatches < 1:
+        raise ConstraintError(
+            f"microbatches={microbatches} is no number of microbatches",
+            remedy="pass a number from 1",
+        )
+    chunks = (2 if schedule == INTERLEAVED else 1) if chunks is None else chunks
+    if (chunks < 2) if schedule == INTERLEAVED else (chunks != 1):
+        what = f"schedule {schedule!r} has no {chunks} stages per device"
+        raise ConstraintError(
+            what, remedy=f"pass chunks=2 or more with schedule={INTERLEAVED!r}, none with others"
+        )
+    if schedule == AUTO and cuts is not None:
+        raise ConstraintError(
+            "cuts fix how many stages a device has, and the planner is to choose it",
+            remedy='pass schedule="1f1b"',
+        )
+    return Pipelined(
+        axis, microbatches, schedule, None if cuts is None else tuple(cuts), independent, chunks
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# `offload`: what may lie in the memory of the devices' hosts.
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """What may be offloaded; see `offload`."""
+
+    parameters: bool
+    activations: bool
+    host_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plan": "offload",
+            "parameters": self.parameters,
+            "activations": self.activations,
+            "host_bytes": self.host_bytes,
+        }
+
+    def __str__(self) -> str:
+        arguments = [
+            f"{name}=False" for name in ("parameters", "activations") if not getattr(self, name)
+        ]
+        arguments += [] if self.host_bytes is None else [f"host_bytes={self.host_bytes}"]
+        return f"offload({', '.join(arguments)})"
+
+
+def offload(
+    *, parameters: bool = True, activations: bool = True, host_bytes: int | None = None
+) -> Offloaded:
+    """Let the planner put what it likes into the memory of the devices' hosts, by what it costs and
+    what memory is worth.
+
+    A parameter that rests there has its optimizer's state and the gradient that a step leaves there
+    too, and the host's processors take the optimizer's step (Ren et al., "ZeRO-Offload:
+    Democratizing Billion-Scale Model Training", 2021, section 4). It is copied to the device once a
+    step, or once for forward and once for backward (Rajbhandari et al., "ZeRO-Infinity", 2021,
+    section 5), each device its own part, which is gathered there. What forward keeps for backward
+    may wait there: stored when it is made, fetched before it is read.
+
+    This allows, and forces nothing: each parameter, and each kept tensor in each layout, goes where
+    the optimum has it. To force a parameter there, `layout(pattern, storage="S(0) host")`.
+
+    Args:
+        parameters, activations: whether these may. host_bytes: what a device may use of its host;
+            by default four fifths of its share in the hardware's profile.
+
+    Raises:
+        ConstraintError: where nothing may, or `host_bytes` is no number of bytes. When a model is
+            planned: where the hardware's profile says nothing of a host.
+    """
+    if not (parameters or activations):
+        raise ConstraintError(
+            "offload(parameters=False, activations=False) lets nothing be offloaded",
+            remedy="leave it out",
+        )
+    if host_bytes is not None and (not isinstance(host_bytes, int) or host_bytes <= 0):
+        raise ConstraintError(
+            f"host_bytes={host_bytes!r} is no budget",
+            remedy="pass bytes per device, for example 128 * 2**30",
+        )
+    return Offloaded(bool(parameters), bool(activations), host_bytes)

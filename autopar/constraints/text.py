@@ -1,0 +1,144 @@
+"""Constraints as one writes them: ``megatron(tp=8, zero=3)``, ``layout("*.up_proj", weight="R
+S(0)")``, as text."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from autopar.constraints.layouts import LayoutConstraint, layout, rests_as
+from autopar.constraints.megatron import megatron
+from autopar.constraints.parallel import (
+    Axes,
+    Parallelism,
+    PlanName,
+    context_parallel,
+    ddp,
+    expert_parallel,
+    fsdp,
+    tensor_parallel,
+)
+from autopar.constraints.resources import offload, pipeline
+from autopar.constraints.together import Constraint
+from autopar.errors import AutoparError, ConstraintError
+
+_NAMED: Mapping[str, Callable[..., Constraint]] = {
+    make.__name__: make
+    for make in (
+        layout,
+        ddp,
+        fsdp,
+        megatron,
+        tensor_parallel,
+        context_parallel,
+        expert_parallel,
+        pipeline,
+        offload,
+    )
+}
+
+
+def parse_constraint(text: str) -> Constraint:
+    """The constraint that `text` writes as a call, of names and literals alone: nothing else in it
+    is run.
+
+    >>> print(parse_constraint("megatron(tp=2, zero=3)"), parse_constraint("fsdp"))
+    megatron(tp=2, zero=3) fsdp()
+
+    Raises:
+        ConstraintError: where it is no call of a constraint, or its arguments are none of that;
+            LayoutError where a layout cannot be read.
+    """
+    name, args, kwargs = _parts(text)
+    if name not in _NAMED:
+        raise ConstraintError(
+            f"no constraint is named {name!r}",
+            where=text,
+            remedy=f"constraints are {', '.join(_NAMED)}",
+        )
+    make = _NAMED[name]
+    try:
+        inspect.signature(make).bind(*args, **kwargs)
+        return make(*args, **kwargs)
+    except (TypeError, AttributeError) as error:  # of another name, number or type than it takes
+        taken = ", ".join(inspect.signature(make).parameters)
+        raise ConstraintError(f"{name}: {error}", where=text, remedy=f"it takes {taken}") from error
+
+
+def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name and arguments of a call; a name alone is a call without arguments.
+
+    Raises:
+        ConstraintError: where it is something else.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if isinstance(call, ast.Name):
+            return call.id, [], {}
+        if (
+            not isinstance(call, ast.Call)
+            or not isinstance(call.func, ast.Name)
+            or any(k.arg is None for k in call.keywords)
+        ):
+            raise ValueError(text)
+        kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
+    except (SyntaxError, ValueError) as error:
+        remedy = 'write a call with literals, as megatron(tp=8) or pipeline("node")'
+        raise ConstraintError("this is no constraint", where=text, remedy=remedy) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Constraints as plans record them, read back.
+
+
+def read_constraint(data: Mapping[str, Any]) -> Constraint:
+    """The inverse of a constraint's ``to_json``.
+
+    Raises:
+        ConstraintError: where it is no such record.
+    """
+    try:
+        return _layout(data) if "pattern" in data else _named(data)
+    except (KeyError, TypeError, AttributeError, AutoparError) as error:
+        raise ConstraintError(
+            f"{data!r} is no record of a constraint",
+            remedy="plan again; the file was changed by hand",
+        ) from error
+
+
+def _layout(data: Mapping[str, Any]) -> LayoutConstraint:
+    return layout(**{str(name): value for name, value in data.items()})
+
+
+def _named(data: Mapping[str, Any]) -> Constraint:
+    if data["plan"] == "megatron":
+        dp = None if data["dp"] is None else _degree(data["dp"])
+        rest = {
+            name: data[name]
+            for name in ("recompute", "pp", "microbatches", "chunks", "free", "sequence")
+            if name in data
+        }
+        more: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
+        return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **more, **rest)
+    if data["plan"] in ("pipeline", "offload"):
+        make = pipeline if data["plan"] == "pipeline" else offload
+        return make(**{str(name): value for name, value in data.items() if name != "plan"})
+    if data["plan"] == "rests_as":
+        return rests_as(data["storage"])
+    if data["plan"] not in get_args(PlanName) or not {"plan", "axes", "sequence"} >= data.keys():
+        raise ConstraintError(f"no plan is named {data['plan']!r}")
+    axes = None if data["axes"] is None else tuple(data["axes"])
+    if "sequence" in data:
+        return tensor_parallel(
+            data["plan"].removeprefix("tensor_parallel_"),
+            axes=axes or (),
+            sequence=data["sequence"],
+        )
+    return Parallelism(data["plan"], axes, 3 if data["plan"] == "fsdp" else 0)
+
+
+def _degree(value: int | list[str]) -> int | Axes:
+    return tuple(value) if isinstance(value, list) else value

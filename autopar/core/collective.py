@@ -1,0 +1,319 @@
+"""Collectives: one communication step on one tensor, as priced and as emitted.
+
+The one invariant: the tuple of `Collective`s of a redistribution is the single source of both its
+price and the emitted nodes. `bytes` is always the size of the local tensor that ONE rank puts in.
+
+Time of a collective of n ranks, with b the larger of one rank's input and output bytes, α the
+latency of a step and β the bandwidth of a device, one direction (Thakur, Rabenseifner and Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005: for each kind the latency of
+its algorithm for short messages and the bandwidth of that for long ones):
+
+    all_gather      ⌈log₂ n⌉ α + (n−1)/n · b/β         recursive doubling; ring
+    reduce_scatter  ⌈log₂ n⌉ α + (n−1)/n · b/β         recursive halving; ring
+    all_reduce    2 ⌈log₂ n⌉ α + 2 (n−1)/n · b/β       reduce_scatter, then all_gather
+                                                       (Rabenseifner)
+    all_to_all      ⌈log₂ n⌉ α + (n−1)/n · b/(ε β)     Bruck; pairwise, which reaches a share ε of a
+                                                       ring's bandwidth
+    swap            α + (b/2)/β                        with one other rank, both ways at once
+    halo            α + h/β                            both neighbours at once; h bytes sent to them
+                                                       together
+    fetch, store    α + b/β                            of the link to the host, which each device
+                                                       has for itself
+
+Where the profile has measured points of the kind for n ranks, they are interpolated instead. From
+points for other ranks, m the nearest, t(n, b) = max(formula(n, b), points(m, b · w(n)/w(m)) + (s(n)
+− s(m)) α), with s the number of steps and w the share of b on the wire. Either way come the local
+copies that `autopar.kernels.collectives` makes where a dim is not leading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from autopar.core.hardware import Curve, HardwareProfile, Link
+from autopar.errors import HardwareError
+
+Kind = Literal[
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "swap",
+    "halo",
+    "slice",
+    "fetch",
+    "store",
+]
+KINDS: tuple[Kind, ...] = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "swap",
+    "halo",
+    "slice",
+)
+"""Steps along an axis."""
+HOST_KINDS: tuple[Kind, ...] = ("fetch", "store")
+"""Copies from and to the host's memory, along no axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One communication step along one mesh axis.
+
+    Attributes:
+        kind: ``slice`` is the local step Replicate → Shard; it moves nothing between ranks.
+            ``fetch`` and ``store`` move a device's part from its host's memory, and there.
+        axis: index of the mesh axis; −1 of what moves along none (`HOST_KINDS`).
+        dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), extended
+            (halo), of which halves change places (swap), or, for all_to_all, the dim that is
+            sharded before. -1 for all_reduce, fetch and store.
+        to_dim: for all_to_all the dim that is sharded afterwards, else -1.
+        reduce_op: ``sum``, ``max``, ``min`` or ``product`` for the reducing kinds, else empty.
+        dtype: element type as text without ``torch.``, for example ``bfloat16``.
+        bytes: bytes of the local input of one rank.
+        halo_bytes: for halo what a rank between two others sends them, which is as much as it gets
+            from them.
+    """
+
+    kind: Kind
+    axis: int
+    dim: int
+    to_dim: int
+    reduce_op: str
+    dtype: str
+    bytes: int
+    halo_bytes: int = 0
+
+    def size_in(self, mesh_shape: Sequence[int]) -> int:
+        """How many devices it joins on a mesh; 1 where it moves along no axis."""
+        return mesh_shape[self.axis] if self.axis >= 0 else 1
+
+    def output_bytes(self, size: int) -> int:
+        """Bytes of the local output of one rank, on an axis of `size` devices."""
+        if self.kind == "all_gather":
+            return self.bytes * size
+        if self.kind in ("reduce_scatter", "slice"):
+            return self.bytes // size
+        return self.bytes + self.halo_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def collective_time(
+    collective: Collective, axis_size: int, link: str, profile: HardwareProfile
+) -> float:
+    """Seconds that `collective` takes on an axis of `axis_size` devices joined by `link`
+    (``"intra"`` or ``"inter"``).
+
+    Raises:
+        HardwareError: where the profile has no such link.
+    """
+    if profile.parts:
+        return max(collective_time(collective, axis_size, link, part) for part in profile.parts)
+    if collective.kind in HOST_KINDS:
+        assert profile.host is not None, (
+            "of a host that the profile does not know offload is refused"
+        )
+        return (
+            profile.launch_overhead_s
+            + profile.host.latency_s
+            + collective.bytes / profile.host.bandwidth_bytes_per_s
+        )
+    if axis_size == 1:
+        return 0.0
+    copies_s = (
+        _copied_bytes(collective, axis_size)
+        * 2
+        / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
+    )
+    if collective.kind == "slice":
+        return profile.launch_overhead_s + copies_s
+    if link not in profile.links:
+        raise HardwareError(
+            f"profile {profile.name!r} has no link {link!r}",
+            remedy=f"links are {', '.join(profile.links)}",
+        )
+    if collective.kind in ("halo", "swap"):
+        wire, sent_bytes = (
+            profile.links[link],
+            collective.halo_bytes if collective.kind == "halo" else collective.bytes / 2,
+        )
+        return (
+            profile.launch_overhead_s
+            + wire.latency_s
+            + sent_bytes / wire.bandwidth_bytes_per_s
+            + copies_s
+        )
+    size = max(collective.bytes, collective.output_bytes(axis_size))
+    return (
+        _wire_time(collective.kind, axis_size, size, profile.links[link], profile.launch_overhead_s)
+        + copies_s
+    )
+
+
+BUCKETED: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""Kinds of collectives that may share a bucket."""
+BUCKET_DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+"""Of what may lie in one: bytes of an element."""
+STRIPE = 2048
+"""Elements that a block of `pack` moves in one go, however few there are (``kStripe`` in
+autopar_csrc/include/sums.h)."""
+BUCKET_BYTES = 32 * 2**20
+"""Of a bucket on one rank, as it goes in or comes out, at most: larger ones would hide less, and
+save little more."""
+# of a launch; not measured: enough that a bias is not split, and gathered, for a few nanoseconds of
+# the optimizer's
+_PER_MEMBER = 0.125
+_NUM_TOTALS = 16  # sizes of buckets that are compared, each half of the one before
+
+
+def bucket_time(
+    collective: Collective,
+    axis_size: int,
+    link: str,
+    profile: HardwareProfile,
+    members: Iterable[int],
+) -> float:
+    """Seconds of one collective on a bucket, with the two passes around it. Arguments and errors as
+    of `collective_time`.
+
+    Args:
+        members: bytes that one rank puts in of each.
+    """
+    if profile.parts:
+        members = tuple(members)
+        return max(
+            bucket_time(collective, axis_size, link, part, members) for part in profile.parts
+        )
+    passes_s = sum(
+        _passes_s(replace(collective, bytes=size), axis_size, profile) for size in members
+    )
+    return (
+        collective_time(collective, axis_size, link, profile)
+        + 2 * profile.launch_overhead_s
+        + passes_s
+    )
+
+
+def _passes_s(collective: Collective, axis_size: int, profile: HardwareProfile) -> float:
+    """Of `pack`, which reads and writes what goes in of a tensor, and of `unpack`, for what comes
+    out: a row per rank whose part there is, and of each at least a stripe; with what it costs the
+    host that there is one tensor more."""
+    least, rows = STRIPE * BUCKET_DTYPES[collective.dtype], {collective.kind: axis_size}
+    put_in = max(collective.bytes, least * rows.get("reduce_scatter", 1))
+    taken = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
+    bytes_per_s = profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"]
+    return _PER_MEMBER * profile.launch_overhead_s + 2 * (put_in + taken) / bytes_per_s
+
+
+def share_of_bucket(
+    collective: Collective,
+    axis_size: int,
+    link: str,
+    profile: HardwareProfile,
+    per_byte_s: float | None = None,
+) -> float:
+    """Seconds that a collective takes at least as part of a bucket, whichever others share it: its
+    passes, and of the collective and the launches what its bytes take in a bucket of the size that
+    is best for that. Arguments and errors as of `collective_time`.
+
+    Args:
+        per_byte_s: `least_per_byte`, where it is known.
+    """
+    if profile.parts:
+        return max(share_of_bucket(collective, axis_size, link, part) for part in profile.parts)
+    if per_byte_s is None:
+        per_byte_s = least_per_byte(collective.kind, axis_size, link, profile)
+    return collective.bytes * per_byte_s + _passes_s(collective, axis_size, profile)
+
+
+def least_per_byte(kind: Kind, axis_size: int, link: str, profile: HardwareProfile) -> float:
+    """Seconds per byte that one rank puts into a bucket, without passes, of the size that is
+    best for that."""
+    whole = Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", 0)
+    most = most_put_in(kind, axis_size)
+    totals = (max(most >> n, 1) for n in range(_NUM_TOTALS))
+    launches_s = 2 * profile.launch_overhead_s
+    return min(
+        (collective_time(replace(whole, bytes=total), axis_size, link, profile) + launches_s)
+        / total
+        for total in totals
+    )
+
+
+def most_put_in(kind: Kind, axis_size: int) -> int:
+    """Bytes that one rank may put into a bucket."""
+    return BUCKET_BYTES // axis_size if kind == "all_gather" else BUCKET_BYTES
+
+
+def faster(link: Link, share: float) -> Link:
+    """The link with a bandwidth that is larger by `share`: (1 + share) · n bytes take the time
+    that n took, its latency stays."""
+    curves: Mapping[str, Mapping[int, Curve]] = {
+        kind: {
+            num: Curve(tuple(size * (1 + share) for size in c.sizes), c.times)
+            for num, c in by_num.items()
+        }
+        for kind, by_num in link.curves.items()
+    }
+    return replace(
+        link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * (1 + share), curves=curves
+    )
+
+
+def with_faster(profile: HardwareProfile, link: str, share: float) -> HardwareProfile:
+    """The profile with one link that is `faster`; of the slowest of several profiles, that of
+    each."""
+    parts = tuple(with_faster(part, link, share) for part in profile.parts)
+    return replace(
+        profile, links={**profile.links, link: faster(profile.links[link], share)}, parts=parts
+    )
+
+
+def _copied_bytes(collective: Collective, axis_size: int) -> int:
+    """Bytes copied locally: ranks' parts lie one after another, so only a leading dim goes without;
+    a slice is always a copy, and so are halves that are put together; those that are sent lie apart
+    where the dim is not leading."""
+    if collective.kind == "all_gather" and collective.dim > 0:
+        return collective.bytes * axis_size
+    if collective.kind == "reduce_scatter" and collective.dim > 0:
+        return collective.bytes
+    if collective.kind == "all_to_all":
+        return collective.bytes * ((collective.dim > 0) + (collective.to_dim > 0))
+    if collective.kind == "swap":
+        return collective.bytes + (collective.bytes // 2 if collective.dim > 0 else 0)
+    return collective.output_bytes(axis_size) if collective.kind in ("slice", "halo") else 0
+
+
+def _steps(kind: Kind, n: int) -> int:
+    return math.ceil(math.log2(n)) * (2 if kind == "all_reduce" else 1)
+
+
+def _share(kind: Kind, n: int) -> float:
+    """Bytes that one device sends, per byte of the larger of its input and output."""
+    return (n - 1) / n * (2 if kind == "all_reduce" else 1)
+
+
+def _wire_time(kind: Kind, n: int, size: float, link: Link, launch_s: float) -> float:
+    curves = link.curves.get(kind)
+    if curves and n in curves:
+        return curves[n].time_s(size)
+    if not curves and kind in ("all_gather", "reduce_scatter") and link.curves.get("all_reduce"):
+        # a ring all_reduce is a reduce_scatter and an all_gather; apart, the second is launched on
+        # its own
+        return _wire_time("all_reduce", n, size, link, launch_s) / 2 + launch_s
+    bandwidth = link.bandwidth_bytes_per_s * (
+        link.all_to_all_efficiency if kind == "all_to_all" else 1.0
+    )
+    formula = launch_s + _steps(kind, n) * link.latency_s + _share(kind, n) * size / bandwidth
+    if not curves:
+        return formula
+    nearest = min(curves, key=lambda m: (abs(math.log(m / n)), m))
+    scaled = curves[nearest].time_s(size * _share(kind, n) / _share(kind, nearest))
+    return max(formula, scaled + (_steps(kind, n) - _steps(kind, nearest)) * link.latency_s)

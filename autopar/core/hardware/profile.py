@@ -1,0 +1,457 @@
+"""Hardware profiles: what a device and its links can do, each figure with its unit, source and
+date.
+
+Terms. A *figure* is one number of a profile. A *curve* is a set of measured (size, time) points. An
+*efficiency* is the share of a peak that is reached: of `peak_flops_per_s` for matmul and attention,
+of `memory_bandwidth_bytes_per_s` for the kinds of work that memory bounds. A *link* joins the
+devices of a mesh axis, ``"intra"`` within a node, ``"inter"`` between nodes; its bandwidth is per
+device and direction, as a ring over it reaches.
+
+The named profiles are the files of ``cost_models/``. That folder lies at the top of the repository,
+where people look for it; ``autopar/cost_models`` is a link to it, so checkout, editable install and
+wheel find it at one place, beside this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from autopar.core.hardware.figures import (
+    FLOP_KINDS,
+    KERNELS,
+    LINKS,
+    MEMORY_KINDS,
+    Curve,
+    Figure,
+    Host,
+    Link,
+)
+from autopar.core.json_text import read_json
+from autopar.errors import CONTROL, HardwareError
+
+# --------------------------------------------------------------------------------------------------
+# The fields of a profile's file, checked; an error names the field.
+
+_POINT_SIZE = {
+    **dict.fromkeys(FLOP_KINDS, ("flops",)),
+    **dict.fromkeys(MEMORY_KINDS, ("bytes",)),
+    "matmul": ("m", "n", "k"),
+}
+
+
+class Reader:
+    """Reads and checks the fields of one profile, and gathers its figures by dotted path."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.figures: dict[str, Figure] = {}
+
+    def error(self, path: str, what: str) -> HardwareError:
+        return HardwareError(
+            f"hardware profile: {path} {what}",
+            where=self.where,
+            remedy="mend it; the shipped profiles show the form",
+        )
+
+    def mapping(self, value: Any, path: str) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise self.error(
+                path,
+                "is missing" if value is None else f"must be an object, not {type(value).__name__}",
+            )
+        return value
+
+    def no_more(self, data: Mapping[str, Any], known: Iterable[str], path: str) -> None:
+        unknown = sorted(set(data) - set(known))
+        if unknown:
+            raise self.error(f"{path}{unknown[0]:.60}", "is not a known field")
+
+    def text(self, data: Mapping[str, Any], name: str, path: str = "") -> str:
+        value = data.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.error(path + name, "must be a text that is not empty")
+        return value
+
+    def one_of(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+        value = self.text(data, name)
+        if value not in known:
+            raise self.error(name, f"must be one of {', '.join(known)}, not {value!r:.60}")
+        return value
+
+    def number(
+        self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False
+    ) -> float:
+        value = data.get(name)
+        # Integers of any length can be compared, those that no float is as large as cannot be made
+        # one.
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(path + name, f"must be a number, not {value!r:.60}")
+        if not abs(value) <= sys.float_info.max:
+            raise self.error(path + name, f"must be a number, not {value!r:.60}")
+        if value < 0 or (value == 0 and not zero):
+            raise self.error(
+                path + name, f"must be {'0 or more' if zero else 'above 0'}, not {value!r:.60}"
+            )
+        return value
+
+    def origin(self, data: Mapping[str, Any], path: str, unit: str) -> tuple[str, str]:
+        """Source and date, once the unit is the expected one."""
+        if self.text(data, "unit", path) != unit:
+            raise self.error(f"{path}unit", f"must be {unit!r}, not {data['unit']!r:.60}")
+        day = self.text(data, "date", path)
+        try:
+            date.fromisoformat(day)
+        except ValueError:
+            raise self.error(
+                f"{path}date", f"must be a date as 2026-01-31, not {day!r:.60}"
+            ) from None
+        return self.text(data, "source", path), day
+
+    def figure(
+        self, data: Mapping[str, Any], name: str, unit: str, path: str = "", *, zero: bool = False
+    ) -> float:
+        figure = self.mapping(data.get(name), path + name)
+        inner = f"{path}{name}."
+        self.no_more(figure, ("value", "unit", "source", "date"), inner)
+        value = self.number(figure, "value", inner, zero=zero)
+        if unit == "1" and value > 1:
+            raise self.error(
+                f"{inner}value", f"is a share and cannot be above 1, not {value!r:.60}"
+            )
+        source, day = self.origin(figure, inner, unit)
+        self.figures[path + name] = Figure(value, unit, source, day)
+        return value
+
+    def figures_of(
+        self,
+        data: Mapping[str, Any],
+        name: str,
+        unit: str,
+        path: str = "",
+        needed: tuple[str, ...] = (),
+    ) -> Mapping[str, float]:
+        group = self.mapping(data.get(name), path + name)
+        return {
+            key: self.figure(group, key, unit, f"{path}{name}.")
+            for key in (*needed, *(k for k in group if k not in needed))
+        }
+
+    def points(self, data: Mapping[str, Any], kind: str, path: str) -> list[Mapping[str, Any]]:
+        """The points of one measurement, its source, date and unit checked."""
+        group = self.mapping(data[kind], path + kind)
+        inner = f"{path}{kind}."
+        self.no_more(group, ("unit", "source", "date", "points"), inner)
+        source, day = self.origin(group, inner, "s")
+        points = group.get("points")
+        if not isinstance(points, list) or not points:
+            raise self.error(f"{inner}points", "must be a list that is not empty")
+        self.figures[path + kind] = Figure(len(points), "points", source, day)
+        return [self.mapping(point, f"{inner}points[{i}]") for i, point in enumerate(points)]
+
+
+def links(reader: Reader, data: Mapping[str, Any]) -> dict[str, Link]:
+    """By name."""
+    named = reader.mapping(data.get("links"), "links")
+    reader.no_more(named, LINKS, "links.")
+    found = {}
+    for name in LINKS:
+        link, path = reader.mapping(named.get(name), f"links.{name}"), f"links.{name}."
+        reader.no_more(
+            link, ("latency_s", "bandwidth_bytes_per_s", "all_to_all_efficiency", "measured"), path
+        )
+        found[name] = Link(
+            reader.figure(link, "latency_s", "s", path, zero=True),
+            reader.figure(link, "bandwidth_bytes_per_s", "bytes/s", path),
+            reader.figure(link, "all_to_all_efficiency", "1", path),
+            _collective_curves(
+                reader,
+                reader.mapping(link.get("measured", {}), f"{path}measured"),
+                f"{path}measured.",
+            ),
+        )
+    return found
+
+
+def host(reader: Reader, data: Mapping[str, Any]) -> Host | None:
+    """What the file says of the host; None where it says nothing."""
+    if "host" not in data:
+        return None
+    known = reader.mapping(data["host"], "host")
+    reader.no_more(
+        known,
+        ("memory_bytes", "memory_bandwidth_bytes_per_s", "latency_s", "bandwidth_bytes_per_s"),
+        "host.",
+    )
+    return Host(
+        int(reader.figure(known, "memory_bytes", "bytes", "host.")),
+        reader.figure(known, "memory_bandwidth_bytes_per_s", "bytes/s", "host."),
+        reader.figure(known, "latency_s", "s", "host.", zero=True),
+        reader.figure(known, "bandwidth_bytes_per_s", "bytes/s", "host."),
+    )
+
+
+def kernels(reader: Reader, data: Mapping[str, Any]) -> Mapping[str, float]:
+    """What each kernel reaches that the file names."""
+    if "kernels" not in data:
+        return {}
+    reader.no_more(reader.mapping(data["kernels"], "kernels"), KERNELS, "kernels.")
+    return reader.figures_of(data, "kernels", "1")
+
+
+def _collective_curves(
+    reader: Reader, measured: Mapping[str, Any], path: str
+) -> dict[str, dict[int, Curve]]:
+    reader.no_more(measured, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), path)
+    curves: dict[str, dict[int, Curve]] = {}
+    for kind in measured:
+        sizes: dict[int, list[tuple[float, float]]] = {}
+        for i, point in enumerate(reader.points(measured, kind, path)):
+            where = f"{path}{kind}.points[{i}]."
+            values = [
+                reader.number(point, name, where) for name in ("num_devices", "bytes", "time_s")
+            ]
+            sizes.setdefault(int(values[0]), []).append((values[1], values[2]))
+        curves[kind] = {num_devices: Curve.through(points) for num_devices, points in sizes.items()}
+    return curves
+
+
+def compute_curves(reader: Reader, data: Mapping[str, Any]) -> dict[tuple[str, str], Curve]:
+    """By kind and dtype."""
+    measured = reader.mapping(data.get("measured", {}), "measured")
+    reader.no_more(measured, _POINT_SIZE, "measured.")
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for kind in measured:
+        for i, point in enumerate(reader.points(measured, kind, "measured.")):
+            where = f"measured.{kind}.points[{i}]."
+            size = math.prod(reader.number(point, name, where) for name in _POINT_SIZE[kind]) * (
+                2 if kind == "matmul" else 1
+            )
+            dtype = reader.text(point, "dtype", where) if kind in FLOP_KINDS else ""
+            groups.setdefault((kind, dtype), []).append(
+                (size, reader.number(point, "time_s", where))
+            )
+    return {key: Curve.through(points) for key, points in groups.items()}
+
+
+FORMAT = "autopar-hardware"
+VERSION = 1
+DEVICE_TYPES = ("cpu", "cuda")
+_CHIPS = {
+    "a100-sxm4-40gb": "a100-sxm-40gb",
+    "a100-sxm": "a100-sxm-80gb",
+    "h100 80gb hbm3": "h100-sxm",
+    "nvidia h200": "h200-sxm",
+}
+_NEAR = {
+    "h100": "h100-sxm",
+    "h200": "h200-sxm",
+    "a100": "a100-sxm-80gb",
+}  # of the same chip, on another board
+_FOLDER = Path(__file__).parents[2] / "cost_models"
+_FIELDS = {
+    "format",
+    "version",
+    "name",
+    "description",
+    "device_type",
+    "device_memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+}
+_FIELDS |= {
+    "launch_overhead_s",
+    "kernels",
+    "overlap_slowdown",
+    "matmul_half_flops",
+    "peak_flops_per_s",
+    "efficiency",
+    "measured",
+    "links",
+}
+_FIELDS |= {"host"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HardwareProfile:
+    """One kind of device with its links. Profiles are equal where all their figures are.
+
+    Attributes:
+        peak_flops_per_s: dtype name (``"bfloat16"``) → peak of dense matmul.
+        efficiency: kind of `FLOP_KINDS` → dtype name → share of the peak that large sizes reach.
+        memory_efficiency: kind of `MEMORY_KINDS` → share of the memory bandwidth.
+        overlap_slowdown: what a second of communication beside compute costs compute, in seconds: 0
+            where it costs nothing, 1 where nothing can be hidden, which holds where the file does
+            not say.
+        kernels: kind of `KERNELS` → the share that a collective-overlap kernel hides of what its
+            chunks could (`autopar.cost.kernels`), of ``reduce_add_rmsnorm`` that of a copy's
+            bandwidth, of ``moe_route`` that of an all-to-all's; a kernel that the file does not
+            name is not used.
+        matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large
+            one.
+        curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with
+            dtype ``""``, else.
+        figures: every figure by its dotted path, for reports.
+        hash: fingerprint of the whole profile.
+        device_type: kind of device, of `DEVICE_TYPES`; empty where the file does not say.
+        host: what each device has of its host, for offload; None where the file does not say.
+        parts: the profiles of which it is the slowest at each op (`slowest_of`); a profile of one
+            kind of device has none.
+    """
+
+    name: str
+    description: str
+    device_memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_overhead_s: float
+    overlap_slowdown: float
+    kernels: Mapping[str, float]
+    matmul_half_flops: float
+    peak_flops_per_s: Mapping[str, float]
+    efficiency: Mapping[str, Mapping[str, float]]
+    memory_efficiency: Mapping[str, float]
+    links: Mapping[str, Link]
+    curves: Mapping[tuple[str, str], Curve]
+    figures: Mapping[str, Figure] = field(repr=False)
+    hash: str
+    device_type: str = ""
+    host: Host | None = None
+    parts: tuple[HardwareProfile, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HardwareProfile) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the file says that it is one."""
+        return self.device_type == "cuda"
+
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether norms run by kernels (`autopar.kernels.rows`)."""
+        return self.is_gpu
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The profiles that come with autopar."""
+        return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+    @staticmethod
+    def of_gpu(device_name: str) -> tuple[str, bool]:
+        """The profile of a GPU that torch calls `device_name`, and whether it is of that GPU: else
+        it is of the same chip on another board, or, where there is none of its kind, of an H100."""
+        name = device_name.lower()
+        own = next((profile for gpu, profile in _CHIPS.items() if gpu in name), None)
+        if own is not None and "nvl" not in name:
+            return own, True
+        return next((profile for chip, profile in _NEAR.items() if chip in name), "h100-sxm"), False
+
+    @staticmethod
+    def local_path() -> Path:
+        """Where the profile of this machine is kept: ``$AUTOPAR_HOME`` or ``~/.cache/autopar``."""
+        return (
+            Path(os.environ.get("AUTOPAR_HOME", Path.home() / ".cache" / "autopar")) / "local.json"
+        )
+
+    @staticmethod
+    def load(profile: str | os.PathLike[str]) -> HardwareProfile:
+        """Load a profile: one of `names`, ``"local"``, or the path of a JSON file.
+
+        Raises:
+            HardwareError: where there is none of that name or at that path, or it is malformed; the
+                field is named.
+        """
+        return HardwareProfile.from_json(HardwareProfile.read(profile), where=str(_path(profile)))
+
+    @staticmethod
+    def read(profile: str | os.PathLike[str]) -> Any:
+        """The JSON of a profile that `load` would load, its fields not yet checked. Raises
+        `HardwareError` where there is none."""
+        path = _path(profile)
+        try:
+            return read_json(path.read_text(encoding="utf-8"), without=CONTROL)
+        except OSError as error:
+            raise HardwareError(
+                f"cannot read hardware profile: {error.strerror}",
+                where=str(path),
+                remedy="check the path",
+            ) from error
+        except ValueError as error:
+            what = f"hardware profile is no JSON that autopar reads: {error}"
+            raise HardwareError(what, where=str(path), remedy="mend the file") from error
+
+    @staticmethod
+    def from_json(data: Any, where: str = "") -> HardwareProfile:
+        """Make a profile of parsed JSON; `where` names it in errors. Raises `HardwareError`
+        naming the bad field."""
+        reader = Reader(where)
+        data = reader.mapping(data, "profile")
+        if data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise reader.error("format", f"must be {FORMAT!r}, version {VERSION}")
+        efficiency = reader.mapping(data.get("efficiency"), "efficiency")
+        peaks = reader.figures_of(data, "peak_flops_per_s", "flops/s")
+        profile = HardwareProfile(
+            name=reader.text(data, "name"),
+            description=reader.text(data, "description"),
+            device_memory_bytes=int(reader.figure(data, "device_memory_bytes", "bytes")),
+            memory_bandwidth_bytes_per_s=reader.figure(
+                data, "memory_bandwidth_bytes_per_s", "bytes/s"
+            ),
+            launch_overhead_s=reader.figure(data, "launch_overhead_s", "s", zero=True),
+            overlap_slowdown=reader.figure(data, "overlap_slowdown", "1", zero=True)
+            if "overlap_slowdown" in data
+            else 1.0,
+            kernels=kernels(reader, data),
+            matmul_half_flops=reader.figure(data, "matmul_half_flops", "flops", zero=True),
+            peak_flops_per_s=peaks,
+            efficiency={
+                kind: reader.figures_of(efficiency, kind, "1", "efficiency.", tuple(peaks))
+                for kind in FLOP_KINDS
+            },
+            memory_efficiency={
+                kind: reader.figure(efficiency, kind, "1", "efficiency.") for kind in MEMORY_KINDS
+            },
+            links=links(reader, data),
+            curves=compute_curves(reader, data),
+            figures=reader.figures,
+            hash=hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16],
+            device_type=reader.one_of(data, "device_type", DEVICE_TYPES)
+            if "device_type" in data
+            else "",
+            host=host(reader, data),
+        )
+        reader.no_more(data, _FIELDS, "")
+        return profile
+
+
+def _path(profile: str | os.PathLike[str]) -> Path:
+    """Of a name, ``"local"`` or a path."""
+    text = os.fspath(profile)
+    if text in HardwareProfile.names():
+        return _FOLDER / f"{text}.json"
+    if text == "local":
+        path = HardwareProfile.local_path()
+        if not path.is_file():
+            raise HardwareError(
+                "this machine has not been measured",
+                where=str(path),
+                remedy="run `autopar profile` first",
+            )
+        return path
+    if os.sep in text or text.endswith(".json") or os.path.exists(text):
+        return Path(text)
+    known = ", ".join((*HardwareProfile.names(), "local"))
+    remedy = (
+        f"name one of {known}, or the path of a JSON file; or pass a profile itself as hardware="
+    )
+    raise HardwareError(f"there is no hardware profile {text!r}", remedy=remedy)

@@ -1,0 +1,73 @@
+"""Arguments by name: one that is misspelt or left out is refused in the words of the project,
+with the nearest name that there is."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+from autopar.errors import ArgumentError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def close_to(name: str, known: Iterable[str]) -> list[str]:
+    """The names that are most like one that is not known, the closest first; at most three."""
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+
+
+def named(name: str, page: str) -> Callable[[F], F]:
+    """A function that users call as `name` refuses arguments that it does not take, and says what
+    is missing.
+
+    Args:
+        page: of the documentation that lists the arguments.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _refusal(name, page, signature, args, kwargs, str(error)) from None
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def _refusal(
+    name: str, page: str, signature: inspect.Signature, args: Any, kwargs: Any, said: str
+) -> ArgumentError:
+    taken = [p for p in signature.parameters.values() if p.kind not in _UNNAMED]
+    known = [p.name for p in taken]
+    listed = f"help({name}) and {page} list the arguments"
+    unknown = next((given for given in kwargs if given not in known), None)
+    if unknown is not None:
+        close = close_to(unknown, known)
+        remedy = (
+            f"did you mean {' or '.join(f'{c}=' for c in close)}? {listed}"
+            if close
+            else f"it takes {', '.join(known)}; {listed}"
+        )
+        return ArgumentError(f"{name} takes no argument {unknown!r}", remedy=remedy)
+    positions = [p.name for p in taken if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    by_position = positions[: len(args)]
+    missing = [
+        p.name for p in taken if p.default is p.empty and p.name not in (*by_position, *kwargs)
+    ]
+    if missing and len(args) <= len(positions):
+        what = f"{name} misses {' and '.join(map(repr, missing))}"
+        return ArgumentError(what, remedy=f"pass {', '.join(f'{m}=' for m in missing)}; {listed}")
+    return ArgumentError(
+        f"{name}: {said}",
+        remedy=f"by position it takes {', '.join(positions)}, all else by name; {listed}",
+    )

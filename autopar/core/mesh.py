@@ -1,0 +1,354 @@
+"""The device mesh as the planner sees it: named axes, no process group.
+
+Terms. A mesh is a row-major grid of devices; an *axis* is one of its directions. Ranks are numbered
+row-major: the last axis is the fastest. The *link* of an axis is the slowest connection that two
+neighbours on it must cross: ``"intra"`` within a node, ``"inter"`` between nodes. It follows from
+the axis' stride and the number of devices in a node.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeGuard
+
+from autopar.core.hardware import Hardware, HardwareProfile, Mixed
+from autopar.errors import HardwareError, MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis: its name and its number of devices."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Named mesh axes in row-major order.
+
+    Args:
+        axes: ``{"node": 4, "gpu": 8}``, a sequence of `MeshAxis`, or a device count (one axis,
+            ``"gpu"``).
+        devices_per_node: how many consecutive ranks share a node; by default the size of the last
+            axis where there are several axes, else all devices up to 8.
+        links: names the link of an axis where it does not follow from the stride, ``{"gpu":
+            "inter"}``.
+
+    Raises:
+        MeshError: on an empty mesh, a size below 1, a repeated, unknown or unreadable axis name.
+    """
+
+    axes: tuple[MeshAxis, ...]
+    devices_per_node: int
+    links: tuple[tuple[str, str], ...] = field(default=())
+
+    def __init__(
+        self,
+        axes: Mapping[str, int] | Sequence[MeshAxis] | int,
+        *,
+        devices_per_node: int | None = None,
+        links: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(axes, str):
+            raise MeshError(f"{axes!r} is a text", remedy=f"pass autopar.Mesh.parse({axes!r})")
+        if isinstance(axes, int):
+            axes = {"gpu": axes}
+        if isinstance(axes, Mapping):
+            axes = tuple(MeshAxis(name, size) for name, size in axes.items())
+        axes = tuple(axes)
+        _check_axes(axes, links or {})
+        if devices_per_node is None:
+            total = math.prod(axis.size for axis in axes)
+            devices_per_node = axes[-1].size if len(axes) > 1 else min(total, 8)
+        if devices_per_node < 1:
+            raise MeshError(
+                f"devices_per_node={devices_per_node} is no number of devices",
+                remedy="pass how many ranks share a node",
+            )
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "devices_per_node", devices_per_node)
+        object.__setattr__(self, "links", tuple(sorted((links or {}).items())))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([axis.size for axis in self.axes])
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    def stride(self, axis: int) -> int:
+        """Distance in ranks between neighbours on `axis`."""
+        return math.prod(self.shape[axis + 1 :])
+
+    def link(self, axis: int) -> str:
+        """``"intra"`` where the whole axis lies within one node, else ``"inter"`` (or as named
+        by the user)."""
+        named = dict(self.links).get(self.axes[axis].name)
+        if named is not None:
+            return named
+        span = self.stride(axis) * self.axes[axis].size
+        return "intra" if self.devices_per_node % span == 0 else "inter"
+
+    def shares_memory(self, axis: int) -> bool:
+        """Whether ranks along `axis` reach each other's memory, as those of one node do."""
+        return self.link(axis) == "intra"
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The rank's position on every axis."""
+        return tuple(rank // self.stride(a) % self.axes[a].size for a in range(len(self.axes)))
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks that communicate along `axis`, one tuple per group, ordered by position on
+        the axis."""
+        stride, size = self.stride(axis), self.axes[axis].size
+        starts = [rank for rank in range(self.num_devices) if self.coordinate(rank)[axis] == 0]
+        return tuple(tuple(start + k * stride for k in range(size)) for start in starts)
+
+    def without(self, name: str) -> Mesh:
+        """The mesh of the other axes, whose links are what they were; of one device where there is
+        no other.
+
+        Raises:
+            MeshError: where there is no axis of that name.
+        """
+        if name not in self.names:
+            raise MeshError(
+                f"mesh {self} has no axis {name!r}", remedy=f"its axes are {', '.join(self.names)}"
+            )
+        links = {
+            axis.name: self.link(index) for index, axis in enumerate(self.axes) if axis.name != name
+        }
+        left = [axis for axis in self.axes if axis.name != name]
+        return Mesh(left or {"device": 1}, devices_per_node=self.devices_per_node, links=links)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "axes": [[a.name, a.size] for a in self.axes],
+            "devices_per_node": self.devices_per_node,
+            "links": dict(self.links),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Mesh:
+        axes = [
+            MeshAxis(name, size) for name, size in data["axes"]
+        ]  # a list: JSON objects are sorted, axes are ordered
+        return Mesh(axes, devices_per_node=data["devices_per_node"], links=data.get("links"))
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read ``"node=4,gpu=8"``, ``"4x8"`` (nodes × devices per node: the same mesh) or
+        ``"8"``."""
+        try:
+            if (nodes := nodes_in(text)) is not None:
+                return Mesh({"node": nodes[0], "gpu": nodes[1]})
+            if "=" not in text:
+                return Mesh(int(text))
+            pairs = [part.split("=") for part in text.split(",")]
+            if len({name.strip() for name, _ in pairs}) != len(pairs):
+                raise MeshError(
+                    f"mesh {text!r} names an axis twice", remedy="give each axis a name of its own"
+                )
+            return Mesh({name.strip(): int(size) for name, size in pairs})
+        except ValueError as error:
+            remedy = "write node=4,gpu=8, nodes × devices per node as 4x8, or a device count"
+            raise MeshError(f"cannot read mesh {text!r}", remedy=remedy) from error
+
+    def __str__(self) -> str:
+        return ",".join(f"{a.name}={a.size}" for a in self.axes)
+
+
+def nodes_in(text: str) -> tuple[int, int] | None:
+    """Nodes and devices per node of ``"4x8"``; None where the text is of another kind."""
+    nodes, x, devices = text.partition("x")
+    return (
+        (int(nodes), int(devices))
+        if x and nodes.strip().isdecimal() and devices.strip().isdecimal()
+        else None
+    )
+
+
+def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
+    if not axes:
+        raise MeshError(
+            "a mesh needs at least one axis",
+            remedy='for example autopar.Mesh({"node": 4, "gpu": 8})',
+        )
+    names = [axis.name for axis in axes]
+    if len(set(names)) != len(names):
+        raise MeshError(
+            f"mesh axis names repeat: {names}", remedy="give each axis a name of its own"
+        )
+    for axis in axes:
+        if not axis.name or set(axis.name) & set(",= "):  # the text of a mesh has to read back
+            what = (
+                f"mesh axis name {axis.name!r} holds a comma, an equals sign or a space"
+                if axis.name
+                else "a mesh axis has no name"
+            )
+            raise MeshError(what, remedy='for example autopar.Mesh({"node": 4, "gpu": 8})')
+        if not isinstance(axis.size, int) or axis.size < 1:
+            raise MeshError(
+                f"mesh axis {axis.name!r} has size {axis.size!r}",
+                remedy="sizes are integers from 1",
+            )
+    for name, link in links.items():
+        if name not in names or link not in ("intra", "inter"):
+            raise MeshError(
+                f"link {name!r}: {link!r} is not known",
+                remedy=f'axes are {names}; links are "intra" and "inter"',
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# What users say of devices: a mesh or what is to be one, and the hardware of it. Nothing here
+# needs torch: what is mistyped does not wait for it.
+
+Unshaped: TypeAlias = int | tuple[int, int]  # a device count; nodes × devices per node
+ProfileLike: TypeAlias = str | Path | HardwareProfile
+HardwareLike: TypeAlias = ProfileLike | Mixed | Mapping[str, Sequence[ProfileLike]]
+_FORM = (
+    'one axis of the mesh and a profile per index along it, {"stage": ["h100-sxm",'
+    ' "a100-sxm-80gb"]}'
+)
+
+
+def read_mesh(text: str, devices_per_node: int | None = None) -> Mesh | Unshaped:
+    """A mesh as the command line has it: axes, or what the planner is to shape, a device count or
+    nodes × devices per node as 4x8.
+
+    Args:
+        devices_per_node: where the text does not say it; of axes by default as `Mesh` has it.
+
+    Raises:
+        MeshError: where it is none of these, or its nodes are not of so many devices.
+    """
+    found = int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
+    if devices_per_node is None:
+        return found
+    if isinstance(found, tuple):
+        raise MeshError(
+            f"mesh {text} says how many devices a node has", remedy="leave --devices-per-node out"
+        )
+    total = found if isinstance(found, int) else found.num_devices
+    if total % devices_per_node:
+        raise MeshError(
+            f"{total} devices are no whole nodes of {devices_per_node}",
+            remedy="pass a divisor as --devices-per-node",
+        )
+    if isinstance(found, int):
+        return total // devices_per_node, devices_per_node
+    return Mesh(found.axes, devices_per_node=devices_per_node, links=dict(found.links))
+
+
+def is_unshaped(mesh: object) -> TypeGuard[Unshaped]:
+    """Whether a mesh is a device count, or nodes × devices per node, whose shape is the
+    planner's choice."""
+    sizes = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (mesh,)
+    return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+
+
+def read_hardware(hardware: HardwareLike) -> Hardware:
+    """A profile, its name or path, or a mapping from an axis to one per index along it; as text
+    ``stage=h100-sxm,a100-sxm-80gb``.
+
+    Raises:
+        HardwareError: where a profile is not there.
+    """
+    if isinstance(hardware, HardwareProfile | Mixed):
+        return hardware
+    if isinstance(hardware, str | os.PathLike):
+        axis, along = _parsed(os.fspath(hardware))
+        return _mixed({axis: along}) if axis else HardwareProfile.load(hardware)
+    return _mixed(hardware)
+
+
+def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
+    """As `read_hardware`, for a mesh.
+
+    Raises:
+        HardwareError: also where the mesh has no such axis, or not so many devices along it.
+    """
+    found = read_hardware(hardware)
+    if isinstance(found, HardwareProfile):
+        return found
+    if isinstance(mesh, Mesh):
+        return _on(found, mesh)
+    what = (
+        f"hardware= names profiles along {found.axis!r}, and the shape of the mesh is the planner's"
+        " choice"
+    )
+    raise HardwareError(
+        what,
+        remedy=(
+            f'pass a mesh with that axis, autopar.Mesh({{"{found.axis}": {len(found.profiles)},'
+            " ...})"
+        ),
+    )
+
+
+def _mixed(hardware: object) -> Mixed:
+    if not isinstance(hardware, Mapping):
+        raise HardwareError(
+            f"hardware={hardware!r} is no profile", remedy=f"name a profile, pass one, or {_FORM}"
+        )
+    if len(hardware) != 1:
+        what = f"hardware= has profiles along {' and '.join(map(repr, hardware)) or 'no axis'}"
+        raise HardwareError(what, remedy=f"devices may differ along one axis: pass {_FORM}")
+    ((axis, along),) = hardware.items()
+    if isinstance(along, str | os.PathLike | HardwareProfile) or not isinstance(along, Sequence):
+        raise HardwareError(
+            f"hardware= has {along!r} along {axis!r}, which is no list of profiles",
+            remedy=f"pass {_FORM}",
+        )
+    wrong = [each for each in along if not isinstance(each, str | os.PathLike | HardwareProfile)]
+    if wrong:
+        raise HardwareError(
+            f"hardware= has {wrong[0]!r} along {axis!r}, which is no profile",
+            remedy=f"pass {_FORM}",
+        )
+    return Mixed(
+        axis,
+        tuple(
+            each if isinstance(each, HardwareProfile) else HardwareProfile.load(each)
+            for each in along
+        ),
+    )
+
+
+def _on(mixed: Mixed, mesh: Mesh) -> Mixed:
+    """Raises:
+    HardwareError: where the mesh has no such axis, or not so many devices along it.
+    """
+    if mixed.axis not in mesh.names:
+        what = f"hardware= names profiles along {mixed.axis!r}, which mesh {mesh} does not have"
+        raise HardwareError(what, remedy=f"its axes are {', '.join(mesh.names)}")
+    size, num = mesh.shape[mesh.names.index(mixed.axis)], len(mixed.profiles)
+    if size != num:
+        what = (
+            f"hardware= names {num} profile{'s' if num != 1 else ''} along {mixed.axis!r}, and mesh"
+            f" {mesh} has {size} devices along it"
+        )
+        raise HardwareError(
+            what, remedy=f"pass {size}, one per index, also where several are the same"
+        )
+    return mixed
+
+
+def _parsed(text: str) -> tuple[str, list[str]]:
+    """The axis and its profiles of ``stage=h100-sxm,a100-sxm-80gb``; no axis where the text is a
+    name or a path."""
+    axis, equals, along = text.partition("=")
+    if not equals or os.sep in axis or os.path.exists(text):
+        return "", []
+    return axis.strip(), [name.strip() for name in along.split(",")]

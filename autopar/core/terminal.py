@@ -1,0 +1,170 @@
+"""What the command line reads and writes on a terminal: sizes as users write them, lines,
+tables, and what is going on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.errors import LiveError
+from rich.text import Text
+
+from autopar.errors import AutoparError
+
+log = logging.getLogger("autopar")
+out, err = Console(), Console(stderr=True)
+_EVERY_S = 5.0  # between two lines in the log
+_EVERY_LINE_S = 10.0  # between two where no terminal shows one that changes
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*((?:[kmgt]i?)?b?)\s*$", re.IGNORECASE)
+PHASES = {
+    "enumerate": "finding strategies",
+    "price": "pricing",
+    "cut": "cutting",
+    "solve": "solving",
+    "bound": "bounding all cuts",
+    "assemble": "writing the plan",
+    "emit": "emitting",
+    "least": "looking for the least memory",
+    "conflict": "looking for what asks for too much",
+    "memory": "adding up memory",
+    "overlap": "placing communication beside compute",
+    "explain": "pricing runner-ups",
+}
+"""The planner's phases in words."""
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of ``72GiB``, ``80 GB``, ``500MiB`` or a plain number; None stays None.
+
+    Raises:
+        AutoparError: where the text is none of these.
+    """
+    if text is None:
+        return None
+    match = _SIZE.match(text)
+    if match is None:
+        raise AutoparError(
+            f"{text!r} is no size", remedy="write for example 72GiB, 80GB or a number of bytes"
+        )
+    unit = match[2].lower().removesuffix("b")
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * base ** ("kmgt".index(unit[0]) + 1 if unit else 0))
+
+
+def check_writable(path: Path | None) -> None:
+    """That a file can be written there, before what is to be written is made; None is nowhere.
+
+    Raises:
+        AutoparError: where its folder is not there, or nothing can be written to it.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    why = (
+        ""
+        if os.access(folder, os.W_OK)
+        else "it cannot be written to"
+        if folder.is_dir()
+        else "there is no such folder"
+    )
+    if path.is_dir():
+        raise AutoparError(f"cannot write to {path}: it is a folder", remedy="name a file in it")
+    if why:
+        raise AutoparError(
+            f"cannot write to {path}: {why}: {folder}", remedy="check the path, or make the folder"
+        )
+
+
+def say(line: str) -> None:
+    """To a terminal wrapped, into a file or pipe as it is."""
+    out.print(Text(line), soft_wrap=not out.is_terminal)
+
+
+def complain(line: str) -> None:
+    """The same where errors go."""
+    err.print(Text(line), soft_wrap=not err.is_terminal)
+
+
+def show(readable: Any) -> None:
+    """To a terminal in its width; into a file or pipe in a fixed one, so that tables stay whole."""
+    if out.is_terminal:
+        out.print(readable)
+    else:
+        out.file.write(f"{readable}\n")
+
+
+@contextmanager
+def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str], None]]:
+    """As `progress`, of what may be done before that long: then nothing is said. Where there is
+    no terminal the log says it."""
+    if not err.is_terminal:
+        with _in_log(first, after_s) as tell:
+            yield tell
+        return
+    status = err.status(f"{first} …")
+
+    def start() -> None:
+        with suppress(LiveError):  # the caller shows something of their own
+            status.start()
+
+    timer = threading.Timer(after_s, start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda what: status.update(f"{what} …")
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+@contextmanager
+def _in_log(first: str, after_s: float) -> Iterator[Callable[[str], None]]:
+    """What is going on after that long, and again from time to time, as INFO."""
+    if not log.isEnabledFor(logging.INFO):
+        yield lambda _: None
+        return
+    with _again_and_again(first, after_s, _EVERY_S, log.info) as tell:
+        yield tell
+
+
+@contextmanager
+def _again_and_again(
+    first: str, after_s: float, every_s: float, write: Callable[[str], None]
+) -> Iterator[Callable[[str], None]]:
+    """Write a line about what is going on after `after_s` seconds, and then every so many."""
+    now, begin, done = [first], time.monotonic(), threading.Event()
+
+    def watch() -> None:
+        wait_s = after_s
+        while not done.wait(wait_s):
+            write(f"{now[0]} … ({time.monotonic() - begin:.0f} s so far)")
+            wait_s = every_s
+
+    thread = threading.Thread(target=watch, name="autopar progress", daemon=True)
+    thread.start()
+    try:
+        yield lambda what: now.__setitem__(0, what)
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def progress(first: str) -> Iterator[Callable[[str], None]]:
+    """Say on the terminal what is going on; into a file or pipe a line from time to time, of
+    what takes long."""
+    if not err.is_terminal:
+        with _again_and_again(first, _EVERY_LINE_S, _EVERY_LINE_S, complain) as tell:
+            yield tell
+        return
+    with err.status(f"{first} …") as status:
+        yield lambda what: status.update(f"{what} …")

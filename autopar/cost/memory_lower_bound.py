@@ -1,0 +1,165 @@
+"""What any plan holds while an op runs, as moments without reserve: from them follows how much
+memory is needed at least.
+
+`Liveness.certain` is the part of it that a search has rows for. Here are forward as well, and what
+only adds little, or seldom binds:
+
+    what the op makes, and what it reads, as it reads it
+    of a parameter that it reads      bytes as it reads it − bytes as it rests: a copy beside what
+                                      rests, where the layouts differ
+    a value that waits for a reader   in forward what is kept, after its last reader there; any
+                                      other in its fewest bytes in any layout
+    a gradient that is done           its fewest bytes, where none is added to a sum
+    what the model has returned       in the layout in which it is returned
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.core.problem import Moment
+from autopar.cost.memory import Liveness, add, frozen
+from autopar.cost.spans import NEVER
+from autopar.sharding import Cluster
+
+
+def surely(liveness: Liveness) -> tuple[Moment, ...]:
+    """A moment for each op that runs where it stands in any plan, of equal ones for the first and
+    the last, and those at which sums are widened."""
+    found, last = [], _last_forward(liveness)
+    for op, source in enumerate(liveness.priced.sources):
+        if source.cluster is not None:
+            instances = list(enumerate(source.cluster.instances))
+            order = sorted(
+                (liveness.positions[c.members[0].node], n)
+                for n, c in instances
+                if c.members[0].node in last
+            )
+            for now, which in dict.fromkeys((*order[:1], *order[-1:])):
+                found.append(
+                    _Now(liveness, op, source.cluster.instances[which], now, last).moment()
+                )
+    return (*found, *liveness.widenings())
+
+
+def _last_forward(liveness: Liveness) -> dict[str, int]:
+    """Of each node that runs where it stands in the trace, in any plan, the last such reader in
+    forward, of it or of a view of it; `NEVER` where there is none. What in forward stands for
+    backward alone is no such node: backward may run it instead."""
+    found: dict[str, int] = {}
+    for node in reversed(liveness.trace.graph.nodes):
+        op, places = liveness.owner.get(node.name), liveness.positions
+        own = node.meta.get("phase") == "backward" or (
+            op is not None and not liveness.priced.problem.ops[op].recomputable
+        )
+        running = [
+            u
+            for u in node.users
+            if u.op == "output" or (u.meta.get("phase") == "forward" and u.name in found)
+        ]
+        if own or running or node.op == "placeholder":
+            views = [
+                found[u.name]
+                for u in running
+                if u.op != "output" and liveness.spans[u.name].is_view
+            ]
+            found[node.name] = max([NEVER, *(places[u.name] for u in running), *views])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """An op about to run: the first node of a cluster, at a position of the trace."""
+
+    liveness: Liveness
+    op: int
+    cluster: Cluster
+    now: int
+    last_forward: dict[str, int]
+
+    @property
+    def backward(self) -> bool:
+        return self.liveness.priced.problem.ops[self.op].phase == "backward"
+
+    def moment(self) -> Moment:
+        live = self.liveness.made_at(self.op, self.cluster.members[0].node)
+        held: dict[int, int] = {}
+        self._waiting(live, held)
+        self._read(live, held)
+        if self.backward:
+            self.liveness.add_returned(live, self.now)
+        return Moment(
+            self.cluster.members[0].node, tuple((v, n) for v, n in held.items() if n), frozen(live)
+        )
+
+    def _waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
+        """What waits for readers to come."""
+        problem, spans, now = self.liveness.priced.problem, self.liveness.spans, self.now
+        read = {name for name, _ in self.cluster.operands}
+        for v, refs in enumerate(self.liveness.priced.refs):
+            value = problem.values[problem.variants[v].value]
+            here = [(name, spans[name]) for name, _ in refs]
+            if value.phase == "backward":
+                for name in [
+                    name
+                    for name, s in here
+                    if self.backward and s.is_gradient and s.made < now and s.until < now
+                ]:
+                    self.liveness.add_gradient(name, value, live)
+                num = (
+                    sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here)
+                    if self.backward
+                    else 0
+                )
+            else:
+                kept = [
+                    (
+                        s.waits(now, value.num_versions)
+                        if self.backward
+                        else 0 <= s.last_forward < now and s.until >= 0
+                    )
+                    for _, s in here
+                ]
+                held[v] = sum(kept)
+                num = sum(
+                    s.made < now < self.last_forward.get(n, NEVER)
+                    and s.has_memory
+                    and n not in read
+                    for n, s in here
+                )
+                num = 0 if self.backward or value.resident else num
+            add(
+                live,
+                [min(value.graph.bytes)] * len(problem.ops[value.op].strategies),
+                value.op,
+                num,
+            )
+
+    def _read(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
+        """What the op reads."""
+        problem, first = self.liveness.priced.problem, self.cluster.members[0]
+        for ref, operand in {
+            ref: operand for operand, ref in enumerate(self.cluster.operands) if ref in first.reads
+        }.items():
+            v, span = self.liveness.variant[ref], self.liveness.spans[ref[0]]
+            value = problem.values[problem.variants[v].value]
+            if span.is_view:
+                continue
+            size = value.graph.bytes
+            add(
+                live,
+                [
+                    size[value.graph.index[s.layouts.inputs[operand]]]
+                    for s in problem.ops[self.op].strategies
+                ],
+                self.op,
+                1,
+            )
+            if value.resident:
+                rests = [
+                    size[value.graph.index[s.layouts.outputs[value.result]]]
+                    for s in problem.ops[value.op].strategies
+                ]
+                add(live, [-rest for rest in rests], value.op, 1)
+            if self.backward and value.phase == "forward":
+                held[v] -= span.waits(self.now, value.num_versions)

@@ -1,0 +1,78 @@
+"""What the devices' hosts may hold, and which of what forward made may wait there for backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autopar.constraints import Offloaded
+from autopar.core.collective import Collective
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout_graph import LayoutGraph, host_copy
+from autopar.errors import HardwareError
+from autopar.rules import TensorInfo
+from autopar.sharding import Forced
+
+# of a device's share of its host; the rest is left to the processes themselves, their batches, and
+# page-locked buffers
+_SHARE = 0.8
+
+
+def host_budget(forced: Forced, profile: HardwareProfile) -> int:
+    """Bytes per device that may be used of the host; 0 where nothing may lie there.
+
+    Raises:
+        HardwareError: where something may, and the profile says nothing of a host.
+    """
+    stored = [name for name, layout in forced.storage.items() if layout.host]
+    if forced.offload is None and not stored:
+        return 0
+    if profile.host is None:
+        what = (
+            f"profile {profile.name!r} says nothing of the hosts' memory, in which"
+            f" {forced.offload or stored[0]} would have things lie"
+        )
+        raise HardwareError(
+            what,
+            remedy=(
+                'give a copy of the profile the field "host" and pass its path, or plan without'
+                " offload"
+            ),
+        )
+    asked = forced.offload.host_bytes if forced.offload is not None else None
+    return asked or int(profile.host.memory_bytes * _SHARE)
+
+
+def away(
+    info: TensorInfo,
+    graph: LayoutGraph,
+    keepable: frozenset[int] | None,
+    mesh_shape: Sequence[int],
+    price: Callable[[Collective], float],
+) -> tuple[float, ...]:
+    """Seconds to store a tensor on the hosts, per layout of its graph: infinite of partial sums, of
+    parts with halos, and of layouts in which it may not be kept."""
+    found = []
+    for n, layout in enumerate(graph.layouts):
+        may = (keepable is None or n in keepable) and not (
+            layout.has_partial or layout.has_halo or layout.uncast or layout.host
+        )
+        found.append(
+            price(host_copy("store", info.shape, info.dtype, layout, mesh_shape))
+            if may
+            else math.inf
+        )
+    return tuple(found)
+
+
+def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forced:
+    """What is forced on each of so many stages of a device: they share its part of the host
+    evenly."""
+    whole = host_budget(forced, profile)
+    if not whole or num_stages == 1:
+        return forced
+    asked = forced.offload or Offloaded(
+        parameters=False, activations=False, host_bytes=None
+    )  # of what layouts force there
+    return replace(forced, offload=replace(asked, host_bytes=max(whole // num_stages, 1)))

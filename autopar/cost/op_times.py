@@ -1,0 +1,171 @@
+"""Seconds of one op on its local tensors, and of one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from autopar.analysis.work import Work, computes_in, works
+from autopar.core.collective import (
+    Collective,
+    Kind,
+    collective_time,
+    least_per_byte,
+    share_of_bucket,
+)
+from autopar.core.hardware import FLOP_KINDS, Curve, HardwareProfile
+from autopar.core.layout import Layout, Strategy, local_shape
+from autopar.core.mesh import Mesh
+from autopar.errors import HardwareError
+from autopar.rules import Call, TensorInfo, num_senders, own_moves
+from autopar.sharding import Member
+
+# --------------------------------------------------------------------------------------------------
+# Time of one op on one device.
+#
+# With f flops, b bytes, P the peak, e the efficiency of large sizes, h `matmul_half_flops`, B the
+# memory bandwidth, g the efficiency of the kind and o the launch overhead:
+#
+# matmul, attention, attention_backward max((f + h) / (e P), b / (g B)) + o memory kinds b / (g B)
+# + o view 0
+#
+# (f + h) / (e P) is f over the peak at efficiency e · f / (f + h): a matmul of h flops runs at
+# half the speed of a large one, because it does not fill the device. A complex product is four
+# products of its parts. Where the profile has measured points of the kind (and dtype), their
+# curve, which holds the overhead, replaces the formula; matmul and attention still take no less
+# than an elementwise op over their bytes. The time falls in neither f nor b. The slowest of
+# several profiles takes the longest of their times.
+
+_PARTS: Mapping[torch.dtype | str, torch.dtype] = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+# Curve over flops or None, seconds per flop, flops added, curve over bytes or None, seconds per
+# byte, overhead in seconds.
+_Rates = tuple[Curve | None, float, float, Curve | None, float, float]
+
+
+def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile) -> float:
+    """Seconds that `work` takes; `dtype` is the one it computes in and matters to matmul and
+    attention only.
+
+    Raises:
+        HardwareError: where the profile says nothing about matmul or attention in `dtype`.
+    """
+    if work.kind == "view":
+        return 0.0
+    if profile.parts:
+        return max(compute_time(work, dtype, part) for part in profile.parts)
+    if dtype in _PARTS:  # a complex product is four of its parts
+        work, dtype = replace(work, flops=4 * work.flops), _PARTS[dtype]
+    flops_curve, s_per_flop, half, bytes_curve, s_per_byte, overhead = _rates(
+        profile, work.kind, dtype
+    )
+    memory = bytes_curve.time_s(work.bytes) if bytes_curve else work.bytes * s_per_byte + overhead
+    if work.kind not in FLOP_KINDS:
+        return memory
+    return max(
+        memory,
+        (
+            flops_curve.time_s(work.flops)
+            if flops_curve
+            else (work.flops + half) * s_per_flop + overhead
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _rates(profile: HardwareProfile, kind: str, dtype: torch.dtype | str) -> _Rates:
+    memory_kind = "elementwise" if kind in FLOP_KINDS else kind
+    s_per_byte = 1 / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency[memory_kind])
+    memory = (profile.curves.get((memory_kind, "")), s_per_byte, profile.launch_overhead_s)
+    if kind not in FLOP_KINDS:
+        return (None, 0.0, 0.0, *memory)
+    name = str(dtype).removeprefix("torch.")
+    if name not in profile.peak_flops_per_s:
+        known = ", ".join(profile.peak_flops_per_s)
+        raise HardwareError(
+            f"profile {profile.name!r} has no peak_flops_per_s for {name}",
+            remedy=(
+                f"use one of {known}, or add {name} to peak_flops_per_s and to efficiency in a copy"
+                " of the profile and pass its path"
+            ),
+        )
+    s_per_flop = 1 / (profile.peak_flops_per_s[name] * profile.efficiency[kind][name])
+    return (profile.curves.get((kind, name)), s_per_flop, profile.matmul_half_flops, *memory)
+
+
+class CollectivePrices:
+    """What collectives take on a mesh and profile, each by itself, remembered per collective."""
+
+    def __init__(self, mesh: Mesh, profile: HardwareProfile) -> None:
+        self.mesh, self.profile = mesh, profile
+        self._known: dict[Collective, float] = {}
+        self._per_byte: dict[tuple[Kind, int], float] = {}
+
+    def __call__(self, collective: Collective) -> float:
+        if collective not in self._known:
+            link = self.mesh.link(collective.axis) if collective.axis >= 0 else ""
+            self._known[collective] = collective_time(
+                collective, collective.size_in(self.mesh.shape), link, self.profile
+            )
+        return self._known[collective]
+
+    def share(self, collective: Collective) -> float:
+        """Of one that may share a bucket, what it takes as its share of it, or by itself where
+        that is less."""
+        kind, axis = collective.kind, collective.axis
+        size, link = self.mesh.shape[axis], self.mesh.link(axis)
+        if (kind, axis) not in self._per_byte:
+            self._per_byte[kind, axis] = least_per_byte(kind, size, link, self.profile)
+        return min(
+            self(collective),
+            share_of_bucket(collective, size, link, self.profile, self._per_byte[kind, axis]),
+        )
+
+
+@lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, ask for the same
+def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
+    """What one rank holds of a tensor."""
+    return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
+
+
+def call_time(
+    call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile: HardwareProfile
+) -> float:
+    """Time of one op on its local tensors."""
+    inputs = [
+        local_info(i, layout, mesh_shape)
+        for i, layout in zip(call.inputs, strategy.inputs, strict=True)
+    ]
+    outputs = [
+        local_info(o, layout, mesh_shape)
+        for o, layout in zip(call.outputs, strategy.outputs, strict=True)
+    ]
+    dtype = computes_in(inputs)
+    senders = num_senders(call, strategy, mesh_shape)
+    mirrored = any(layout.special for layout in strategy.outputs)  # results have no halos
+    done = works(
+        call.target,
+        call.args,
+        call.kwargs,
+        inputs,
+        outputs,
+        senders,
+        mirrored=mirrored,
+        by_kernels=profile.has_row_kernels,
+    )
+    return sum(n * compute_time(w, dtype, profile) for w, n in done)
+
+
+def own_collectives(
+    members: Iterable[tuple[Member, Strategy]], mesh_shape: Sequence[int]
+) -> tuple[Collective, ...]:
+    """What the members of a cluster move by themselves, one after another."""
+    return tuple(
+        c for member, strategy in members for c in own_moves(member.call, strategy, mesh_shape)
+    )

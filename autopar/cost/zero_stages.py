@@ -1,0 +1,242 @@
+"""How a parameter is held through a step of several microbatches: where it rests, in which layout
+microbatches read it, and in which layout its gradients add up.
+
+    storage   where it rests between steps, with its optimizer state
+    working   what microbatches read: gathered once at the begin of a step and held through it, or
+              as it rests
+    sums      gradients are added up there in fp32 (a wider dtype stays), partial sums over ranks
+              included, and go to storage once, at
+              the end of a step; what backward makes there in a narrower dtype need not be cast for
+              that (`autopar.cost.gradient_dtypes`)
+
+Per mesh axis over which it rests sharded these are ZeRO's stages (Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", 2020, section 5), with Ψ elements over P
+devices and M microbatches, elements that a device sends in a step:
+
+    stage   working      sums       moves
+    1       gathered     partial    gathered once, reduced once: 2Ψ(P−1)/P
+    2       gathered     sharded    gathered once, reduced per microbatch: (1 + M)Ψ(P−1)/P
+    3       as it rests  sharded    gathered once or twice per microbatch, reduced per microbatch:
+                                    2MΨ(P−1)/P or 3MΨ(P−1)/P
+
+Where it rests whole its gradients add up reduced, or as partial sums that are reduced once. Each
+axis of each parameter has a stage of its own; that they mix is the planner's choice. A copy that is
+gathered while gradients of the same axis add up where they rest, and the reverse, are stages 2 and
+3; partial sums of a parameter that is gathered per use are not offered: they hold more than stage
+1.
+
+Of a dim that several axes split only the innermost splitters are gathered or summed alone. A forced
+stage 1 or 2 on an outer one goes through the inner ones: once a step these are gathered first, and
+split again, so that what is held is still split over them.
+
+Where it rests on the hosts (`Layout.host`), it is copied to the devices once a step, and held there
+as it rests or gathered, or once per use; sums are the devices', and go to the hosts at the end of a
+step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.capture.trace import Parameter
+from autopar.core.layout import Layout, Strategy
+from autopar.core.layout_graph import all_layouts
+from autopar.core.mesh import Mesh
+from autopar.core.placements import PARTIAL, REPLICATE
+from autopar.core.problem import Op, OpStrategy
+from autopar.core.redistribute import Step, cheapest_chain
+from autopar.core.stored_placements import storable
+from autopar.cost.op_times import CollectivePrices
+from autopar.errors import ConstraintError, LayoutError
+from autopar.kernels.collectives import sum_dtype
+from autopar.sharding import Forced
+
+ZeroStages = Mapping[int, int]
+"""Mesh axis → the stage of ZeRO that is forced on it, 0 where parameters rest whole."""
+
+_MOST_TOLD = 8  # layouts in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The three layouts; see the module docstring. Of a parameter without a gradient `sums` is
+    its storage layout."""
+
+    storage: Layout
+    working: Layout
+    sums: Layout
+
+
+def held_of(strategy: OpStrategy) -> Held:
+    """What a parameter's strategy says."""
+    working = strategy.layouts.outputs[0]
+    storage = strategy.storage or working
+    return Held(
+        storage, working, strategy.layouts.inputs[0].plain if strategy.layouts.inputs else storage
+    )
+
+
+def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:
+    """A strategy of an op that is no cluster, as plans say it: what the graph sees, then where
+    it rests if that is elsewhere."""
+    seen, at = strategy.layouts, strategy.storage
+    return (seen,) if at is None else (seen, Strategy((at,) if seen.inputs else (), (at,)))
+
+
+def own_time_s(op: Op, strategy: int) -> float:
+    """Of one instance of an op, without its own collectives, and what a parameter moves at the
+    begin and the end of a step."""
+    chosen = op.strategies[strategy]
+    return (
+        chosen.time_s - chosen.communication_s
+        if op.kind in ("compute", "parameter")
+        else chosen.time_s
+    )
+
+
+def held_ways(
+    storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stages: ZeroStages
+) -> Iterator[Held]:
+    """Every way to hold a parameter that rests in `storage`."""
+    # Where a stage is forced there may be no other way to rest: an inner part of a stored dim is
+    # split in mesh order alone.
+    through = frozenset(axis for axis, stage in stages.items() if stage in (1, 2))
+    axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
+    options = [list(_on_axis(storage.placements[axis], trained, stages.get(axis))) for axis in axes]
+    for chosen in itertools.product(*options):
+        working, sums = list(storage.placements), list(storage.placements)
+        for axis, (reads, adds) in zip(axes, chosen, strict=True):
+            working[axis], sums[axis] = reads, adds
+        held = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
+        if _inner(storage, held.working, through) and _inner(storage, held.sums, through):
+            yield held
+            if storage.host and held.working == storage.on_device():
+                yield replace(held, working=storage)
+
+
+def _on_axis(
+    rests: Placement, trained: bool, stage: int | None
+) -> Iterator[tuple[Placement, Placement]]:
+    """Placements on one axis of what microbatches read and of sums."""
+    if not isinstance(rests, Shard):
+        yield from ((rests, REPLICATE), (rests, PARTIAL)) if trained else ((rests, REPLICATE),)
+        return
+    stages = {1: (REPLICATE, PARTIAL), 2: (REPLICATE, rests), 3: (rests, rests)}
+    allowed = {None: (1, 2, 3), 1: (1, 2)}.get(
+        stage, (stage,)
+    )  # a gradient that is made reduced has no partial sums: stage 2
+    yield from (
+        pair for number, pair in stages.items() if number in allowed and (trained or number > 1)
+    )
+
+
+def _inner(storage: Layout, other: Layout, through: frozenset[int]) -> bool:
+    """Whether those axes of each split dim that are no longer split in `other` are its innermost
+    splitters, but for axes of `through`."""
+    for dim in {p.dim for p in storage.placements if isinstance(p, Shard)}:
+        gone = [
+            not isinstance(other.placements[axis], Shard)
+            for axis in storage.splitters(dim)
+            if axis not in through
+        ]
+        if gone != sorted(gone):
+            return False
+    return True
+
+
+@dataclass
+class StepMoves:
+    """The collectives at the begin and at the end of a step.
+
+    Args:
+        price: seconds of a collective, by itself and as a share of a bucket. num_microbatches:
+            among which what is done once is shared.
+    """
+
+    mesh_shape: tuple[int, ...]
+    price: CollectivePrices
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[Step, ...]] = {}
+
+    def gathers(self, p: Parameter, held: Held) -> tuple[Step, ...]:
+        """From storage to what microbatches read, in order, with seconds per microbatch, of which
+        `seconds` counts shares of buckets.
+
+        Raises:
+            LayoutError: where no collectives lead there.
+        """
+        return self._chain(p.view, p.compute_dtype, held.storage, held.working)
+
+    def reduces(self, p: Parameter, held: Held) -> tuple[Step, ...]:
+        """From sums to storage; arguments and errors as of `gathers`."""
+        return (
+            self._chain(p.view, sum_dtype(p.dtype), held.sums, held.storage)
+            if p.gradient is not None
+            else ()
+        )
+
+    def seconds(self, p: Parameter, held: Held) -> float | None:
+        """Of both, per microbatch; None where no collectives lead there."""
+        try:
+            return sum(step.counted_s for step in (*self.gathers(p, held), *self.reduces(p, held)))
+        except LayoutError:
+            return None
+
+    def _chain(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout
+    ) -> tuple[Step, ...]:
+        key = shape, dtype, source, target
+        if key not in self._known:
+            steps = cheapest_chain(
+                shape, dtype, self.mesh_shape, source, target, self.price, self.price.share
+            )
+            num = self.num_microbatches
+            self._known[key] = tuple(step.divided(num) for step in steps)
+        return self._known[key]
+
+
+def stage_on(held: Held, axis: int) -> int:
+    """ZeRO's stage on a mesh axis; 0 where it rests whole."""
+    if not isinstance(held.storage.placements[axis], Shard):
+        return 0
+    if isinstance(held.sums.placements[axis], Partial):
+        return 1
+    return 2 if held.working.placements[axis] == REPLICATE else 3
+
+
+def cannot_rest(
+    p: Parameter, forced: Forced, layouts: Sequence[Layout], mesh: Mesh
+) -> ConstraintError:
+    """Why a parameter can rest in none of `layouts`, which a mesh and constraints leave it."""
+    what = f"{p.name} of shape {p.shape} cannot rest as {forced.asked(p.name)} on mesh {mesh}"
+    if not forced.resting(p.name, layouts):
+        some = (
+            layout
+            for layout in all_layouts(p.view, mesh.shape)
+            if storable(p.shape, p.view, layout, mesh.shape)
+        )
+        left = sorted({str(layout) for layout in forced.resting(p.name, list(some))})
+        told = ", ".join(left[:_MOST_TOLD]) + (
+            f" and {len(left) - _MOST_TOLD} more" if len(left) > _MOST_TOLD else ""
+        )
+        possible = f"{what}: with its other constraints it can rest as {told or 'nothing'}"
+        return ConstraintError(possible, remedy="force one of these, or drop a constraint")
+    seen = (
+        f"{what}: these are dims of {tuple(p.view)}, and no DTensor holds two inner parts of a dim,"
+        " or one cut out of mesh order"
+    )
+    return ConstraintError(
+        seen,
+        remedy=(
+            "split one part of it, such as heads, over axes in mesh order, and another dim over"
+            " others"
+        ),
+    )

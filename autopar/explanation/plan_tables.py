@@ -1,0 +1,431 @@
+"""What a plan, or one stage of it, does, module by module, what it costs, and why not otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.core.collective import HOST_KINDS
+from autopar.core.layout import Layout
+from autopar.core.units import seconds, share, size
+from autopar.explanation.prices import Worth, longer_step_s
+from autopar.explanation.summary import (
+    Readable,
+    as_emitted,
+    at_best,
+    beside,
+    covered,
+    idle,
+    made_for,
+    memory,
+    objective,
+    of_dispatch,
+    of_loss,
+    on_hosts,
+    table,
+    unequal,
+)
+from autopar.plans import Bucket, Communication, Entry, Flip, Plan, RunnerUp
+
+# --------------------------------------------------------------------------------------------------
+# Where a collective-overlap kernel was considered, and why it was taken or not.
+
+_FIELD = re.compile(r"\{\d+\}")
+
+
+def kernels_considered(plan: Plan) -> Iterator[RenderableType]:
+    """A table with a row per collective that a product stands at the end of; nothing where there
+    is none."""
+    rows = [
+        _kernel_row(c, plan.mesh.names)
+        for c in plan.communications
+        if c.kernel is not None or c.why
+    ]
+    if rows:
+        yield from table(
+            "Collective-overlap kernels considered",
+            ("<tensor", "collective", ">alone", "kernel", ">saves"),
+            rows,
+        )
+
+
+def _kernel_row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
+    num = len(c.instances)
+    moved = (
+        f"{c.phase} {c.collective.kind} over {names[c.collective.axis]} ({num}×,"
+        f" {size(c.collective.bytes)})"
+    )
+    what, saved = f"none: {c.why}", ""
+    if c.kernel is not None:
+        product = _FIELD.sub("*", c.kernel.node).partition("/")[0]
+        again = ", run again" if c.kernel.again else ""
+        pieces = (
+            "each rank's part whole"
+            if c.kernel.num_chunks == 1
+            else f"each rank's part in {c.kernel.num_chunks} chunks"
+        )
+        apart = f"; {c.why}" if c.why else ""
+        how = "rows straight into peers' memory" if c.own else pieces
+        what, saved = (
+            f"{c.kernel.name} of {product}{again}, {how}{apart}",
+            seconds(num * c.kernel.saved_s),
+        )
+    return escape(_FIELD.sub("*", c.node)), moved, seconds(num * c.time_s), escape(what), saved
+
+
+# --------------------------------------------------------------------------------------------------
+# Which communications share a bucket, and what that saves.
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def in_buckets(plans: Sequence[Plan], of: str) -> Iterator[str]:
+    """How many communications of a plan, or of stages, share how many buckets, and what is saved of
+    a step or a microbatch.
+
+    Args:
+        of: ``step`` or ``microbatch``.
+    """
+    buckets = [bucket for plan in plans for bucket in plan.buckets]
+    if buckets:
+        num = sum(len(bucket.members) for bucket in buckets)
+        saved = ", ".join(seconds(plan.prediction.in_buckets_s) for plan in plans)
+        simulated = ", ".join(seconds(plan.prediction.simulated_s) for plan in plans)
+        by = f"a {of}{', by stages' if len(plans) > 1 else ''}"
+        yield (
+            f"{num} small communications share {len(buckets)}"
+            f" bucket{'s' if len(buckets) > 1 else ''}, which saves {saved} of {by}: simulated, it"
+            f" takes {simulated}; objective and bound count them as parts of full buckets"
+        )
+
+
+def buckets_of(plan: Plan) -> Iterator[RenderableType]:
+    """A table with a row per bucket; nothing where there is none."""
+    columns = ("phase", "collective", "of", ">alone", ">in a bucket", ">saves")
+    if rows := [_bucket_row(bucket, plan.mesh.names) for bucket in plan.buckets]:
+        yield from table("Communications that share a bucket", columns, rows)
+
+
+def _bucket_row(bucket: Bucket, names: tuple[str, ...]) -> tuple[str, ...]:
+    c = bucket.collective
+    when = (
+        bucket.phase
+        if bucket.phase != "step"
+        else "end of a step"
+        if bucket.members[0].result
+        else "begin of a step"
+    )
+    patterns: dict[str, int] = {}
+    for member in bucket.members:
+        name = _NUMBER.sub(
+            "*", member.node.rpartition("/")[0] if member.node.endswith("/storage") else member.node
+        )
+        patterns[name] = patterns.get(name, 0) + 1
+    of = "\n".join(
+        f"{escape(name)}{f' ({num}×)' if num > 1 else ''}" for name, num in patterns.items()
+    )
+    moved = (
+        f"{c.kind} over {names[c.axis]} of {c.dtype} ({len(bucket.members)} in one,"
+        f" {size(c.bytes)})"
+    )
+    times = (bucket.time_s + bucket.saved_s, bucket.time_s, bucket.saved_s)
+    return when, moved, of, *map(seconds, times)
+
+
+_ROUNDING = 1e-12
+_BATCH, _RECEIVED = "the batch", "received from other stages"
+_SHOWN = 5e-4  # of the work: a share that is less would be 0.0 %
+_NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Readable):
+    """A plan in words: prints, renders in rich and in notebooks.
+
+    Attributes:
+        plan: what is explained. parts: its parts, or those that were asked for.
+        pattern: the module pattern asked for, or None for all.
+        worth: what faster links are worth.
+        of: what times and shares are of: the step, or, for a stage, a microbatch.
+        flips: at which change of the hardware choices turn, where that was asked for.
+        stage_of: of a stage, the plan that it belongs to and its number.
+    """
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    pattern: str | None = None
+    of: str = "step"
+    worth: Worth = Worth()  # noqa: RUF009 - frozen
+    flips: tuple[Flip, ...] = ()
+    stage_of: tuple[Plan, int] | None = None
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """Header, parallelism, layouts, costs, runner-ups; for a pattern every decision of its
+        modules."""
+        if self.pattern is None:
+            yield from map(Text, self.header())
+        yield from self.tables()
+
+    def tables(self) -> Iterator[RenderableType]:
+        """All but the header."""
+        names = self.plan.mesh.names
+        if self.pattern is None:
+            yield from table(
+                "Parallelism",
+                ("found", f">share of the {self.of}'s work", "modules"),
+                self._parallelism(),
+            )
+        columns: tuple[str, ...] = (
+            "<module",
+            ">×",
+            "weights: storage → as used",
+            "activations: in → out",
+        )
+        yield from table("Layouts", columns, [_layouts(p, names) for p in self.parts])
+        columns = (
+            "<module",
+            ">compute",
+            ">communication",
+            "of which, with the bytes that a device puts in",
+            ">kept",
+            "run again",
+        )
+        yield from table(
+            f"Costs, per device and {self.of}, all copies of a module together",
+            columns,
+            [_costs(p, names) for p in self.parts],
+        )
+        if self.pattern is None:
+            columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
+            rows = list(self._runner_ups())
+            yield from (
+                table("Why not otherwise", columns, rows) if rows else (Text(), Text(_NO_OTHER))
+            )
+            yield from kernels_considered(self.plan)
+            yield from buckets_of(self.plan)
+            yield from self.worth.renderables()
+        else:
+            columns = (
+                "decision",
+                "layouts",
+                ">time",
+                "runner-up, all else equal",
+                *self._longer(),
+                "line",
+            )
+            for part in self.parts:
+                yield from table(
+                    f"Decisions of {part.name}", columns, [self._decision(e) for e in part.entries]
+                )
+        if self.flips:
+            columns = ("decision", "would take", f">{self.of} now", "from")
+            title = "What would turn close choices, each alone"
+            rows = [
+                (escape(f.key), f.strategy, seconds(f.delta_s, signed=True), f.change)
+                for f in self.flips
+            ]
+            yield from table(title, columns, rows)
+        yield from self._replicated()
+
+    def header(self) -> Iterator[str]:
+        """What was planned, its time, memory and proof, one line each."""
+        plan, prediction = self.plan, self.plan.prediction
+        yield made_for(plan)
+        serial_s = max(prediction.serial_s, 1e-30)
+        saved_s = serial_s - prediction.step_s
+        yield (
+            f"step {seconds(prediction.step_s)} = compute {seconds(prediction.compute_s)} +"
+            f" communication {seconds(prediction.communication_s)}"
+            f" ({share(prediction.communication_s / serial_s)})"
+            + (
+                f" − {seconds(saved_s)} that both save by running at once"
+                if saved_s > _ROUNDING * serial_s
+                else ""
+            )
+        )
+        yield from beside(plan)
+        yield from in_buckets((plan,), "step")
+        yield f"peak {memory(plan)}"
+        yield from unequal(plan)
+        yield from on_hosts(plan)
+        yield from of_loss(plan)
+        yield from of_dispatch(plan)
+        yield objective(plan)
+        yield self._price()
+        yield from covered(plan)
+
+    def _price(self) -> str:
+        """What memory is worth."""
+        price = self.plan.proof.memory_price_s_per_gib
+        if price > 0:
+            return (
+                f"memory is worth about {seconds(price)} a step per GiB more on each device (dual"
+                " of the relaxation, not solved again)"
+            )
+        return "memory does not bind: more of it would not make the step faster"
+
+    def summary(self) -> Iterator[str]:
+        """The header in five lines: what was planned, how long a step takes, what it holds, how
+        good that is, what memory is worth."""
+        plan, prediction = self.plan, self.plan.prediction
+        yield made_for(plan)
+        saved_s = max(prediction.serial_s - prediction.step_s, 0.0)
+        at_once = (
+            f", {seconds(saved_s)} saved by doing both at once"
+            if saved_s > _ROUNDING * prediction.serial_s
+            else ""
+        )
+        parts = (
+            f"compute {seconds(prediction.compute_s)}, communication"
+            f" {seconds(prediction.communication_s)}{at_once}"
+        )
+        yield f"step {seconds(prediction.step_s)}: {parts}{as_emitted(plan)}"
+        yield from idle(plan)
+        yield f"peak {memory(plan)}"
+        yield from unequal(plan)
+        yield from on_hosts(plan)
+        yield at_best(plan)
+        yield self._price()
+
+    def _parallelism(self) -> list[tuple[str, str, str]]:
+        """Per kind of parallelism its share of the step and its modules, the largest share
+        first; the shares add up to the whole."""
+        found: dict[str, list[Part]] = {}
+        for part in self.parts:
+            others = {INPUTS: _BATCH, **dict.fromkeys(CROSSING, _RECEIVED)}
+            found.setdefault(
+                others.get(part.module) or label(part, self.plan.mesh.names), []
+            ).append(part)
+        whole = max(self.plan.prediction.serial_s, 1e-30)
+        rows = [
+            (sum(p.compute_s + p.communication_s for p in parts) / whole, said, parts)
+            for said, parts in found.items()
+        ]
+        rows = [row for row in rows if row[1] != _BATCH or row[0] >= _SHOWN]
+        rows.sort(key=lambda row: -row[0])
+        return [
+            (said, share(part_of), escape(", ".join(p.name for p in parts)))
+            for part_of, said, parts in rows
+        ]
+
+    def _runner_ups(self) -> Iterator[tuple[str, ...]]:
+        for part in self.parts:
+            if part.runner_up is not None and part.main is not None and part.main in part.entries:
+                chosen = _chosen(part.main)
+                yield escape(part.name), part.main.op, chosen, *self._other(part.runner_up)
+
+    def _decision(self, entry: Entry) -> tuple[str, ...]:
+        again = " (and again in backward)" if entry.recompute else ""
+        source = entry.source.partition(": ")[2] or entry.source
+        op = (
+            f"{entry.op} {entry.phase}{again}"
+            if entry.kind == "compute"
+            else f"{entry.module.rpartition('.')[2]} {entry.kind}"
+        )
+        return (
+            escape(op),
+            _chosen(entry),
+            seconds(entry.time_s * len(entry.instances)),
+            *self._other(entry.runner_up),
+            escape(source),
+        )
+
+    def _longer(self) -> tuple[str, ...]:
+        """Names of the columns that say what a runner-up costs."""
+        if self.stage_of is None:
+            return (f">{self.of}",)
+        pipeline = self.stage_of[0].pipeline
+        return (
+            f">{self.of}",
+            ">step, about" if pipeline is not None and pipeline.num_chunks > 1 else ">step",
+        )
+
+    def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
+        """A runner-up and by how much longer a step, or a microbatch and the step, would take
+        with it."""
+        if runner_up is None:
+            return "", *("" for _ in self._longer())
+        longer = [runner_up.delta_s]
+        if self.stage_of is not None:
+            longer.append(longer_step_s(*self.stage_of, runner_up.delta_s))
+        return runner_up.strategy, *(seconds(delta_s, signed=True) for delta_s in longer)
+
+    def _replicated(self) -> Iterator[RenderableType]:
+        entries = [entry for part in self.parts for entry in part.entries]
+        columns = ("op", "module", f">share of the {self.of}'s work", "line")
+        if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
+            yield from table("Ops that run replicated because no rule is known", columns, rows)
+        elif self.pattern is None:
+            yield Text("Every op has a rule: none runs replicated for want of one.")
+        if rows := [self._cost(op, entry) for entry in entries for op in entry.discovered]:
+            yield from table("Ops whose rule was found by experiment", columns, rows)
+
+    def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
+        whole = max(self.plan.prediction.serial_s, 1e-30)
+        return (
+            op,
+            escape(entry.module),
+            share(entry.time_s * len(entry.instances) / whole),
+            escape(entry.source),
+        )
+
+
+_HOSTS = {"fetch": " from the host", "store": " to the host"}
+_OVER_SPACE = ("convolution", "max_pool", "avg_pool", "upsample")
+
+
+def _layouts(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
+    large = [w for w in part.weights if w.name != "bias"] or list(part.weights)
+    weights = [f"{w.name}: {_change((w.storage, *w.compute), names, 'weight')}" for w in large]
+    shown = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
+    role = "image" if part.main_op.startswith(_OVER_SPACE) else "activation"
+    return (
+        escape(part.name),
+        str(len(part.instances)),
+        "\n".join(weights),
+        _change(shown, names, role) if shown else "",
+    )
+
+
+def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> str:
+    """Codes, and in a second line words; one of each where nothing changes."""
+    steps = tuple(dict.fromkeys(layouts))
+    return (
+        f"{' → '.join(map(str, steps))}\n "
+        f" {' → '.join(in_words(layout, names, role) for layout in steps)}"
+    )
+
+
+def _costs(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
+    transfers = sorted(part.transfers, key=lambda t: (t.phase != "forward", -t.time_s))
+    again = f"{', '.join(part.recomputed)} ({seconds(part.recompute_s)})" if part.recomputed else ""
+    lines = "\n".join(_transfer(t, names) for t in transfers if t.kind != "slice")
+    return (
+        escape(part.name),
+        seconds(part.compute_s),
+        seconds(part.communication_s),
+        lines,
+        size(part.kept_bytes),
+        again,
+    )
+
+
+def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
+    if t.axis < 0:
+        moved = f" ({t.num}×, {size(t.bytes)})" if t.kind in HOST_KINDS else ""
+        return f"{t.phase} {t.kind}{_HOSTS.get(t.kind, '')}: {seconds(t.time_s)}{moved}"
+    return (
+        f"{t.phase} {t.kind} over {names[t.axis]}: {seconds(t.time_s)} ({t.num}×, {size(t.bytes)})"
+    )
+
+
+def _chosen(entry: Entry) -> str:
+    """The layouts that cross the decision's border: what the first op reads and the last makes."""
+    first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
+    return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"

@@ -1,0 +1,26 @@
+"""Training with transformers' Trainer, Lightning's, accelerate and peft, which are imported when
+something of this is first used, and not before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from autopar.integrations.libraries import library
+
+# Name → its module, and the libraries that it stands on.
+_MODULES = {
+    "Accelerator": ("accelerator", ("accelerate",)),
+    "LightningStrategy": ("lightning_strategy", ("lightning",)),
+    "Trainer": ("trainer", ("accelerate", "transformers")),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Raises AutoparError where a library that it needs is not installed, or too old."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'autopar.integrations' has no attribute {name!r}")
+    module, needed = _MODULES[name]
+    for each in needed:
+        library(each, f"autopar.{name}")
+    return getattr(importlib.import_module(f"autopar.integrations.{module}"), name)

@@ -1,0 +1,262 @@
+"""An `Accelerator` for compiled modules: every rank goes through whole batches, as one process
+does, and the module shares the work out.
+
+accelerate's own gives each process other samples, wraps models in DistributedDataParallel, averages
+over processes and steps schedulers once for each: all of that is the compiled module's, or wrong,
+where each rank passes the same batch. Here accelerate is told of one process for all that it
+computes, and of this process' rank for what one rank alone does (logging, files).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, cast
+
+import accelerate
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, convert_to_fp32, recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from autopar.errors import AutoparError, RuntimeStateError
+from autopar.runtime.guarded_module import Compiled
+from autopar.runtime.parameter_module import Holder, holder_of
+from autopar.runtime.rank_comm import local_rank, num_ranks, of_all, rank
+
+_UNKNOWN = (
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "dynamo_backend",
+    "dynamo_plugin",
+)
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's, for what `autopar.compile` returned:
+
+        accelerator = autopar.Accelerator(gradient_accumulation_steps=2) pm = autopar.compile(model,
+        example_inputs=batch) pm, optimizer, loader, scheduler = accelerator.prepare(pm,
+        torch.optim.AdamW(pm.parameters()), loader, scheduler)
+
+    A loader's batch is the batch of all processes. Gathering gives what is there on every rank
+    anyhow.
+
+    Raises:
+        AutoparError: on arguments that ask accelerate for what the compiled module does itself.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if asked := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
+            what = f"autopar.Accelerator does not take {asked[0]}"
+            raise AutoparError(
+                what,
+                remedy=(
+                    "leave it out: how a model is split is autopar.compile's choice, or its"
+                    " constraints'"
+                ),
+            )
+        _check_precision(
+            kwargs.get("mixed_precision")
+        )  # before accelerate keeps it for the whole process
+        super().__init__(*args, **kwargs)
+        _check_precision(self.mixed_precision)  # which may come from where accelerate was started
+
+    observed: int | None = None
+    """Samples of the batch that was evaluated last, where somebody counts: of data without a
+    length nothing else says it."""
+
+    distributed_type = property(lambda _: DistributedType.NO)
+    num_processes = property(lambda _: 1)
+    use_distributed = property(lambda _: False)
+    process_index = property(lambda _: rank())
+    local_process_index = property(lambda _: local_rank())
+    is_main_process = property(lambda _: rank() == 0)
+    is_local_main_process = property(lambda _: local_rank() == 0)
+    is_last_process = property(lambda _: rank() == num_ranks() - 1)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The module as it is, called under this accelerator's autocast, with outputs in fp32,
+        where it was compiled so.
+
+        Raises:
+            RuntimeStateError: where it is not compiled, or not for this accelerator's mixed
+                precision.
+        """
+        holder = holder_of(model)
+        if model not in self._models:
+            precision = cast(Any, holder).plan.options.get("precision")
+            check_scaled(
+                self.scaler, precision, isinstance(holder, Compiled) and not holder.is_for_inference
+            )
+            own = model not in self.__dict__.get("plain", {})  # a `Trainer` enters autocast itself
+            if own and self.native_amp and precision != self.mixed_precision:
+                self._prepare_autocast(model, holder)
+            self._models.append(model)
+        return model
+
+    def _prepare_autocast(self, model: nn.Module, holder: Holder) -> None:
+        with self.autocast():
+            is_made_so = isinstance(holder, Compiled) and holder.is_made_here()
+        if not is_made_so:
+            what = (
+                "the module was compiled without the mixed precision of the accelerator,"
+                f" {self.mixed_precision}"
+            )
+            remedy = (
+                "compile it under `with accelerator.autocast():`, or with"
+                f' precision="{self.mixed_precision}"'
+            )
+            raise RuntimeStateError(what, remedy=remedy)
+        call = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return convert_to_fp32(call(*args, **kwargs))
+
+        object.__setattr__(model, "forward", forward)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The module as it is; for a `Trainer`, the plain model, which is asked for its class."""
+        plain: nn.Module = self.__dict__.get("plain", {}).get(model, model)
+        return plain
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """A loader that gives every rank all samples, in the same order."""
+        self.dataloader_config.dispatch_batches = False
+        _seed_alike(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A scheduler that is stepped once a step."""
+        prepared: AcceleratedScheduler = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip all gradients of the compiled module by their norm over all ranks, unscaled where
+        losses are scaled; the norm before.
+
+        Raises:
+            RuntimeStateError: where these are not the parameters of one prepared module.
+        """
+        wanted = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for model in self._models:
+            if wanted == {id(p) for p in model.parameters()}:
+                self.unscale_gradients()
+                norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
+                return norm
+        what = "the parameters to clip are not those of a compiled module that was prepared"
+        raise RuntimeStateError(what, remedy="prepare it, and pass pm.parameters(), all of them")
+
+    def gather(self, tensor: Any) -> Any:
+        """What was passed: every rank computed it of the whole batch."""
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What was passed, of the last batch as many as there are samples in it, as accelerate's
+        own in one process."""
+        state = self.gradient_state
+        last = max(state.remainder, 0) or self.observed or 0 if state.end_of_dataloader else 0
+        if last <= 0:
+            return input_data
+        return (
+            input_data[:last]
+            if use_gather_object
+            else recursively_apply(lambda x: x[:last] if x.ndim else x, input_data)
+        )
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What was passed, as accelerate's own in one process."""
+        return tensor
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """What was passed: it is of one shape on all ranks."""
+        return tensor
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on one rank."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def on_main_process(self, function: Any = None) -> Any:
+        """The function on one rank, nothing on others."""
+        return function if self.is_main_process else _nothing
+
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """The function on one rank of each machine, nothing on others."""
+        return function if self.is_local_main_process else _nothing
+
+    def on_last_process(self, function: Any = None) -> Any:
+        """The function on the last rank, nothing on others."""
+        return function if self.is_last_process else _nothing
+
+    def wait_for_everyone(self) -> None:
+        """Until all ranks are here."""
+        of_all(None)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises RuntimeStateError, as `load_state` does: a rank's part would be saved as if it
+        were the whole."""
+        remedy = (
+            "save and load by autopar.Checkpoints(folder), weights for others by"
+            " autopar.save_pretrained or autopar.save_weights"
+        )
+        raise RuntimeStateError("accelerate does not save compiled modules", remedy=remedy)
+
+    load_state = save_state
+    save_model = save_state
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What other ranks do."""
+
+
+def check_scaled(scaler: object, precision: object, trains: bool) -> None:
+    """Raises RuntimeStateError where training is planned in fp16, and losses are not scaled."""
+    if trains and precision == "fp16" and scaler is None:
+        what = (
+            'the model is planned with precision="fp16", and nothing scales its loss: gradients'
+            " would underflow"
+        )
+        remedy = (
+            'ask for mixed precision in fp16 (fp16=True, mixed_precision="fp16") on a GPU, where'
+            " accelerate scales losses; or pass "
+        )
+        raise RuntimeStateError(what, remedy=f'{remedy}precision="bf16" to autopar.compile')
+
+
+def _check_precision(mixed_precision: object) -> None:
+    if mixed_precision not in (None, "no", "bf16", "fp16"):
+        what = f"autopar.Accelerator does not take mixed_precision={str(mixed_precision)!r}"
+        raise AutoparError(what, remedy='pass "bf16", "fp16" or "no"')
+
+
+def as_one_process(state: PartialState) -> PartialState:
+    """What accelerate says of the processes, with one in place of all, and this one's rank."""
+    found = object.__new__(PartialState)  # all that are constructed share one dict
+    told = {
+        "distributed_type": DistributedType.NO,
+        "num_processes": 1,
+        "process_index": rank(),
+        "local_process_index": local_rank(),
+    }
+    found.__dict__ = {**state.__dict__, **told}
+    return found
+
+
+def _seed_alike(loader: DataLoader[Any]) -> None:
+    """Let loaders' workers draw the same random numbers on every rank: transformers seeds them
+    by rank."""
+    begin = getattr(loader, "worker_init_fn", None)
+    if isinstance(begin, functools.partial) and "rank" in begin.keywords:
+        loader.worker_init_fn = functools.partial(
+            begin.func, *begin.args, **{**begin.keywords, "rank": 0}
+        )

@@ -1,0 +1,127 @@
+"""How a model is called: a step of somebody's own loop is run on a batch with a stand-in, up to
+where it calls the model.
+
+Compiling wants the shapes of a batch before the first step, and only the loop knows what of a batch
+it passes, and how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class _Call(Exception):
+    """How the model was called."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("the model is called")
+        self.args, self.kwargs = args, kwargs
+
+
+class _Called(nn.Module):
+    """Stands for the model, of which it has the parameters and all attributes, and raises how it
+    is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)
+        self._parameters = dict(model.named_parameters())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Call(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def first_call(model: nn.Module, step: Callable[[nn.Module], object]) -> Any:
+    """The arguments with which a step calls the model first, as `autopar.compile` takes examples;
+    None where it does not call it.
+
+    Args:
+        step: runs with what stands for the model, up to its call; what it raises before that is
+            raised.
+    """
+    try:
+        step(_Called(model))
+    except _Call as call:
+        if call.args and call.kwargs:
+            return _by_name(model, call.args, call.kwargs)
+        return call.args if call.args else call.kwargs
+    return None
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs).arguments
+    rest = next(
+        (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), ""
+    )
+    return {name: x for name, x in bound.items() if name != rest} | bound.get(rest, {})
+
+
+@contextlib.contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is drawn again after it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def may_be_read_once(data: Any, num_workers: int) -> bool:
+    """Whether reading a sample may take it away: of data that give them one after another, in
+    this process."""
+    if isinstance(data, IterableDataset):
+        return not type(data).__module__.startswith("datasets.") and num_workers == 0
+    return hasattr(data, "__next__")
+
+
+def peeked(loader: Any) -> Any:
+    """A loader's first batch, which it gives again, and after it what it would have given: samplers
+    and their generators are copied, and where it has workers data are read in one of its own. None
+    where there is none.
+
+    Raises:
+        ValueError: where it might not be given again.
+    """
+    data = getattr(loader, "dataset", loader)
+    if may_be_read_once(data, getattr(loader, "num_workers", 0)):
+        raise ValueError("the data gives samples one after another, perhaps once")
+    if not isinstance(loader, DataLoader):
+        return next(iter(loader), None)
+    asked: dict[str, Any] = {"batch_size": loader.batch_size}
+    if not isinstance(data, IterableDataset):
+        whole = loader.batch_sampler is not None
+        chosen = next(
+            iter(
+                copy.deepcopy(loader.batch_sampler if whole else loader.sampler, {id(data): data})
+            ),
+            None,
+        )
+        if chosen is None:
+            return None
+        asked = {"batch_sampler": [chosen]} if whole else {"sampler": [chosen], "batch_size": None}
+    alone = DataLoader(
+        data,
+        **asked,
+        num_workers=min(loader.num_workers, 1),
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),
+    )
+    return next(iter(alone), None)

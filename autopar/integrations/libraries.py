@@ -1,0 +1,42 @@
+"""The libraries that are here only where the user has them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from types import ModuleType
+
+from autopar.errors import AutoparError
+
+# The oldest that this was run with.
+LEAST = {"transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "lightning": "2.6"}
+
+
+def library(name: str, wish: str) -> ModuleType:
+    """An optional library.
+
+    Args:
+        wish: what it is needed for, as users call it.
+
+    Raises:
+        AutoparError: where it is not installed, or older than `LEAST`.
+    """
+    extra = "lightning" if name == "lightning" else "train"
+    remedy = (
+        f"pip install '{name}>={LEAST[name]}' (with all that it takes: pip install"
+        f" 'autopar[{extra}]')"
+    )
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise AutoparError(f"{wish} needs {name}, which is not installed", remedy=remedy) from None
+    if _release(found) < _release(LEAST[name]):
+        raise AutoparError(
+            f"{wish} needs {name} {LEAST[name]} or newer, and {found} is installed", remedy=remedy
+        )
+    return importlib.import_module(name)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

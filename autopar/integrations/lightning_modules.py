@@ -1,0 +1,223 @@
+"""What of a LightningModule is compiled, how its steps call it, and what of Lightning a compiled
+module cannot serve.
+
+How a step calls the model is found out on a copy of the LightningModule and of the first batch, so
+that a run counts, draws and changes what it would have without that.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import lightning.pytorch.callbacks as callbacks
+import torchmetrics
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import Dataset
+
+from autopar.errors import RuntimeStateError, size_text
+from autopar.integrations.first_call import first_call, peeked
+from autopar.runtime.parameter_module import Holder
+
+log = logging.getLogger("autopar")
+_AVERAGED = (
+    "average saved checkpoints, or p.to_local() of the compiled module's parameters in a hook of"
+    " your own"
+)
+_REFUSED: tuple[tuple[type, str], ...] = (
+    (callbacks.StochasticWeightAveraging, _AVERAGED),
+    (callbacks.WeightAveraging, _AVERAGED),
+    (
+        callbacks.BaseFinetuning,
+        "freeze and unfreeze by requires_grad_ in a hook what was trainable when it was compiled",
+    ),
+    (callbacks.BatchSizeFinder, "`autopar plan` says beforehand what memory a batch takes"),
+    (callbacks.LearningRateFinder, "look for the rate on one process, with the plain model"),
+)
+
+
+def child_to_compile(module: nn.Module) -> str:
+    """The name of the one child that has parameters, or of several the one whose are trained.
+
+    Raises:
+        RuntimeStateError: where it is not one.
+    """
+    held = {
+        name: list(child.parameters())
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None
+    }
+    trained = [
+        name for name, parameters in held.items() if any(p.requires_grad for p in parameters)
+    ]
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    found = trained if trained or own else list(held)
+    if len(found) == 1 and not own:
+        if beside := {name: parameters for name, parameters in held.items() if name != found[0]}:
+            size = size_text(sum(p.nbytes for parameters in beside.values() for p in parameters))
+            log.warning(
+                "%s: every rank holds and computes all of it, %s of frozen parameters",
+                ", ".join(beside),
+                size,
+            )
+        return found[0]
+    names = [*found, *own]
+    what = (
+        f"{type(module).__name__} has parameters in {', '.join(names)}"
+        if names
+        else f"{type(module).__name__} has no parameters"
+    )
+    remedy = (
+        "hold what is trained in one nn.Module, a child, and call that in the steps: it is what is"
+        " compiled"
+    )
+    raise RuntimeStateError(what, remedy=remedy)
+
+
+def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[[Any], Any]) -> Any:
+    """The arguments with which a step calls a child on the first batch, as `autopar.compile` takes
+    examples.
+
+    Args:
+        name: of the child. step: of a method of the module. loaders: as Lightning gets them.
+            prepared: makes of a batch what steps get.
+
+    Raises:
+        RuntimeStateError: where that cannot be known beforehand.
+    """
+    remedy = (
+        f"pass LightningStrategy(example_inputs=...), a batch as {name} is called with it: then the"
+        " step is not tried before the run"
+    )
+    try:
+        batch = _first_batch(loaders, in_turn=step != "training_step")
+    except ValueError as error:
+        raise RuntimeStateError(f"{error}: none is read before the run", remedy=remedy) from error
+    if batch is None:
+        raise RuntimeStateError("the data has no batch", remedy=remedy)
+    batch = prepared(tree_map_only(Tensor, Tensor.clone, batch))
+
+    def tried(stand_in: nn.Module) -> None:
+        run = getattr(_trial(module, name, stand_in), step)
+        run(batch, *_indices(run))
+
+    try:
+        found = first_call(getattr(module, name), tried)
+    except Exception as error:  # a step may raise anything where it stands alone
+        what = (
+            f"{step}, tried on the first batch, ended before it called {name}:"
+            f" {type(error).__name__}: {error}"
+        )
+        raise RuntimeStateError(what, remedy=remedy) from error
+    if found is None:
+        what = f"{step} did not call {name} itself"
+        raise RuntimeStateError(
+            what,
+            remedy=(
+                f"let forward of {name} do what the step calls other methods of it for; or {remedy}"
+            ),
+        )
+    return found
+
+
+def _first_batch(loaders: Any, *, in_turn: bool) -> Any:
+    combined = (
+        loaders
+        if isinstance(loaders, CombinedLoader)
+        else CombinedLoader(loaders, "sequential" if in_turn else "max_size_cycle")
+    )
+    if in_turn:
+        return peeked(combined.flattened[0])
+    together = CombinedLoader(combined.iterables, "max_size_cycle")
+    read = [peeked(each) for each in together.flattened]
+    if any(each is None for each in read):
+        return None
+    together.flattened = [[each] for each in read]
+    return next(iter(together))[0]
+
+
+def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
+    """A copy of the module with another child, which logs nothing, and whose optimizers do
+    nothing."""
+    shared = (*module.parameters(), *(x for x in vars(module).values() if isinstance(x, Dataset)))
+    trial = copy.deepcopy(
+        module, {id(getattr(module, name)): stand_in, **{id(x): x for x in shared}}
+    )
+    trial._trainer = module._trainer  # which copying leaves out
+    for each in (
+        "log",
+        "log_dict",
+        "optimizers",
+        "lr_schedulers",
+        "toggle_optimizer",
+        "untoggle_optimizer",
+    ):
+        setattr(trial, each, MagicMock())
+    return trial
+
+
+def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
+    """What a step takes beside the batch: batch_idx and dataloader_idx, as many as have no
+    default."""
+    taken = list(inspect.signature(step).parameters.values())[1:]
+    return (0,) * sum(
+        each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in taken
+    )
+
+
+def check_trainer(trainer: Any, module: Any) -> None:
+    """Raises RuntimeStateError on precisions and callbacks that a compiled module does not
+    serve."""
+    plugin = trainer.precision_plugin
+    halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
+    if halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        what = f"autopar.LightningStrategy does not take precision={plugin.precision!r}"
+        raise RuntimeStateError(
+            what,
+            remedy='pass precision="16-mixed", "bf16-mixed", "bf16-true", "32-true" or "64-true"',
+        )
+    for each in trainer.callbacks:
+        for kind, remedy in _REFUSED:
+            if isinstance(each, kind):
+                raise RuntimeStateError(
+                    f"autopar.LightningStrategy does not take {type(each).__name__}", remedy=remedy
+                )
+    if module.example_input_array is not None:
+        module.example_input_array = None
+        log.warning(
+            "example_input_array is left out: summaries and graphs would run a part of a compiled"
+            " module by itself"
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Raises RuntimeStateError where there are several."""
+    if len(optimizers) > 1:
+        what = f"configure_optimizers returned {len(optimizers)} optimizers"
+        raise RuntimeStateError(
+            what, remedy="return one, with a group of parameters for each setting"
+        )
+
+
+def count_once() -> None:
+    """Let metrics of torchmetrics, wherever they are made, count each batch once, as long as this
+    process runs: they add up over the processes of a process group, and here all have seen the
+    same."""
+    torchmetrics.Metric.sync = _seen_by_all  # type: ignore[method-assign, assignment]
+
+
+def _seen_by_all(metric: torchmetrics.Metric, *args: Any, **kwargs: Any) -> None:
+    """What every rank holds is of all that was seen."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is one of `autopar.compile`'s."""
+    return isinstance(module, Holder) or isinstance(module._modules.get("module"), Holder)

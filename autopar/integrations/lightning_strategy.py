@@ -1,0 +1,412 @@
+"""`LightningStrategy`: Lightning's Trainer on all processes, with the LightningModule's model
+compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.api import compile
+from autopar.api.arguments import Example, Launched
+from autopar.checkpoint.manager import Checkpoints
+from autopar.errors import RuntimeStateError
+from autopar.integrations.first_call import same_random_numbers
+from autopar.integrations.lightning_modules import (
+    call_of,
+    check_optimizers,
+    check_trainer,
+    child_to_compile,
+    count_once,
+    is_compiled,
+)
+from autopar.runtime.device_mesh import join_launched
+from autopar.runtime.full_state import whole_values
+from autopar.runtime.parameter_module import holder_of
+from autopar.runtime.rank_comm import by_first, local_rank, num_ranks, of_all, rank
+
+# --------------------------------------------------------------------------------------------------
+# What Lightning is told of the processes: each rank runs the loop of one process over the same
+# whole batches, and the compiled module alone knows of the others. So there is one process for
+# all that is computed, and this process' rank for what one rank alone does: logging, progress,
+# files.
+
+
+class WholeBatches(Strategy):
+    """A strategy in which every rank goes through whole batches.
+
+    Attributes:
+        world_size: of what Lightning counts. parallel_devices, num_nodes: what the Trainer was
+            asked for, as it sets them.
+    """
+
+    world_size = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parallel_devices: list[torch.device] | None = None
+        self.num_nodes = 1
+
+    @property
+    def global_rank(self) -> int:
+        """This process' among all, which a launcher says before processes know of each other."""
+        return int(os.environ.get("RANK", rank()))
+
+    local_rank = property(lambda _: local_rank())
+    node_rank = property(lambda _: int(os.environ.get("GROUP_RANK", 0)))
+    is_global_zero = property(lambda self: self.global_rank == 0)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank] if len(devices) > 1 else devices[0]
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which process logs."""
+        rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Let the processes know of each other, and draw the same random numbers.
+
+        Raises:
+            RuntimeStateError: where there are several devices, and no launcher.
+        """
+        super().setup_environment()
+        join_launched(self.root_device.type)
+        asked = len(self.parallel_devices or ()) * self.num_nodes
+        if num_ranks() == 1 and asked > 1:
+            remedy = f"start the script by `autopar run -n {asked}`, or pass Trainer(devices=1)"
+            raise RuntimeStateError(
+                f"{asked} devices are asked for, and there is one process", remedy=remedy
+            )
+        self._draw_alike()
+
+    def _draw_alike(self) -> None:
+        """Shuffled loaders draw from these numbers: all ranks go on as the first does, whether
+        the script set seeds or not."""
+        device = self.root_device
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        drawn, on_gpu, python, numpy = self.broadcast(
+            (torch.get_rng_state(), on_gpu, random.getstate(), np.random.get_state())
+        )
+        torch.set_rng_state(drawn)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let workers draw the same random numbers on every rank: Lightning seeds them by rank."""
+        if (
+            int(os.environ.get("PL_SEED_WORKERS", 0))
+            and getattr(dataloader, "worker_init_fn", True) is None
+        ):
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        return dataloader
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """What was passed: every rank computed it of the whole batch."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What was passed, as on one process."""
+        return tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Until all ranks are here."""
+        of_all(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What the rank `src` says."""
+        return of_all(obj)[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or one."""
+        said = of_all(decision)
+        return min(said) if all else max(said)
+
+
+log = logging.getLogger("autopar")
+_STATE = ".autopar"  # of the folder of the optimizer's state, beside each checkpoint
+# of a LightningModule whose child was compiled for inference: the child as it was, and its parts'
+# modes
+_PLAIN = "_plain_of_compiled"
+_STEPS = {
+    TrainerFn.FITTING: ("training_step", "fit_loop"),
+    TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
+    TrainerFn.TESTING: ("test_step", "test_loop"),
+    TrainerFn.PREDICTING: ("predict_step", "predict_loop"),
+}
+
+
+class LightningStrategy(WholeBatches):
+    """Lightning's Trainer on all processes that were started, or on one:
+
+        trainer = lightning.Trainer(strategy=autopar.LightningStrategy(), max_epochs=3,
+        gradient_clip_val=1.0) trainer.fit(module, loader)
+
+    The one child of the LightningModule whose parameters are trained is compiled when a run begins,
+    and stands in its place; the rest of a step (losses, logging, metrics) runs on every rank, on
+    whole outputs. A batch is that of all processes together. A checkpoint is the file that
+    Lightning writes on one process, with whole weights, which ``load_from_checkpoint`` reads; the
+    optimizer's state, which loads on any number of processes, lies in a folder beside it.
+
+    Args:
+        mesh, compile_options: as of `autopar.compile`. example_inputs: a batch as the model is
+            called with it; by default what the step calls it with on the loader's first batch,
+            which is read for it.
+
+    Raises:
+        AutoparError: on what a compiled module cannot serve (several optimizers, parameters that
+            are trained in several children), with what to do.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Launched = None,
+        compile_options: Mapping[str, Any] | None = None,
+        example_inputs: Example | None = None,
+    ) -> None:
+        super().__init__()
+        self._mesh, self._compile_options, self._example = (
+            mesh,
+            dict(compile_options or {}),
+            example_inputs,
+        )
+        self._name = ""  # of the child that is compiled
+        self._loaded: Path | None = None
+
+    # What is computed
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot be served, before callbacks set themselves up; then as above."""
+        check_trainer(self.lightning_module.trainer, self.lightning_module)
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Compile the model, and build the optimizer of its parameters."""
+        self.accelerator.setup(trainer)
+        trains = trainer.state.fn == TrainerFn.FITTING
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        self._name = child_to_compile(module)
+        if trains and _PLAIN in vars(module):
+            self._take_back(module)
+        self.model_to_device()
+        if not is_compiled(getattr(module, self._name)):
+            setattr(module, self._name, self._compiled(trainer, module, trains))
+        count_once()
+        # Lightning takes a process group for one of DistributedDataParallel, and would have
+        # everything logged averaged over it.
+        warnings.filterwarnings(
+            "ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True"
+        )
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value
+        if trains:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+
+    def _compiled(self, trainer: Any, module: Any, trains: bool) -> nn.Module:
+        """In the modes that its parts have, as Lightning trains it; for inference in eval mode,
+        with the plain one kept, in case it is trained later."""
+        step, loop = _STEPS[trainer.state.fn]
+        plain = getattr(module, self._name)
+        with self.precision_plugin.forward_context():
+            with same_random_numbers(self.root_device):
+                example = (
+                    self._example
+                    if self._example is not None
+                    else self._first_call(module, step, getattr(trainer, loop))
+                )
+            if not trains:
+                vars(module)[_PLAIN] = plain, {part: part.training for part in plain.modules()}
+                plain.eval()
+            options = {} if trains or "plan" in self._compile_options else {"inference": True}
+            compiled: nn.Module = compile(
+                plain, self._mesh, example_inputs=example, **{**options, **self._compile_options}
+            )
+        if rank() == 0 and num_ranks() > 1:
+            log.warning(
+                "a batch of the loader is that of all %d processes, of which each takes its part",
+                num_ranks(),
+            )
+        return compiled
+
+    def _first_call(self, module: Any, step: str, loop: Any) -> Any:
+        def prepared(batch: Any) -> Any:
+            return self.batch_to_device(self.precision_plugin.convert_input(batch))
+
+        return call_of(module, self._name, step, loop._data_source.dataloader(), prepared)
+
+    def _take_back(self, module: Any) -> None:
+        """The plain child in the place of what was compiled of it for inference, with its
+        weights."""
+        plain, modes = vars(module).pop(_PLAIN)
+        state = whole_values(holder_of(getattr(module, self._name)))
+        if rank() == 0:  # whose are taken when it is compiled
+            plain.load_state_dict(state)
+        for part, mode in modes.items():
+            part.training = mode
+        setattr(module, self._name, plain)
+
+    def model_to_device(self) -> None:
+        """All but what is compiled: compiled it is where it has to be, and before that it need
+        not fit on one device."""
+        modules = self.lightning_module._modules
+        compiled = modules.pop(self._name)
+        self.lightning_module.to(self.root_device)
+        modules[self._name] = compiled
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """By the norm over all ranks of what this optimizer steps."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        module = getattr(self.lightning_module, self._name)
+        others = {p: p.grad for p in module.parameters() if id(p) not in stepped}
+        for parameter in others:
+            parameter.grad = None
+        module.clip_grad_norm_(clip_val)
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Each rank its own parts."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(
+                    -clip_val, clip_val
+                )
+
+    # What is saved
+
+    restore_checkpoint_after_setup = True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole values on the first rank; on others zeros under the same names, which take no
+        memory."""
+        prefix, module = f"{self._name}.", self.lightning_module
+        whole = whole_values(holder_of(getattr(module, self._name)))
+        beside = {
+            name: value
+            for name, value in module.state_dict().items()
+            if not name.startswith(prefix)
+        }
+        found = {f"{prefix}{name}": value for name, value in whole.items()} | beside
+        known = self.broadcast(
+            {name: (x.shape, x.dtype) for name, x in found.items() if isinstance(x, Tensor)}
+        )
+        return (
+            found
+            if rank() == 0
+            else {
+                name: torch.zeros((), dtype=dtype).expand(shape)
+                for name, (shape, dtype) in known.items()
+            }
+        )
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: it lies beside the checkpoint."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Lightning's file by one rank; the optimizer's state by all, before it, unless weights
+        alone are asked for."""
+        path = Path(self.broadcast(filepath))
+        if "optimizer_states" in checkpoint:
+            self._save_beside(path, checkpoint["global_step"])
+        save = super().save_checkpoint
+        by_first(
+            lambda: save(checkpoint, path, storage_options),
+            str(path),
+            "see the reason; name a folder that can be written to",
+        )
+
+    def _save_beside(self, path: Path, step: int) -> None:
+        beside = self._beside(path)
+        if any(
+            later > step for later in beside.steps()
+        ):  # of the file that is about to be replaced
+            by_first(lambda: shutil.rmtree(beside.folder), str(beside.folder))
+            beside = self._beside(path)
+        for optimizer in self.optimizers:
+            beside.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove the file, and the folder beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(self._beside(Path(filepath)).folder, ignore_errors=True)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Lightning's file, on every rank."""
+        self._loaded = Path(os.path.realpath(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank's part of what lies beside the checkpoint.
+
+        Raises:
+            RuntimeStateError: on all ranks, where nothing does, or that of another step.
+        """
+        state = self._beside(self._loaded or Path())
+        if not state.steps():
+            what = (
+                "the checkpoint was saved by another strategy, or moved without the folder of the"
+                " optimizer's state beside it"
+            )
+            remedy = (
+                f"move {state.folder.name} too, or begin with its weights: load_from_checkpoint,"
+                " and fit() without ckpt_path"
+            )
+            raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
+        if state.steps()[-1] != checkpoint["global_step"]:  # its run ended between the two
+            what = (
+                f"the file is of step {checkpoint['global_step']}, the optimizer's state beside it"
+                f" of step {state.steps()[-1]}"
+            )
+            remedy = (
+                "go on from another checkpoint, or begin with its weights: load_from_checkpoint,"
+                " and fit() without ckpt_path"
+            )
+            raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
+        for optimizer in self.optimizers:
+            state.load(getattr(self.lightning_module, self._name), _plain(optimizer))
+
+    def _beside(self, path: Path) -> Checkpoints:
+        return Checkpoints(path.with_name(path.name + _STATE), keep=1, weights=False)
+
+    def teardown(self) -> None:
+        """Leave the compiled module where it is, for what comes next."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """What Lightning has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

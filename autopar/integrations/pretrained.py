@@ -1,0 +1,168 @@
+"""Weights of a compiled module in the files of the model's own library: transformers'
+``save_pretrained``, or peft's, of adapters alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.checkpoint.weights import WeightFiles, load_weights
+from autopar.errors import RuntimeStateError
+from autopar.integrations.libraries import library
+from autopar.runtime.full_state import whole_values
+from autopar.runtime.parameter_module import holder_of
+from autopar.runtime.rank_comm import by_first
+
+_ADAPTER = "adapter_model.safetensors"
+
+
+def save_pretrained(
+    module: nn.Module, model: nn.Module, folder: str | Path, **options: Any
+) -> None:
+    """What ``model.save_pretrained(folder)`` would write, with the compiled module's weights; every
+    rank calls it.
+
+    Of a peft model these are its adapters, which ``PeftModel.from_pretrained`` reads. The first
+    rank holds what is written, on its host.
+
+    Args:
+        module: what `autopar.compile` returned for `model`. model: the plain one, of transformers
+            or peft; its own weights are not read.
+        options: as ``save_pretrained`` of the model takes them.
+
+    Raises:
+        RuntimeStateError: on all ranks, where the model has no ``save_pretrained``, was not the
+            compiled one, or cannot be written.
+    """
+    if not hasattr(model, "save_pretrained"):
+        what = f"{type(model).__name__} has no save_pretrained"
+        raise RuntimeStateError(
+            what,
+            remedy=(
+                "pass a model of transformers or peft, or write the weights alone:"
+                " autopar.save_weights"
+            ),
+        )
+    state = whole_values(holder_of(module), names_saved(model))
+
+    def save() -> None:
+        model.save_pretrained(str(folder), state_dict=state, **options)  # type: ignore[operator]
+
+    by_first(save, str(folder), "see the reason; name a folder that can be written to")
+
+
+def load_adapter(module: nn.Module, model: nn.Module, folder: str | Path) -> None:
+    """Read adapters that peft wrote into a compiled module; every rank calls it, and reads its own
+    parts of them.
+
+    Args:
+        module: what `autopar.compile` returned for `model`. model: the plain peft model; its active
+            adapter is read.
+        folder: which `save_pretrained`, here or of peft, wrote.
+
+    Raises:
+        RuntimeStateError: on all ranks, where the files are not of this adapter. Nothing is changed
+            then.
+    """
+    if not is_peft(model):
+        what = f"{type(model).__name__} is no peft model"
+        raise RuntimeStateError(
+            what,
+            remedy=(
+                "pass what get_peft_model returned; of other models read weights by"
+                " autopar.load_weights"
+            ),
+        )
+    adapter = _active(model)
+    named = Path(folder) / adapter / _ADAPTER
+    path = named if named.is_file() else Path(folder) / _ADAPTER
+    names = by_first(lambda: _fitting(model, adapter, path), str(path))
+    load_weights(module, path, rename=lambda name: names.get(name, name), names=set(names))
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether it is a model of peft, which is not imported for that."""
+    return any(
+        each.__module__.startswith("peft.") and each.__name__ == "PeftModel"
+        for each in type(model).__mro__
+    )
+
+
+def names_saved(model: nn.Module) -> Collection[str] | None:
+    """Of a peft model the names in its state dict of what its ``save_pretrained`` writes; None for
+    all, as of other models.
+
+    Every rank calls it. The first alone asks peft, which may look the base model up on the hub.
+    """
+    if not is_peft(model):
+        return None
+    found: Collection[str] | None = by_first(lambda: _all_keys(model), "the model")
+    return found
+
+
+def _active(model: Any) -> str:
+    """Raises RuntimeStateError where there are several."""
+    active = (
+        list(model.active_adapters) if hasattr(model, "active_adapters") else [model.active_adapter]
+    )
+    if len(active) != 1:
+        raise RuntimeStateError(
+            f"adapters {', '.join(active)} are active at once",
+            remedy="activate one: model.set_adapter(name)",
+        )
+    return str(active[0])
+
+
+def _keys(model: Any, adapter: str) -> Mapping[str, str]:
+    """Name of a parameter or buffer → its key in peft's file.
+
+    Raises:
+        RuntimeStateError: where peft writes something else, which it makes of the plain model
+            (prompt learning).
+    """
+    peft = library("peft", "saving adapters")
+    state = model.state_dict()
+    places = {id(value): name for name, value in state.items()}
+    wanted = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+    if any(id(x) not in places for x in wanted.values()):
+        what = (
+            f"files of adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}) hold"
+            " something else than its parameters"
+        )
+        remedy = (
+            "write and read all weights: autopar.save_weights and load_weights, or"
+            " autopar.Checkpoints"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+    return {places[id(x)]: key for key, x in wanted.items()}
+
+
+def _all_keys(model: Any) -> set[str]:
+    return {name for adapter in model.peft_config for name in _keys(model, adapter)}
+
+
+def _fitting(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
+    """Names, and their keys in the file.
+
+    Raises:
+        RuntimeStateError: where the file has others.
+    """
+    keys = _keys(model, adapter)
+    if not os.path.isfile(path):
+        raise RuntimeStateError(
+            "there is no adapter", remedy=f"name the folder that holds {_ADAPTER}"
+        )
+    there = WeightFiles.of(path).files
+    if different := sorted(set(there) ^ set(keys.values())):
+        here = (
+            "in the files, and not in the model"
+            if different[0] in there
+            else "in the model, and not in the files"
+        )
+        remedy = "build the model with the configuration of that adapter (adapter_config.json)"
+        raise RuntimeStateError(f"{different[0]} is {here}", remedy=remedy)
+    return keys

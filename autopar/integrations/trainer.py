@@ -1,0 +1,567 @@
+"""`Trainer`: transformers' own, with a compiled module in the place of the model.
+
+Each rank runs the loop of one process over the same whole batches; the compiled module alone knows
+of the others. So losses, the number of items that they are averaged over, accumulation, schedules
+and metrics are those of one process, by construction. What is different here: the module is
+compiled before the optimizer is built, clipping and checkpoints are collective, and one rank
+writes.
+
+`self.model` stays the plain model, for what is asked of its class, configuration and signature; its
+weights go on meta once there is a compiled one, so that nothing reads them by mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import convert_to_fp32, find_batch_size
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from autopar.api import compile
+from autopar.api.arguments import Example, Launched
+from autopar.checkpoint.manager import Checkpoints
+from autopar.checkpoint.weights import load_weights
+from autopar.errors import AutoparError, RuntimeStateError
+from autopar.integrations.accelerator import Accelerator, as_one_process
+from autopar.integrations.first_call import first_call, may_be_read_once, same_random_numbers
+from autopar.integrations.pretrained import is_peft, load_adapter, names_saved
+from autopar.runtime.full_state import whole_values
+from autopar.runtime.parameter_module import Holder, holder_of
+from autopar.runtime.plain_model import Noted, noted
+from autopar.runtime.rank_comm import by_first, num_ranks, rank
+
+# --------------------------------------------------------------------------------------------------
+# What transformers' `TrainingArguments` may ask for that a compiled module does in another way,
+# or not: refused, with what to do.
+
+# Their state per parameter, as planning has it: torch's optimizers that were checked on distributed
+# parameters (`autopar.runtime.optimizers`).
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "sgd": "sgd",
+    "adagrad": "momentum",
+    "rmsprop": "momentum",
+}
+
+_CONSTRAINTS = (
+    "leave it out: how the model is split is the planner's choice, or that of"
+    " compile_options={'constraints': [...]}"
+)
+_RECOMPUTES = (
+    "leave it out: what is run again is the planner's choice, under"
+    " compile_options={'memory_bytes': ...}"
+)
+_HOOKS = "leave it out: it puts hooks or kernels of its own into the model, which is one program"
+_FULL_EVAL = (
+    "leave it out, and evaluate as it is trained: bf16=True or fp16=True, or"
+    " compile_options={'precision': 'bf16'}"
+)
+
+# Argument → whether it is asked for, and what to do.
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fsdp": (bool, _CONSTRAINTS),
+    "deepspeed": (bool, _CONSTRAINTS),
+    "parallelism_config": (bool, _CONSTRAINTS),
+    "activation_checkpointing": (bool, _RECOMPUTES),
+    "gradient_checkpointing": (bool, _RECOMPUTES),
+    "fp16_full_eval": (bool, _FULL_EVAL),
+    "bf16_full_eval": (bool, _FULL_EVAL),
+    "torch_compile": (bool, "leave it out, and pass compile_options={'backend': 'inductor'}"),
+    "neftune_noise_alpha": (lambda value: value is not None, _HOOKS),
+    "use_liger_kernel": (bool, _HOOKS),
+    "debug": (bool, _HOOKS),
+    "auto_find_batch_size": (
+        bool,
+        (
+            "set per_device_train_batch_size: the plan says beforehand what memory it takes"
+            " (autopar plan)"
+        ),
+    ),
+    "predict_with_generate": (bool, "leave it out: compiled modules do not generate"),
+    "push_to_hub": (bool, "leave it out, and upload what trainer.save_model wrote"),
+    "save_on_each_node": (bool, "save into a folder that all machines share"),
+    "enable_jit_checkpoint": (
+        bool,
+        (
+            "set save_strategy: ranks that are told to stop at different steps would wait for each"
+            " other"
+        ),
+    ),
+    "train_sampling_strategy": (
+        lambda value: value == "batch_rebalance",
+        "leave it out: it gives each rank samples of its own",
+    ),
+}
+
+
+def check_arguments(args: Any) -> None:
+    """Raises AutoparError on the first argument that cannot be served."""
+    for name, (asked, remedy) in _REFUSED.items():
+        value = getattr(args, name, None)
+        if asked(value):
+            raise AutoparError(f"autopar.Trainer does not take {name}={value!r}", remedy=remedy)
+    if args.n_gpu > 1:
+        what = f"{args.n_gpu} GPUs are here and one process, which would use one of them"
+        raise AutoparError(
+            what,
+            remedy=(
+                "start the script by `autopar run -n COUNT`, or name one GPU in"
+                " CUDA_VISIBLE_DEVICES"
+            ),
+        )
+
+
+def check_inputs(model: Any, given: dict[str, Any]) -> None:
+    """Raises AutoparError where the trainer is given what it cannot use.
+
+    Args:
+        given: its other arguments by name.
+    """
+    if given.get("model_init") is not None:
+        raise AutoparError(
+            "autopar.Trainer does not take model_init", remedy="pass the model itself: model=..."
+        )
+    if not isinstance(model, nn.Module):
+        raise AutoparError(
+            f"model={type(model).__name__} is no model", remedy="pass a torch.nn.Module"
+        )
+    if isinstance(model, Holder) or isinstance(model._modules.get("module"), Holder):
+        remedy = (
+            "pass the plain model, and what autopar.compile was given as mesh= and"
+            " compile_options={...}"
+        )
+        raise AutoparError(
+            "autopar.Trainer compiles the model itself, of which this is a compiled one",
+            remedy=remedy,
+        )
+    if any(p.is_meta for p in model.parameters()):
+        remedy = (
+            "load its weights, from_pretrained(folder); a model that was trained has them where"
+            " trainer.save_model wrote them"
+        )
+        raise AutoparError("the model's weights are on meta", remedy=remedy)
+    if any(each is not None for each in given.get("optimizers", ())):
+        remedy = (
+            "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override"
+            " create_optimizer, to build it of self.compiled().parameters(), and create_scheduler"
+        )
+        raise AutoparError(
+            "an optimizer of the plain model's parameters would train nothing", remedy=remedy
+        )
+
+
+def check_optimizer(args: Any, given: dict[str, Any]) -> None:
+    """Raises AutoparError on an optimizer of which it is not known that it works on distributed
+    parameters."""
+    name = getattr(args.optim, "value", args.optim)
+    if given.get("optimizer_cls_and_kwargs") is None and name not in OPTIMIZERS:
+        remedy = f"use one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs="
+        raise AutoparError(
+            f"autopar.Trainer does not know whether optim={name!r} works on distributed parameters",
+            remedy=remedy,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The plain model once a compiled module has its weights: it is asked for its class, configuration
+# and signature, and what is done to its parameters would reach nothing, so that it is refused.
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModel:
+    """As it was left when it was compiled.
+
+    Attributes:
+        parameters: those that are on meta now.
+    """
+
+    model: nn.Module
+    parameters: tuple[Noted, ...]
+
+    @staticmethod
+    def left(model: nn.Module) -> PlainModel:
+        """Let go of its weights; those that modules share stay shared."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if parameter not in made:
+                        made[parameter] = nn.Parameter(
+                            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+                        )
+                    module._parameters[name] = made[parameter]
+        return PlainModel(model, tuple(each for each in noted(model) if each.is_parameter))
+
+    def check(self, model: nn.Module) -> None:
+        """Raises RuntimeStateError where another model stands in its place, or something was done
+        to its parameters.
+
+        Args:
+            model: which the trainer has now.
+        """
+        if model is not self.model:
+            what = "trainer.model is another model than the one that was compiled"
+            raise RuntimeStateError(what, remedy="make a Trainer of it")
+        for each in self.parameters:
+            now = each.now()
+            if now is None or each.is_written(now):
+                what = (
+                    f"trainer.model's parameter {each.name!r} was written, and what is trained is"
+                    " the compiled module"
+                )
+                remedy = (
+                    "write that of trainer.compiled(), which has the same name; or load weights"
+                    " before the first train() or evaluate()"
+                )
+                raise RuntimeStateError(what, remedy=remedy)
+            if now.requires_grad != each.trains:
+                what = (
+                    f"trainer.model's parameter {each.name!r} was"
+                    f" {'frozen' if each.trains else 'unfrozen'} after it was compiled"
+                )
+                remedy = (
+                    "freeze before the first train() or evaluate(), and make a Trainer for each"
+                    " phase of training"
+                )
+                raise RuntimeStateError(what, remedy=remedy)
+
+
+log = logging.getLogger("autopar")
+_STATE = "autopar"  # the folder of the optimizer's state, in each checkpoint
+
+
+class Trainer(transformers.Trainer):
+    """transformers' `Trainer` on all processes that were started, or on one:
+
+        trainer = autopar.Trainer(model=model, args=TrainingArguments(...), train_dataset=...,
+        eval_dataset=...) trainer.train()
+
+    ``per_device_train_batch_size`` is the batch of all processes together, as of the same script in
+    one. Checkpoints and `save_model` hold what transformers' would, in the same files, beside the
+    optimizer's state, which loads on any number of processes.
+
+    Args:
+        model: the plain one, of transformers or peft or a module that returns its loss; built alike
+            on every rank. Its weights move into the compiled module at the first call of `train` or
+            `evaluate`.
+        args, others: as of transformers' Trainer.
+        mesh, compile_options: as of `autopar.compile`, which takes the batch and what `args` say of
+            optimizer and precision from here.
+        example_inputs: a batch as the model is called with it; by default the first of the training
+            set, which is read for it.
+
+    Raises:
+        AutoparError: on what a compiled module cannot serve (deepspeed, hooks, ...), with what to
+            do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *rest: Any,
+        mesh: Launched = None,
+        compile_options: Mapping[str, Any] | None = None,
+        example_inputs: Example | None = None,
+        **others: Any,
+    ) -> None:
+        args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
+        given = (
+            inspect.signature(transformers.Trainer.__init__)
+            .bind_partial(self, model, args, *rest, **others)
+            .arguments
+        )
+        check_inputs(model, given)
+        check_arguments(args)
+        check_optimizer(args, given)
+        args.distributed_state = as_one_process(args.distributed_state)
+        self._mesh, self._compile_options, self._example = (
+            mesh,
+            dict(compile_options or {}),
+            example_inputs,
+        )
+        self._compiled: Any = None
+        self._left: PlainModel | None = None
+        super().__init__(model, args, *rest, **others)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers has it, of an `Accelerator` that gives every rank whole batches."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            what = "accelerate was started with DeepSpeed or FSDP"
+            raise RuntimeStateError(
+                what, remedy="start the script by `autopar run -n COUNT`, or torchrun"
+            )
+        self.accelerator.__class__ = Accelerator
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    # What is computed
+
+    def compiled(self, examples: Callable[[], Any] | None = None) -> Any:
+        """The compiled module, which is made at the first call of this; every rank calls it.
+
+        Args:
+            examples: makes the loader of the batches that it is planned for, by default that for
+                training.
+        """
+        if self._compiled is None:
+            trains = self.train_dataset is not None
+            loader = self.get_train_dataloader if trains or examples is None else examples
+            self.model.train(trains)
+            example = self._example if self._example is not None else self._first_call(loader)
+            name = getattr(self.args.optim, "value", self.args.optim)
+            options = {"optimizer": OPTIMIZERS.get(name, "adamw")} | (
+                {} if trains else {"inference": True}
+            )
+            options = {} if "plan" in self._compile_options else options
+            with self.compute_loss_context_manager():
+                self._compiled = compile(
+                    self.model,
+                    self._mesh,
+                    example_inputs=example,
+                    **{**options, **self._compile_options},
+                )
+            self.accelerator.plain = {self._compiled: self.model}
+            self._left = PlainModel.left(self.model)
+            if rank() == 0 and num_ranks() > 1:
+                size = self._train_batch_size if trains else self.args.eval_batch_size
+                log.warning(
+                    "a batch of %d samples is that of all %d processes, of which each takes its"
+                    " part",
+                    size,
+                    num_ranks(),
+                )
+        if self._compiled not in self.accelerator._models:
+            self.accelerator.prepare_model(self._compiled)
+        return self._compiled
+
+    def _first_call(self, loader: Callable[[], Any]) -> Any:
+        """The arguments with which the model is called on the first batch, without having drawn
+        a random number for it."""
+        self._check_read_twice()
+        with same_random_numbers(self.args.device):
+            made = loader()
+            made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
+            batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
+            if not batches:
+                remedy = "pass a dataset of a batch at least, or leave dataloader_drop_last out"
+                raise RuntimeStateError("the data has no batch", remedy=remedy)
+            inputs = self._prepare_inputs(batches[0])
+            found = first_call(
+                self.model,
+                lambda model: self.compute_loss(model, inputs, num_items_in_batch=num_items),
+            )
+        if found is not None:
+            return found
+        what = "compute_loss did not call the model that it was given"
+        remedy = (
+            "call its argument `model` there, not self.model; or pass example_inputs=, a batch as"
+            " the model is called with it"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+
+    def _check_read_twice(self) -> None:
+        """Raises RuntimeStateError where the first batch may not be there again, once it has
+        been read for its shapes."""
+        data = self.train_dataset
+        if may_be_read_once(data, self.args.dataloader_num_workers):
+            what = (
+                f"the training set, a {type(data).__name__}, gives samples one after another,"
+                " perhaps once: none is read before training"
+            )
+            raise RuntimeStateError(
+                what,
+                remedy=(
+                    "pass example_inputs=, a batch as the model is called with it, whose values are"
+                    " not read"
+                ),
+            )
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **others: Any
+    ) -> Any:
+        """As transformers has it; in fp32, as accelerate has it, where it is computed under
+        autocast.
+
+        Raises:
+            RuntimeStateError: where something was done to `self.model` that would reach nothing.
+        """
+        if self._left is not None:
+            self._left.check(self.model)
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **others)
+        return found if self._narrow() is None else convert_to_fp32(found)
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around every call, and around compiling: autocast where the arguments say bf16 or
+        fp16."""
+        dtype = self._narrow()
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
+
+    def _narrow(self) -> torch.dtype | None:
+        """The dtype that calls are autocast to. accelerate trains without autocast on devices
+        without fp16."""
+        if self.args.fp16:
+            return torch.float16 if self.accelerator.native_amp else None
+        return torch.bfloat16 if self.args.bf16 else None
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return self.compiled()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Of the compiled module's parameters, in groups that do not depend on how these are
+        split, so that any mesh loads their state."""
+        optimizer = super().create_optimizer(self.compiled())
+        _join_groups(_plain(optimizer))
+        return optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """By the classes of the plain model's parts, whose names are the compiled module's."""
+        return super().get_decay_parameter_names(self.model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self._clip(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self._clip(float("inf")) if grad_norm is None else grad_norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """By the norm of the gradients themselves, also where losses are scaled; the norm
+        before."""
+        self.accelerator.unscale_gradients()
+        norm: Tensor = self.compiled().clip_grad_norm_(max_norm)
+        return norm
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers has it; where nothing is trained the module is planned for these
+        batches."""
+        self.compiled(lambda: dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers has it, with whole logits on every rank."""
+        self.accelerator.observed = find_batch_size(inputs)
+        loss, logits, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, *args, **kwargs
+        )
+        returned = logits if isinstance(logits, tuple) else (logits,)
+        if (
+            not prediction_loss_only
+            and all(x is None for x in returned)
+            and self._compile_options.get("outputs") != "full"
+        ):
+            what = (
+                'the compiled model returns nothing but its loss, as outputs="loss" asks, or as it'
+                " may in several microbatches"
+            )
+            raise RuntimeStateError(
+                what,
+                remedy='pass compile_options={"outputs": "full"}, or set prediction_loss_only=True',
+            )
+        whole = tree_map_only(DTensor, lambda x: x.full_tensor(), logits)
+        return loss, whole, labels
+
+    # What is saved
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
+        folder, save = output_dir or self.args.output_dir, super()._save
+        if self._compiled is not None and state_dict is None:
+            state_dict = whole_values(holder_of(self._compiled), names_saved(self.model))
+        by_first(
+            lambda: save(folder, state_dict),
+            str(folder),
+            "see the reason; name a folder that can be written to",
+        )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = Checkpoints(Path(output_dir) / _STATE, keep=1, weights=False)
+        state.save(
+            self.state.global_step,
+            self.compiled(),
+            _plain(self.optimizer),
+            scheduler=self.lr_scheduler,
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        save = super()._save_rng_state  # all ranks draw the same numbers
+        by_first(lambda: save(output_dir), str(output_dir))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = Checkpoints(Path(checkpoint) / _STATE, keep=1, weights=False)
+        if not state.steps():
+            files = [
+                name
+                for name in ("optimizer.pt", "optimizer.bin")
+                if os.path.exists(os.path.join(checkpoint, name))
+            ]
+            what = (
+                "the checkpoint was saved by transformers' own Trainer"
+                if files
+                else "the checkpoint has no state of the optimizer"
+            )
+            remedy = (
+                "begin with its weights: from_pretrained(folder), and train() without"
+                " resume_from_checkpoint"
+            )
+            raise RuntimeStateError(what, where=str(checkpoint), remedy=remedy)
+        state.load(self.compiled(), _plain(self.optimizer), scheduler=self.lr_scheduler)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if self._compiled is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._read_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._read_weights(self.state.best_model_checkpoint)
+
+    def _read_weights(self, folder: str) -> None:
+        if is_peft(self.model):
+            load_adapter(self.compiled(), self.model, folder)
+        else:
+            load_weights(self.compiled(), folder)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """What accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _join_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let neighbours of the same settings be one group, and leave out those without parameters:
+    transformers makes a group per mesh, and a parameter that several axes split together names a
+    mesh of its own."""
+    joined: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        if joined and {**joined[-1], "params": None} == {**group, "params": None}:
+            joined[-1]["params"] += group["params"]
+        elif group["params"]:
+            joined.append(group)
+    optimizer.param_groups[:] = joined

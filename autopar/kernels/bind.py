@@ -1,0 +1,161 @@
+"""Emitted graphs for one rank: process groups and coordinates in place of mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.core.collective import HOST_KINDS
+from autopar.kernels import bound_ops, dispatched, fused, host, rows
+from autopar.kernels.collectives import (
+    COPIES,
+    PARTS,
+    PLACES,
+    STEPS,
+    AxisGroup,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    bound_settings,
+    halo,
+    positional,
+    range_of,
+    reduce_scatter,
+    shard,
+    start,
+    swap,
+)
+
+
+def bind(
+    graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None
+) -> fx.GraphModule:
+    """A copy of the graph module whose steps name process groups and coordinates instead of mesh
+    axes.
+
+    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead,
+    where one is given, and on a GPU norms and softmaxes are kernels of one pass
+    (`autopar.kernels.rows`). Steps along axes of size 1 vanish (but for `halo`, which pads there)
+    and `local_start` becomes a literal. Tensors held by the module are shared.
+    """
+    graph = fx.Graph()
+    result = graph.graph_copy(graph_module.graph, {})
+    graph.output(result)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in PLACES:
+            size, splitters = node.args
+            _replace(
+                node,
+                range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[
+                    PLACES.index(node.target)
+                ],
+            )
+        elif node.op == "call_function" and node.target in STEPS:
+            _bind_step(node, groups)
+        elif node.op == "call_function" and node.target in COPIES:
+            node.target, node.args = (
+                getattr(host, node.target.__name__),
+                (node.args[0], device or "cpu"),
+            )
+        elif node.op == "call_function" and node.target in PARTS and node.args[1] in HOST_KINDS:
+            parts = bound_ops.STARTS if node.target is start else bound_ops.FINISHES
+            node.target, node.args = parts[node.args[1]], (node.args[0], device or "cpu")
+        elif node.op == "call_function" and node.target in PARTS:
+            _bind_part(node, groups)
+        elif node.op == "call_function" and node.target in fused.BOUND:
+            _bind_kernel(node, groups)
+        elif node.op == "call_function" and node.target in dispatched.BOUND:
+            *operands, split, most, axis, routed = node.args
+            starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
+            settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
+            node.target, node.args = (
+                dispatched.BOUND[node.target],
+                (*operands, starts, most, *settings),
+            )
+        elif device == "cuda" and node.target in rows.ON_GPU:
+            node.target = rows.ON_GPU[node.target]
+        elif device == "cuda" and node.meta.get("on_host"):
+            node.kwargs = {
+                **node.kwargs,
+                "pin_memory": True,
+            }  # else copies from it are not beside anything
+        elif device is not None and node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (host.store, host.finish_store):
+            node.args = (*node.args, _is_read_by_host(node))
+    return fx.GraphModule(graph_module, graph)
+
+
+def _is_read_by_host(stored: fx.Node) -> bool:
+    """Whether an op on the host reads what is stored: its copy may not have come yet."""
+    return any(
+        user.op == "call_function" and user.target not in (host.fetch, host.start_fetch)
+        for user in stored.users
+    )
+
+
+def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    x, *rest, axis = positional(node)
+    group = groups[axis]
+    if group.size == 1 and node.target is not halo:
+        _replace(node, x)
+    elif node.target is shard:
+        node.target, node.args, node.kwargs = (
+            bound_ops.shard,
+            (x, *rest, group.size, group.coordinate),
+            {},
+        )
+    else:
+        settings = bound_settings(
+            node.target.__name__, (*rest, axis), node.kwargs.get("length"), group
+        )
+        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *settings), {}
+
+
+def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    """Bind a `start` or a `finish`; along an axis of size 1 both vanish, but for `halo`."""
+    x, kind, *settings = node.args
+    group = groups[settings[-1]]
+    if group.size == 1 and kind != "halo":
+        _replace(node, x)
+        return
+    parts = bound_ops.STARTS if node.target is start else bound_ops.FINISHES
+    node.target, node.args, node.kwargs = (
+        parts[kind],
+        (x, *bound_settings(kind, settings, node.kwargs.get("length"), group)),
+        {},
+    )
+
+
+def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    node.target, place = fused.BOUND[node.target]  # type: ignore[index]
+    group = groups[node.args[place]]  # type: ignore[index]
+    node.args = (
+        *node.args[:place],
+        group.size,
+        group.name,
+        group.coordinate,
+        *node.args[place + 1 :],
+    )
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    """Put `value`, a node or a literal, wherever `node` is used, and erase the node."""
+    for user in list(node.users):
+        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
+        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
+    node.graph.erase_node(node)
+
+
+_BOUND: dict[Any, Callable[..., Tensor]] = {
+    all_gather: bound_ops.all_gather,
+    reduce_scatter: bound_ops.reduce_scatter,
+    all_reduce: bound_ops.all_reduce,
+    all_to_all: bound_ops.all_to_all,
+    swap: bound_ops.swap,
+    halo: bound_ops.halo,
+}

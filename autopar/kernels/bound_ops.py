@@ -1,0 +1,404 @@
+"""The bound forms of the communication steps: process groups and coordinates in place of mesh axes.
+
+They call torch's functional collectives, so `torch.compile` sees operators alone. Each step is a
+*start*, which makes what is sent ready and issues it, and a *finish*, which waits for it and does
+the rest; both take all of the step's settings. What lies between them is one list, which the finish
+empties, so that nothing holds what was sent longer than it must be held. Helpers take temporaries
+as arguments, so that nothing holds them longer than the docstring of `autopar.kernels.collectives`
+says. An empty group name makes a step fake: it allocates what the real one does and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.core.layout import part_range
+from autopar.core.placements import Halo, beyond
+from autopar.errors import LayoutError
+from autopar.kernels import host
+
+_functional = torch.ops._c10d_functional
+Started = list[Any]
+"""Between start and finish: what comes, what was sent, and a length or the operand where the finish
+needs it; only the operand along an axis of size 1."""
+
+
+def part_of(length: int, size: int) -> int:
+    """The length of all parts but the last, which is not longer, and not empty.
+
+    Raises:
+        LayoutError: where it would be empty.
+    """
+    part = -(-length // size)
+    if part * (size - 1) >= length:
+        raise LayoutError(
+            f"a dim of length {length} cannot be split over {size} ranks",
+            remedy="choose another layout or mesh",
+        )
+    return part
+
+
+def all_gather(x: Tensor, dim: int, size: int, name: str, length: int | None = None) -> Tensor:
+    """The parts along `dim`, joined in order of the ranks."""
+    return finish_all_gather(start_all_gather(x, dim, size, name, length), dim, size, name, length)
+
+
+def start_all_gather(
+    x: Tensor, dim: int, size: int, name: str, length: int | None = None
+) -> Started:
+    if size == 1:
+        return [x]
+    if length is not None:
+        x = _padded(x, dim, part_of(length, size))
+    return _start_gather(x.contiguous(), size, name)
+
+
+def finish_all_gather(
+    started: Started, dim: int, size: int, name: str, length: int | None = None
+) -> Tensor:
+    return (
+        _itself(started) if size == 1 else _cut(_joined(_awaited(started, name), dim), dim, length)
+    )
+
+
+def reduce_scatter(
+    x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int
+) -> Tensor:
+    """This rank's part along `dim` of the reduced tensor."""
+    started = start_reduce_scatter(x, dim, reduce_op, size, name, coordinate)
+    return finish_reduce_scatter(started, dim, reduce_op, size, name, coordinate)
+
+
+def start_reduce_scatter(
+    x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int
+) -> Started:
+    if size == 1:
+        return [x]
+    own = part_range(x.shape[dim], [size], [coordinate])[1]
+    return [
+        *_start_scatter(
+            _leading_parts(_whole_parts(x, dim, size), dim, size), reduce_op, size, name
+        ),
+        own,
+    ]
+
+
+def finish_reduce_scatter(
+    started: Started, dim: int, reduce_op: str, size: int, name: str, coordinate: int
+) -> Tensor:
+    if size == 1:
+        return _itself(started)
+    own = started.pop()
+    return _cut(_awaited(started, name).squeeze(0), dim, own)
+
+
+def all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
+    """The reduced tensor."""
+    return finish_all_reduce(start_all_reduce(x, reduce_op, size, name), reduce_op, size, name)
+
+
+def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
+    if size == 1:
+        return [x]
+    come = (
+        _functional.all_reduce(_summable(x.contiguous()), reduce_op, name)
+        if name
+        else x.new_empty(x.shape)
+    )
+    return [
+        come,
+        come if come.dtype == x.dtype else x.new_empty(0),
+    ]  # it is reduced in place, in a copy
+
+
+def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) -> Tensor:
+    return _itself(started) if size == 1 else _awaited(started, name)
+
+
+def all_to_all(
+    x: Tensor,
+    dim: int,
+    to_dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    length: int | None = None,
+) -> Tensor:
+    """Split along `to_dim`, joined along `dim`."""
+    started = start_all_to_all(x, dim, to_dim, size, name, coordinate, length)
+    return finish_all_to_all(started, dim, to_dim, size, name, coordinate, length)
+
+
+def start_all_to_all(
+    x: Tensor,
+    dim: int,
+    to_dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    length: int | None = None,
+) -> Started:
+    if size == 1 or dim == to_dim:
+        return [x]
+    own = part_range(x.shape[to_dim], [size], [coordinate])[1]
+    if length is not None:
+        x = _padded(x, dim, part_of(length, size))
+    return [
+        *_start_exchange(_leading_parts(_whole_parts(x, to_dim, size), to_dim, size), size, name),
+        own,
+    ]
+
+
+def finish_all_to_all(
+    started: Started,
+    dim: int,
+    to_dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    length: int | None = None,
+) -> Tensor:
+    if size == 1 or dim == to_dim:
+        return _itself(started)
+    own = started.pop()
+    return _cut(_cut(_joined(_awaited(started, name), dim), dim, length), to_dim, own)
+
+
+def halo(
+    x: Tensor,
+    dim: int,
+    before: int,
+    after: int,
+    lowest: bool,
+    size: int,
+    name: str,
+    coordinate: int,
+) -> Tensor:
+    """The first `after` elements go to the rank before, the last `before` ones to the rank
+    behind."""
+    started = start_halo(x, dim, before, after, lowest, size, name, coordinate)
+    return finish_halo(started, dim, before, after, lowest, size, name, coordinate)
+
+
+def start_halo(
+    x: Tensor,
+    dim: int,
+    before: int,
+    after: int,
+    lowest: bool,
+    size: int,
+    name: str,
+    coordinate: int,
+) -> Started:
+    if size == 1:
+        return [x]
+    has_previous, has_next = coordinate > 0, coordinate < size - 1
+    sent = [x.narrow(dim, 0, after)] * has_previous + [
+        x.narrow(dim, x.shape[dim] - before, before)
+    ] * has_next
+    row = x.numel() // x.shape[dim]
+    out_splits, in_splits = [0] * size, [0] * size
+    if has_previous:
+        in_splits[coordinate - 1], out_splits[coordinate - 1] = after * row, before * row
+    if has_next:
+        in_splits[coordinate + 1], out_splits[coordinate + 1] = before * row, after * row
+    return [
+        *_start_flat(torch.cat([part.reshape(-1) for part in sent]), out_splits, in_splits, name),
+        x,
+    ]
+
+
+def finish_halo(
+    started: Started,
+    dim: int,
+    before: int,
+    after: int,
+    lowest: bool,
+    size: int,
+    name: str,
+    coordinate: int,
+) -> Tensor:
+    x, around = started.pop(), Halo(dim, before, after, lowest)
+    if size == 1:
+        return torch.cat([beyond(x, around, before), x, beyond(x, around, after)], dim=dim)
+    has_previous, has_next = coordinate > 0, coordinate < size - 1
+    row, shape = x.numel() // x.shape[dim], list(x.shape)
+    first, last = _awaited(started, name).split(
+        [before * row * has_previous, after * row * has_next]
+    )
+    left = (
+        first.view([*shape[:dim], before, *shape[dim + 1 :]])
+        if has_previous
+        else beyond(x, around, before)
+    )
+    right = (
+        last.view([*shape[:dim], after, *shape[dim + 1 :]])
+        if has_next
+        else beyond(x, around, after)
+    )
+    return torch.cat([left, x, right], dim=dim)
+
+
+def swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Tensor:
+    """The second half goes to the rank that is as far from the end as this one from the begin,
+    whose second half takes its place."""
+    return finish_swap(start_swap(x, dim, size, name, coordinate), dim, size, name, coordinate)
+
+
+def start_swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Started:
+    if size == 1:
+        return [x]
+    half = x.shape[dim] // 2
+    splits = [0] * size
+    splits[size - 1 - coordinate] = x.numel() // 2
+    return [*_start_flat(x.narrow(dim, half, half).reshape(-1), splits, splits, name), x]
+
+
+def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: int) -> Tensor:
+    if size == 1:
+        return _itself(started)
+    x = started.pop()
+    first = x.narrow(dim, 0, x.shape[dim] // 2)
+    return torch.cat([first, _awaited(started, name).view(first.shape)], dim=dim)
+
+
+def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
+    """This rank's part along `dim`, a contiguous copy."""
+    if size == 1:
+        return x
+    part_of(x.shape[dim], size)
+    return x.narrow(dim, *part_range(x.shape[dim], [size], [coordinate])).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def exchanged(rows: Tensor, leaving: list[int], coming: list[int], name: str) -> Tensor:
+    """So many rows for every rank, one after another → as many from every rank as come."""
+    return _awaited(
+        [_functional.all_to_all_single(rows.contiguous(), coming, leaving, name), rows], name
+    )
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """Filled up with zeros at the end of `dim`."""
+    missing = length - x.shape[dim]
+    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+def _whole_parts(x: Tensor, dim: int, size: int) -> Tensor:
+    """Filled up so that all parts of `dim` are equally long."""
+    return _padded(x, dim, part_of(x.shape[dim], size) * size)
+
+
+def _cut(x: Tensor, dim: int, length: int | None) -> Tensor:
+    """The first `length` of `dim`, in memory of its own; all of it where none is said."""
+    return (
+        x
+        if length is None or x.shape[dim] == length
+        else x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
+    )
+
+
+def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
+    """[.., d, ..] → [size, .., d / size, ..], contiguous; a view where `dim` is leading and `x`
+    contiguous."""
+    return x.unflatten(dim, (size, part_of(x.shape[dim], size))).movedim(dim, 0).contiguous()
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """[size, .., d, ..] → [.., size · d, ..], contiguous: `flatten` alone returns a strided view
+    if d is 1."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _start_gather(x: Tensor, size: int, name: str) -> Started:
+    """[..] of every rank → [size, ..]."""
+    if not name:
+        return [x.new_empty((size, *x.shape)), x]
+    return [_functional.all_gather_into_tensor(_sendable(x).unsqueeze(0), size, name), x]
+
+
+def _start_scatter(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
+    """[size, ..] → [1, ..], the reduced tensor at this rank's index."""
+    if not name:
+        return [x.new_empty((1, *x.shape[1:])), x]
+    return [_functional.reduce_scatter_tensor(_summable(x), reduce_op, size, name), x]
+
+
+def _start_exchange(x: Tensor, size: int, name: str) -> Started:
+    """[size, ..]: part i goes to rank i; the result's part i came from rank i."""
+    if not name:
+        return [x.new_empty(x.shape), x]
+    return [_functional.all_to_all_single(_sendable(x), [1] * size, [1] * size, name), x]
+
+
+def _start_flat(x: Tensor, out_splits: list[int], in_splits: list[int], name: str) -> Started:
+    """Elements for every rank, one after another → elements from every rank."""
+    if not name:
+        return [x.new_empty(sum(out_splits)), x]
+    return [_functional.all_to_all_single(_sendable(x), out_splits, in_splits, name), x]
+
+
+_SENDABLE = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""Dtypes that every process group moves; others go as bytes, in a dim of their own."""
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """In a dtype that process groups know."""
+    return x if x.dtype in _SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _summable(x: Tensor) -> Tensor:
+    """As process groups add it up: of complex numbers both parts, which not every one of them
+    knows."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _awaited(started: Started, name: str) -> Tensor:
+    """What came, in the dtype that was sent; what was sent is let go."""
+    come, sent = started
+    started.clear()
+    come = _functional.wait_tensor(come) if name else come
+    return come if come.dtype == sent.dtype else come.view(sent.dtype).squeeze(-1)
+
+
+def _itself(started: Started) -> Tensor:
+    x: Tensor = started.pop()
+    return x
+
+
+STARTS: Mapping[str, Callable[..., Started]] = {
+    "all_gather": start_all_gather,
+    "reduce_scatter": start_reduce_scatter,
+    "all_reduce": start_all_reduce,
+    "all_to_all": start_all_to_all,
+    "halo": start_halo,
+    "swap": start_swap,
+    "fetch": host.start_fetch,
+    "store": host.start_store,
+}
+FINISHES: Mapping[str, Callable[..., Tensor]] = {
+    "all_gather": finish_all_gather,
+    "reduce_scatter": finish_reduce_scatter,
+    "all_reduce": finish_all_reduce,
+    "all_to_all": finish_all_to_all,
+    "halo": finish_halo,
+    "swap": finish_swap,
+    "fetch": host.finish_fetch,
+    "store": host.finish_store,
+}

@@ -1,0 +1,267 @@
+"""The root-mean-square norm as one operator, and in pieces whose sums may be partial.
+
+    rstd = 1/√(Σ x²/n + ε)        y = x · rstd · weight                      over the last dim, n
+                                  elements long
+    c    = Σ (g · weight) · x     d_x = g · weight · rstd − x · rstd³ · c/n  d_weight = Σ_rows g · x
+                                  · rstd     given g, the gradient of y
+
+(Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4).
+Written out, as models have it, the norm and its gradient take twenty passes over memory. `normed`
+stands for both where a capture finds one (`autopar.capture.formulas`); torch differentiates it. In
+the normal form it becomes the pieces, so that rows can be split, and what is normed as well.
+
+Where models round. They square in a dtype of their own (`dtype`), may round what is normed before
+the weight (`rounded`), and the result (`out`). `rms_norm` rounds in the same places. Sums, and
+gradients, are taken in at least float32, and rounded once.
+
+Shapes: x, gradients and results [..., n], or the same part of each row; squares and products [...];
+weight [n]. Each piece is a few calls of ATen, on some rows at a time; `autopar.analysis.fusable`
+counts what these read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.blocks import row_blocks, wide_dtype
+
+
+def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ x² of each row, where the model squares in `dtype`; those of parts of the rows add up."""
+    wide = wide_dtype(dtype)
+    return torch.linalg.vector_norm(_in(wide, x), dim=-1, dtype=wide).square_()
+
+
+def rms_norm(
+    x: Tensor,
+    squares: Tensor,
+    weight: Tensor | None,
+    n: int,
+    eps: float,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    out: torch.dtype,
+) -> Tensor:
+    """``x · rstd · weight`` in `out`, from x's `square_sum` over all `n` elements of a row."""
+
+    def made(x: Tensor, scale: Tensor) -> Tensor:
+        normed = _in(scale.dtype, x).mul(scale).to(rounded)
+        return (normed if weight is None else normed * weight).to(out)
+
+    return _by_rows(made, out, x, _rstd(squares, n, eps))
+
+
+def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Σ (grad · weight) · x of each row; those of parts of the rows add up."""
+    gradients, rows, wide, parts = _flat(grad), _flat(x), wide_dtype(dtype), []
+    for here in row_blocks(x):
+        products = _product(gradients[here], rows[here], wide)
+        parts.append((products if weight is None else products.mul_(weight)).sum(-1))
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(x.shape[:-1])
+
+
+def rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    squares: Tensor,
+    product: Tensor,
+    weight: Tensor | None,
+    n: int,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of `rms_norm`'s x, given that of its result and their `rms_product`."""
+    scale = _rstd(squares, n, eps)
+
+    def made(grad: Tensor, x: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
+        total = _in(scale.dtype, grad).mul(scale)
+        total = total if weight is None else total.mul_(weight)
+        return total.addcmul_(_in(scale.dtype, x), slope).to(x.dtype)
+
+    return _by_rows(made, x.dtype, grad, x, scale, scale.pow(3).mul_(product).div_(-n))
+
+
+def rms_weight_gradient(
+    grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of `rms_norm`'s weight, in at least float32; those of some of the rows each add
+    up."""
+    gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1, 1)
+    parts = [
+        _product(gradients[here], rows[here], scale.dtype).mul_(scale[here]).sum(0)
+        for here in row_blocks(x)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _by_rows(made: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
+    """What is made of some rows at a time, of `x` and others like it, or with one element a row."""
+    blocks = row_blocks(x)
+    operands = [x, *(each if each.dim() == x.dim() else each.unsqueeze(-1) for each in others)]
+    if len(blocks) == 1:
+        return made(*operands).contiguous()  # as `normed` is said to be
+    result, flat = (
+        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format),
+        [_flat(each) for each in operands],
+    )
+    rows = _flat(result)
+    for here in blocks:
+        rows[here] = made(*(each[here] for each in flat))
+    return result
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rstd(squares: Tensor, n: int, eps: float) -> Tensor:
+    return squares.div(n).add_(eps).rsqrt_()
+
+
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x itself where an op with a tensor of this dtype computes in it, else x cast."""
+    return x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a · b, a new tensor, computed in a dtype."""
+    return a * b.to(dtype) if a.dtype == dtype else a.to(dtype).mul_(b)
+
+
+@torch.library.custom_op("autopar::rms_norm", mutates_args=())
+def _normed(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of a whole, and its squares."""
+    squares = square_sum(x, dtype)
+    return rms_norm(x, squares, weight, x.shape[-1], eps, dtype, rounded, out), squares
+
+
+@torch.library.custom_op("autopar::rms_norm_backward", mutates_args=())
+def _normed_backward(
+    grad: Tensor, x: Tensor, squares: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; without a weight the second is empty."""
+    product, n = rms_product(grad, x, weight, dtype), x.shape[-1]
+    d_x = rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
+    if weight is None:
+        return d_x, x.new_empty(0)
+    return d_x, rms_weight_gradient(grad, x, squares, n, eps, dtype).to(weight.dtype)
+
+
+@_normed.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=out), x.new_empty(x.shape[:-1], dtype=wide_dtype(dtype))
+
+
+@_normed_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, squares: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), (
+        x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.eps, ctx.dtype, *_ = inputs
+    ctx.save_for_backward(x, output[1], weight)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    x, squares, weight = ctx.saved_tensors
+    d_x, d_weight = normed_backward(grad, x, squares, weight, ctx.eps, ctx.dtype)
+    return d_x, None if weight is None else d_weight, None, None, None, None
+
+
+_normed.register_autograd(_differentiate, setup_context=_remember)
+normed = torch.ops.autopar.rms_norm.default
+normed_backward = torch.ops.autopar.rms_norm_backward.default
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch normalization in pieces, whose sums over the batch and over space may be partial.
+#
+# `x` is [n, c, ...]; statistics have one element per channel, [c]. Sums are taken in at least
+# float32. Formulas: Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def channel_sum(x: Tensor) -> Tensor:
+    """Σ x over all dims but the channels'."""
+    return x.sum(_others(x), dtype=torch.float32 if x.dtype in _HALF else None)
+
+
+def squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
+    """Σ (x − mean)² over all dims but the channels'."""
+    return _minus(x, mean).square_().sum(_others(x))
+
+
+def scaled_product(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Σ grad · (x − mean) · rstd over all dims but the channels': the gradient of the norm's
+    weight."""
+    return _minus(x, mean).mul_(grad).sum(_others(x)).mul_(rstd)
+
+
+def normalize(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """``(x − mean) · rstd · weight + bias`` in the dtype of `x`."""
+    scale = rstd if weight is None else rstd * weight
+    result = _minus(x, mean).mul_(_seen(scale, x))
+    return (result if bias is None else result.add_(_seen(bias, x))).to(x.dtype)
+
+
+def normalize_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    grad_sum: Tensor,
+    product: Tensor,
+    count: int,
+) -> Tensor:
+    """Gradient of `x`, given that of the result, where mean and rstd are those of x's own batch.
+
+    Args:
+        grad_sum: `channel_sum` of `grad`. product: its `scaled_product`.
+        count: elements per channel of the whole batch.
+    """
+    normalized = _minus(x, mean).mul_(_seen(rstd * product / -count, x))
+    centered = normalized.add_(grad).sub_(_seen(grad_sum / count, x))
+    return centered.mul_(_seen(rstd if weight is None else rstd * weight, x)).to(x.dtype)
+
+
+def _others(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _seen(channels: Tensor, x: Tensor) -> Tensor:
+    return channels.view((-1,) + (1,) * (x.dim() - 2))
+
+
+def _minus(x: Tensor, mean: Tensor) -> Tensor:
+    """x − mean, a new tensor, in at least float32."""
+    return x - _seen(mean.float() if x.dtype in _HALF else mean, x)

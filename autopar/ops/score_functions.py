@@ -1,0 +1,417 @@
+"""Functions of one score and its place, as text: what `flex_attention` is given as ``score_mod``
+and ``mask_mod``.
+
+A function takes scalars, by name, and *captured* tensors, by number. Its text is JSON that calls
+functional ATen ops one after another:
+
+    {"does": [["index.Tensor", [{"t": 0}, [{"c": "h"}]], {}], ["add.Tensor", [{"c": "score"}, {"v":
+    0}], {}]], "gives": {"v": 1}}
+
+``{"c": name}`` is a scalar, ``{"t": n}`` a captured tensor, ``{"v": n}`` the result of the n-th
+call. So a function can be stored, compared and read on another machine, and reading it runs
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import AutoparError
+
+COORDINATES = ("b", "h", "q", "k")
+SEEN = '{"does":[["full.default",[[],true],{"dtype":{"dtype":"bool"},"device":{"device":true}}]],"gives":{"v":0}}'  # noqa: E501
+"""Every query sees every key."""
+INDEX = "index.Tensor"
+_CASTS = ("_to_copy.default",)
+_DEVICE = {"device": True}
+_FLOATING = re.compile(r'{"dtype":"(?:float|bfloat)\d+"}')
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A text that was read.
+
+    Attributes:
+        does: (ATen op's name, args, kwargs) of each call, references as in the text. gives: the
+            reference of the result.
+    """
+
+    does: tuple[tuple[str, Any, Any], ...]
+    gives: Any
+
+
+class UnwritableError(AutoparError):
+    """A function does what has no text."""
+
+
+@lru_cache(maxsize=1024)
+def read_function(text: str) -> Function:
+    """Read a text.
+
+    Raises:
+        UnwritableError: where it calls what is no functional op of ATen.
+    """
+    held = json.loads(text)
+    for name, _, _ in held["does"]:
+        overload_of(name)
+    return Function(
+        tuple((name, args, kwargs) for name, args, kwargs in held["does"]), held["gives"]
+    )
+
+
+def overload_of(name: str) -> torch._ops.OpOverload:
+    """The op of ATen that a text names.
+
+    Raises:
+        UnwritableError: where there is none, or it writes into an operand or draws random numbers.
+    """
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or _RANDOM in op.tags:
+        what = (
+            f"the function calls {name}, which is no op that computes a score from its place alone"
+        )
+        raise UnwritableError(
+            what,
+            remedy=(
+                "write the function with torch's functions of tensors, none of which writes or"
+                " draws"
+            ),
+        )
+    return op
+
+
+def write_function(graph: fx.Graph, scalars: Sequence[str], captured: Sequence[int]) -> str:
+    """The text of a graph of ATen ops on scalars.
+
+    Args:
+        graph: its placeholders are the scalars, in this order, then captured tensors.
+        scalars: names of the first placeholders. captured: number of the tensor that each further
+            placeholder stands for.
+
+    Raises:
+        UnwritableError: where it holds a tensor of its own, or calls anything else.
+    """
+    written: dict[fx.Node, Any] = {}
+    does: list[Any] = []
+    names: list[Any] = [*({"c": name} for name in scalars), *({"t": number} for number in captured)]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            written[node] = names.pop(0)
+        elif node.op == "call_function" and not _is_unread(node):
+            name = _name_of(node.target)
+            overload_of(name)
+            kwargs = {
+                key: _written(value, written)
+                for key, value in node.kwargs.items()
+                if key != "pin_memory"
+            }
+            does.append(
+                [
+                    name,
+                    _written(node.args, written),
+                    {key: value for key, value in kwargs.items() if value is not None},
+                ]
+            )
+            written[node] = {"v": len(does) - 1}
+        elif node.op == "output":
+            return json.dumps(
+                {"does": does, "gives": _written(node.args[0], written)}, separators=(",", ":")
+            )
+        elif node.op == "get_attr":
+            written[node] = None  # `_written` refuses it where it is read
+    raise AssertionError("a graph ends with its output")
+
+
+def _is_unread(node: fx.Node) -> bool:
+    return not node.users
+
+
+def _name_of(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        return str(target).removeprefix("aten.")
+    return str(target)
+
+
+def _written(value: Any, written: Mapping[fx.Node, Any]) -> Any:
+    match value:
+        case fx.Node():
+            if written.get(value) is None:
+                what = "the function makes a tensor of its own numbers, or calls another graph"
+                raise UnwritableError(
+                    what,
+                    remedy=(
+                        "pass numbers as Python numbers, and make tensors outside of the function"
+                    ),
+                )
+            return written[value]
+        case torch.dtype():
+            return {"dtype": str(value).removeprefix("torch.")}
+        case torch.device():
+            return _DEVICE
+        case float() if not math.isfinite(value):
+            return {"float": str(value)}
+        case bool() | int() | float() | str() | None:
+            return value
+        case torch.layout() | torch.memory_format():
+            return None
+        case list() | tuple():
+            return [_written(each, written) for each in value]
+    raise UnwritableError(
+        f"the function calls an op with {value!r}",
+        remedy="write the function with tensors and numbers alone",
+    )
+
+
+def module_of(
+    text: str,
+    scalars: Sequence[str],
+    num_captured: int,
+    own: Sequence[int] = (),
+    *,
+    for_kernels: bool = False,
+) -> fx.GraphModule:
+    """The function that a text describes, to be called with scalars and captured tensors, in this
+    order.
+
+    Args:
+        scalars: names of the first arguments; among them may be ``own b``, ``own h`` and ``own q``:
+            coordinates counted from the beginning of a part.
+        own: tensor, dim, tensor, dim, …: dims of captured tensors of which there is a part, which
+            is indexed from its own beginning.
+        for_kernels: whether indices are written ``t[i]``, as torch's compiled kernels want them.
+    """
+    return _module(text, tuple(scalars), num_captured, tuple(own), for_kernels)
+
+
+@lru_cache(maxsize=1024)
+def _module(
+    text: str, scalars: tuple[str, ...], num_captured: int, own: tuple[int, ...], for_kernels: bool
+) -> fx.GraphModule:
+    function, graph = read_function(text), fx.Graph()
+    env: dict[tuple[str, Any], Any] = {
+        ("c", name): graph.placeholder(name.replace(" ", "_")) for name in scalars
+    }
+    env |= {("t", number): graph.placeholder(f"t{number}") for number in range(num_captured)}
+    parts = set(zip(own[::2], own[1::2], strict=True))
+    device = graph.call_function(getattr, (env["c", scalars[0]], "device"))
+    for number, (name, args, kwargs) in enumerate(function.does):
+        if name == INDEX and parts:
+            args = [
+                args[0],
+                [
+                    _own_place(index, args[0], dim, parts, function)
+                    for dim, index in enumerate(args[1])
+                ],
+            ]
+        read_args, read_kwargs = (
+            _read(args, env, device),
+            {key: _read(value, env, device) for key, value in kwargs.items()},
+        )
+        if name == INDEX and for_kernels:
+            env["v", number] = graph.call_function(
+                torch.Tensor.__getitem__, (read_args[0], tuple(read_args[1]))
+            )
+        else:
+            env["v", number] = graph.call_function(overload_of(name), tuple(read_args), read_kwargs)
+    graph.output(_read(function.gives, env, device))
+    if not device.users:
+        graph.erase_node(device)
+    return fx.GraphModule({}, graph)
+
+
+def _own_place(
+    index: Any, tensor: Any, dim: int, parts: set[tuple[int, int]], function: Function
+) -> Any:
+    coordinate = coordinate_of(index, function) if (tensor.get("t"), dim) in parts else None
+    return index if coordinate is None else {"c": f"own {coordinate}"}
+
+
+def _read(value: Any, env: Mapping[tuple[str, Any], Any], device: fx.Node) -> Any:
+    match value:
+        case {"c": name}:
+            return env["c", name]
+        case {"t": number}:
+            return env["t", number]
+        case {"v": number}:
+            return env["v", number]
+        case {"dtype": name}:
+            return getattr(torch, name)
+        case {"float": number}:
+            return float(number)
+        case {"device": True}:
+            return device
+        case list():
+            return [_read(each, env, device) for each in value]
+    return value
+
+
+@lru_cache(maxsize=1024)
+def promoted_text(text: str, dtype: torch.dtype) -> str:
+    """A function that makes tensors of `dtype` where it made floating ones; any other text as it
+    is.
+    """
+    return _FLOATING.sub(_dtype_text(dtype), text) if text.startswith('{"does":') else text
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return json.dumps({"dtype": str(dtype).removeprefix("torch.")}, separators=(",", ":"))
+
+
+def references(value: Any) -> Iterator[tuple[str, Any]]:
+    """Kind and name of each reference in an argument."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from references(each)
+    elif isinstance(value, dict):
+        ((kind, name),) = value.items()
+        if kind in ("c", "t", "v"):
+            yield kind, name
+
+
+def coordinate_of(reference: Any, function: Function) -> str | None:
+    """The coordinate that a reference is, be it cast to another integer."""
+    match reference:
+        case {"c": name} if name in COORDINATES:
+            return str(name)
+        case {"v": number} if function.does[number][0] in _CASTS:
+            kind = function.does[number][2].get("dtype", {}).get("dtype")
+            return (
+                coordinate_of(function.does[number][1][0], function)
+                if kind in ("int32", "int64")
+                else None
+            )
+    return None
+
+
+def over_all(
+    function: Callable[..., torch.Tensor],
+    first: Sequence[int | None],
+    rest: int,
+    dims: Sequence[int] = (0, 1, 2, 3),
+) -> Callable[..., torch.Tensor]:
+    """A function of scalars as one of scores [b, h, q, k].
+
+    Args:
+        first: for each of its first arguments, the dim of the four that it has as a vector; -1 for
+            scores, which have all; None for a scalar.
+        rest: how many arguments after these are taken whole. dims: which of the four the result
+            has.
+    """
+    made = function
+    for dim in reversed(dims):
+        in_dims = tuple(0 if place in (dim, -1) else None for place in first) + (None,) * rest
+        made = torch.vmap(made, in_dims=in_dims)
+    return made
+
+
+# --------------------------------------------------------------------------------------------------
+# What functions of scores read of places and of captured tensors.
+#
+# Terms. A *coordinate* is ``b``, ``h``, ``q`` or ``k``: the batch entry, query head, query or key
+# of a score. A dim of a captured tensor is *indexed by* a coordinate where every use of the
+# tensor is an index, and has this very coordinate there. Then a part of the tensor along the dim
+# serves a part of the scores, and the part is indexed from its own beginning.
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What functions read.
+
+    Attributes:
+        indexed: tensor → the coordinate of each dim, None where it has none.
+        free: coordinates that they read other than as the index of such a dim.
+    """
+
+    indexed: Mapping[int, tuple[str | None, ...]]
+    free: frozenset[str]
+
+
+@lru_cache(maxsize=1024)
+def reading(texts: tuple[str, ...], ranks: tuple[int, ...]) -> Reading:
+    """What functions read of captured tensors with so many dims."""
+    uses: dict[int, list[tuple[str | None, ...]]] = {}
+    for text in texts:
+        function = read_function(text)
+        for tensor, places in _uses(function, ranks):
+            uses.setdefault(tensor, []).append(places)
+    indexed = {
+        tensor: tuple(_same(each) for each in zip(*found, strict=True))
+        for tensor, found in uses.items()
+    }
+    free = frozenset(name for text in texts for name in _free(read_function(text), indexed))
+    return Reading(indexed, free)
+
+
+def _same(coordinates: Sequence[str | None]) -> str | None:
+    first = coordinates[0]
+    return first if all(each == first for each in coordinates) and first != "k" else None
+
+
+def _uses(function: Function, ranks: Sequence[int]) -> Iterator[tuple[int, tuple[str | None, ...]]]:
+    """Each use of a captured tensor, and the coordinate by which it indexes each dim."""
+    for name, args, kwargs in function.does:
+        is_index = name == INDEX and "t" in args[0]
+        if is_index:
+            number = args[0]["t"]
+            places = [coordinate_of(index, function) for index in args[1]]
+            yield number, tuple(places + [None] * (ranks[number] - len(places)))
+        for kind, number in references(args[1:] if is_index else (*args, *kwargs.values())):
+            if kind == "t":
+                yield number, (None,) * ranks[number]
+    if "t" in function.gives:
+        yield function.gives["t"], (None,) * ranks[function.gives["t"]]
+
+
+def _free(function: Function, indexed: Mapping[int, tuple[str | None, ...]]) -> Iterator[str]:
+    """Coordinates that are read other than as an index of a dim that is indexed by them; casts of
+    coordinates read nothing by themselves.
+    """
+
+    def named(reference: Any) -> Iterator[str]:
+        for kind, name in references(reference):
+            if kind == "c" and name in COORDINATES:
+                yield name
+            elif kind == "v" and (found := coordinate_of({"v": name}, function)):
+                yield found
+
+    for number, (name, args, kwargs) in enumerate(function.does):
+        if coordinate_of({"v": number}, function):
+            continue
+        if name == INDEX and "t" in args[0]:
+            dims = indexed[args[0]["t"]]
+            yield from (
+                found
+                for dim, index in enumerate(args[1])
+                if dims[dim] is None
+                for found in named(index)
+            )
+        else:
+            yield from named((*args, *kwargs.values()))
+    yield from named(function.gives)
+
+
+def captures(text: str) -> bool:
+    """Whether a function reads a captured tensor."""
+    return any(kind == "t" for kind, _ in _all_references(text))
+
+
+def reads(text: str, coordinate: str) -> bool:
+    """Whether a function depends on a coordinate, be it as an index."""
+    return ("c", coordinate) in _all_references(text)
+
+
+def _all_references(text: str) -> set[tuple[str, Any]]:
+    function = read_function(text)
+    given = [value for _, args, kwargs in function.does for value in (*args, *kwargs.values())]
+    return set(references([*given, function.gives]))

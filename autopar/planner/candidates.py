@@ -1,0 +1,98 @@
+"""A plan on trial, and that none need be tried."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.capture.trace import Trace
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.core.solution import Apart, Choices
+from autopar.cost.priced import Priced
+from autopar.emit.context import placeholder_keys
+from autopar.plans import Plan, RunnerUp
+from autopar.program.program import Program
+from autopar.sharding import Ref, pattern_of
+from autopar.solve import Evaluation, evaluated
+
+# --------------------------------------------------------------------------------------------------
+# What a plan is assembled from, and tensors and nodes in the user's words.
+
+FIELD = re.compile(r"\{\d+\}")
+"""In a pattern, what stands for the index of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDraft:
+    """Everything a plan is assembled from."""
+
+    trace: Trace
+    mesh: Mesh
+    priced: Priced
+    choices: Choices
+    evaluation: Evaluation
+    runner_ups: Mapping[int, RunnerUp]
+
+    @staticmethod
+    def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> PlanDraft:
+        """Of choices as they are, without what would come next."""
+        return PlanDraft(trace, mesh, priced, choices, evaluated(priced.problem, choices), {})
+
+
+def tensor_patterns(
+    refs: Sequence[Ref], keys: Mapping[str, str]
+) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
+    """(node pattern, result, instances) of a variant's tensors."""
+    grouped: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    for name, result in refs:
+        pattern, indices = pattern_of(keys[name])
+        grouped.setdefault((pattern, result), []).append(indices)
+    return [(pattern, result, tuple(indices)) for (pattern, result), indices in grouped.items()]
+
+
+def all_keys(trace: Trace) -> dict[str, str]:
+    """Node → key, of what computes and of placeholders."""
+    keys = {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
+    return {**keys, **placeholder_keys(trace)}
+
+
+class TooSlow(Exception):
+    """No plan is as fast as is asked for; its argument is the bound in seconds."""
+
+
+Elsewhere = Callable[[float, float], float]
+"""Plans of another kind, given the seconds of a step that was found and what any computes at least;
+what one of this kind may take beside them."""
+
+
+def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
+    """Seconds that a plan may take beside those of another kind, which are looked for now."""
+    return look(math.inf if isinstance(found, Apart) else found.objective_s, problem.computing_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all
+    plans.
+
+    Attributes:
+        problem: what the solver was asked, with the moments that were known then.
+    """
+
+    draft: PlanDraft
+    plan: Plan
+    program: Program
+    peak_bytes: int
+    bound_s: float
+    problem: Problem
+
+    @property
+    def time_s(self) -> float:
+        return self.draft.evaluation.objective_s
+
+    @property
+    def gap(self) -> float:
+        return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0

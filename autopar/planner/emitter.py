@@ -1,0 +1,95 @@
+"""Choices → candidate: the plan, its program, and the peak memory of that program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.capture.trace import Trace
+from autopar.core.mesh import Mesh
+from autopar.core.solution import Choices
+from autopar.emit import emit
+from autopar.planner.candidates import Candidate, PlanDraft
+from autopar.planner.clock import Clock
+from autopar.planner.comm_schedule import Ordering, Peaks
+from autopar.planner.learned_moments import LayerGroups, Learnt
+from autopar.planner.plan_assembly import assemble, certified
+from autopar.plans import Fingerprint
+from autopar.request import PlanOptions
+from autopar.solve import within
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Emits the plans of one trace on one mesh and measures them.
+
+    Attributes:
+        mark: what the plans are made for. recorded: the options that the plans record.
+        budget: bytes per device. peaks: measures emitted programs.
+    """
+
+    trace: Trace
+    mesh: Mesh
+    options: PlanOptions
+    clock: Clock
+    mark: Fingerprint
+    recorded: Mapping[str, object]
+    budget: int
+    peaks: Peaks
+
+    def emit(self, groups: LayerGroups, choices: Choices) -> Candidate:
+        """Emit the plan of choices and measure its peak.
+
+        Args:
+            groups: the layers that the choices are for, with the bound that the plan states.
+
+        Returns:
+            The candidate, whose communications are in the order of the ops.
+        """
+        with self.clock.phase("assemble"):
+            draft = PlanDraft.of(self.trace, self.mesh, groups.priced, choices)
+            plan = assemble(draft, self.mark, self.recorded, groups.bound_s)
+            plan = replace(plan, proof=certified(plan.proof, draft, groups.multipliers))
+        with self.clock.phase("emit"):
+            accumulates = groups.priced.problem.accumulates
+            program = emit(self.trace, plan, accumulates=accumulates, named=False)
+        with self.clock.phase("memory"):
+            peak = self.peaks.peak_bytes(program)
+        peak_bytes = peak + plan.prediction.beside_bytes
+        problem = within(groups.problem, choices.regions)
+        return Candidate(draft, plan, program, peak_bytes, groups.bound_s, problem)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the peak of a candidate is within the budget."""
+        return candidate.peak_bytes <= self.budget
+
+    def order(self, candidate: Candidate) -> Candidate:
+        """Order the communications of a candidate that fits.
+
+        Returns:
+            The candidate in the order whose simulated step is the shortest within the budget; the
+            candidate as it is if no time is left.
+        """
+        if self.options.is_over:
+            return candidate
+        over = partial(getattr, self.options, "is_over")
+        measures = self.peaks.peak_bytes, self.peaks.by_node
+        ordering = Ordering(candidate.draft.priced, self.budget, *measures, self.clock, over)
+        return ordering.fastest(candidate)
+
+    def learn(self, learnt: Learnt, candidate: Candidate) -> Learnt:
+        """Learn from a candidate at which moments it is over the budget.
+
+        Args:
+            learnt: the moments known so far.
+
+        Returns:
+            These moments as they were in the candidate, and those at which it is over the budget.
+        """
+        with self.clock.phase("memory"):
+            peaks = self.peaks.by_node(candidate.program)
+            beside = candidate.plan.prediction.beside_bytes
+            if self.peaks.schedule is not None:  # held beside the microbatch that runs
+                beside = candidate.peak_bytes - max(peak.peak_bytes for peak in peaks)
+            return learnt.further(candidate.draft.choices, peaks, beside, self.budget)

@@ -1,0 +1,243 @@
+"""What the plans of one problem that were over the budget have taught, as its moments.
+
+The memory of an emitted program is measured node by node. Where the program holds more than its
+budget, the moment of that node of the trace is added to the problem, with a reserve: the bytes that
+were live there and that the moment alone does not account for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import fx
+
+from autopar.analysis.gradients import has_own_memory
+from autopar.capture.trace import Trace
+from autopar.core.problem import Moment, Problem
+from autopar.core.solution import Choices, Multipliers
+from autopar.cost.gradient_dtypes import WIDENED
+from autopar.cost.memory import Liveness
+from autopar.cost.priced import Priced
+from autopar.program.memory import NodePeak
+from autopar.sharding import Starts
+from autopar.solve import evaluated
+
+_MOST_NEW = 24  # moments that one round adds: those most over the budget
+
+
+class Sight(NamedTuple):
+    """What was seen of a node of the trace: the phase, the peak while it ran, and what of the
+    trace had run again and was there then."""
+
+    phase: str
+    peak_bytes: int
+    again: frozenset[str] = frozenset()
+
+
+Seen = Mapping[str, Sight]
+"""By node of the trace, or moment at which what it made is widened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """Moments beside those that are certain.
+
+    Attributes:
+        latest: by node, as they were in the last plan that was looked at. retained: as they were in
+            others before.
+    """
+
+    liveness: Liveness
+    latest: Mapping[str, Moment]
+    retained: tuple[Moment, ...] = ()
+
+    @staticmethod
+    def nothing(liveness: Liveness) -> Learnt:
+        return Learnt(liveness, {})
+
+    @staticmethod
+    def expected(liveness: Liveness, reserves: Mapping[str, int]) -> Learnt:
+        """Moments with reserves that were learnt where layers are in other groups."""
+        phases = {
+            node: liveness.trace.node(node.removesuffix(WIDENED)).meta["phase"] for node in reserves
+        }
+        return Learnt(
+            liveness,
+            {
+                n: replace(liveness.moment(n, phases[n]), reserve_bytes=size)
+                for n, size in reserves.items()
+            },
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.latest)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """All of the problem's, those that are certain first."""
+        return (*self.liveness.certain(), *self.latest.values(), *self.retained)
+
+    @property
+    def reserves(self) -> dict[str, int]:
+        """By node."""
+        return {node: moment.reserve_bytes for node, moment in self.latest.items()}
+
+    def further(
+        self, choices: Choices, peaks: Iterable[NodePeak], beside_bytes: int, budget: int
+    ) -> Learnt:
+        """With the moments at which a plan is over the budget, and those known before as they were
+        in it.
+
+        Args:
+            peaks: of the emitted program. beside_bytes: what it does not hold itself.
+        """
+        seen = by_trace_node(self.liveness, peaks, beside_bytes)
+        wanted = dict.fromkeys([*self.latest, *over_budget(self.liveness, seen, budget)])
+        return replace(self, latest=explained(self.liveness, choices, seen, wanted))
+
+    def lasting(self) -> Learnt:
+        """The same, as it is now also beside what is learnt from now on."""
+        first = len(self.retained)
+        now = (
+            replace(moment, key=f"{moment.key} ({first + n})")
+            for n, moment in enumerate(self.latest.values())
+        )
+        return replace(self, retained=(*self.retained, *now))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Layers in groups that decide alike, their problem, and what is known of it.
+
+    Attributes:
+        starts: where groups begin, by list of layers; empty where all equal layers decide alike.
+        bound_s: no plan takes less; 0 where nothing is proven. multipliers: prove it by arithmetic.
+    """
+
+    priced: Priced
+    learnt: Learnt
+    starts: Starts
+    bound_s: float = 0.0
+    multipliers: Multipliers | None = None
+
+    @staticmethod
+    def of(trace: Trace, priced: Priced, starts: Starts) -> LayerGroups:
+        """Groups of which nothing is known yet."""
+        return LayerGroups(priced, Learnt.nothing(Liveness(trace, priced)), starts)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem with all moments that are known."""
+        return replace(self.priced.problem, moments=self.learnt.moments)
+
+    def forget(self) -> LayerGroups:
+        """Drop the learned moments; the bound stays."""
+        return replace(self, learnt=Learnt.nothing(self.learnt.liveness))
+
+
+def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
+    """Peaks by node of the trace: those of collectives and of what runs again count for the node
+    that comes after them, that of a product which does more than itself for all that it does, and
+    those of the reduction of sums that are widened for that.
+
+    Args:
+        resting_bytes: what rests beside the program's own tensors (the optimizer's state).
+    """
+    keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
+    seen: dict[str, Sight] = {}
+    waiting, last = Sight("", 0), ""
+
+    def see(name: str, sight: Sight) -> None:
+        before = seen.get(
+            name
+        )  # a node that picks a result has the key of the op, which may have needed more
+        seen[name] = (
+            before._replace(phase=sight.phase)
+            if before is not None and before.peak_bytes > sight.peak_bytes
+            else sight
+        )
+
+    for peak, again in _with_what_ran_again(peaks, keys):
+        now = Sight(peak.phase, peak.peak_bytes + resting_bytes, again)
+        made = keys.get(
+            peak.node.meta.get("key", "").rpartition("/")[0], ""
+        )  # of the steps that a sum is reduced by
+        if made in liveness.widened:
+            see(made + WIDENED, now)
+            continue
+        waiting = now if now.peak_bytes > waiting.peak_bytes else waiting._replace(phase=peak.phase)
+        others = peak.node.meta["kernel"].others if "kernel" in peak.node.meta else ()
+        names = [keys.get(key, "") for key in (peak.node.meta.get("key", ""), *others)]
+        here = [
+            name
+            for name in names
+            if name in liveness.owner and not peak.node.meta.get("recomputed")
+        ]
+        for name in here:
+            see(name, waiting)
+            last = name
+        waiting = Sight("", 0) if here else waiting
+    if last:  # what comes after the last node counts for it
+        see(last, waiting._replace(phase=waiting.phase or seen[last].phase))
+    return seen
+
+
+def _with_what_ran_again(
+    peaks: Iterable[NodePeak], keys: Mapping[str, str]
+) -> Iterator[tuple[NodePeak, frozenset[str]]]:
+    """Each with the nodes of the trace whose results, made again, are live then."""
+    peaks = tuple(peaks)
+    place = {peak.node: i for i, peak in enumerate(peaks)}
+    until = dict[fx.Node, int]()
+    for node in reversed(place):
+        lasting = [until[user] for user in node.users if user in until and not has_own_memory(user)]
+        until[node] = max(
+            [place[node], *(place[user] for user in node.users if user in place), *lasting]
+        )
+    ends: dict[int, list[str]] = {}
+    live: dict[str, int] = {}
+    for i, peak in enumerate(peaks):
+        name = (
+            keys.get(peak.node.meta.get("key", ""), "")
+            if peak.node.meta.get("recomputed") and has_own_memory(peak.node)
+            else ""
+        )
+        if name:
+            live[name] = max(live.get(name, 0), until[peak.node])
+            ends.setdefault(live[name], []).append(name)
+        yield peak, frozenset(live)
+        for over in ends.pop(i, ()):
+            if live.get(over, i + 1) <= i:
+                del live[over]
+
+
+def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
+    """The nodes at which a program is over the budget: of equal nodes of repeated layers the worst,
+    and no more than some, since others come when these hold."""
+    worst: dict[tuple[int, bool], tuple[int, str]] = {}
+    for node, sight in seen.items():
+        peak = sight.peak_bytes
+        op = liveness.owner[node.removesuffix(WIDENED)], node.endswith(WIDENED)
+        if peak > budget_bytes and peak > worst.get(op, (0, ""))[0]:
+            worst[op] = (peak, node)
+    return [node for _, node in sorted(worst.values(), reverse=True)[:_MOST_NEW]]
+
+
+def explained(
+    liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[str]
+) -> dict[str, Moment]:
+    """The moments of these nodes, each with the reserve that makes it what was seen of the choices.
+
+    What was there since it had run again counts for ops that run again, be it needed then only
+    because others do.
+    """
+    moments = {node: liveness.moment(node, seen[node].phase, seen[node].again) for node in nodes}
+    problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
+    rows = evaluated(problem, choices).resting_bytes
+    sizes = rows[len(rows) - len(moments) :]
+    return {
+        node: replace(m, reserve_bytes=seen[node].peak_bytes - size)
+        for (node, m), size in zip(moments.items(), sizes, strict=True)
+    }

@@ -1,0 +1,246 @@
+"""Plans of stages → one plan: its cuts, what crosses, step, peak, and the bound over all cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.capture.trace import Trace
+from autopar.constraints import Pipelined
+from autopar.core.layout_graph import local_bytes
+from autopar.core.schedules import GPIPE, INTERLEAVED
+from autopar.emit import emit_staged
+from autopar.errors import size_text
+from autopar.planner.candidates import PlanDraft
+from autopar.planner.clock import Clock
+from autopar.planner.pipeline.request import Asked, OnKind, Whole
+from autopar.planner.pipeline.schedule import simulated_step_of, slowest_rank, step_of
+from autopar.planner.pipeline.shared_memory import Sharing
+from autopar.planner.plan_assembly import SHARES, with_multipliers
+from autopar.planner.plan_collectives import of_kernels
+from autopar.planner.search import Planned
+from autopar.plans import Crossed, OnProfile, Pipeline, Plan, Prediction, Proof
+from autopar.stages import Cut
+
+COVERS: tuple[str, ...] = (
+    (
+        "every cut between layers, for this axis, number of microbatches and schedule, and every"
+        " layout in which tensors cross"
+    ),
+    (
+        "per stage, every layout of every op, storage of every parameter, recomputation and kept"
+        " versions (see the stages' proofs); memory counts for the stages' plans, not for the bound"
+    ),
+    (
+        "{} for times τ of a microbatch, forward and backward, per stage; the optimizer shared"
+        " among microbatches; what a stage's communication takes beside its compute is in its proof"
+    ),
+    (
+        "equal nodes of repeated layers take one decision in a stage's plan, or in each of a few"
+        " groups of its layers; the bound lets each decide for itself"
+    ),
+)
+_COVERS_ASKED: tuple[str, ...] = (
+    (
+        "the cuts that are asked for, with this axis, schedule and number of microbatches, and"
+        " every layout in which tensors cross"
+    ),
+)
+_COVERS_INTERLEAVED: tuple[str, ...] = ("the bound leaves out what devices wait for each other",)
+_WAITS = (
+    "all forwards first, since backward waits for a loss that is computed outside of the model"
+    " (GPipe)"
+)
+_FORWARD = "forward alone"
+_COVERS_ONE: tuple[str, ...] = (
+    (
+        "one stage, for this number of microbatches; every layout of every op, storage of every"
+        " parameter, recomputation and kept versions, within the memory (see the stage's proof)"
+    ),
+    COVERS[2],
+    "equal nodes of repeated layers take one decision, or one in each of a few groups of layers",
+)
+
+
+def joined(
+    asked: Asked,
+    whole: Whole,
+    cuts: Sequence[int],
+    stages: Sequence[Planned],
+    made: Cut,
+    sharing: Sharing,
+    clock: Clock,
+) -> Planned:
+    """The plan of all stages.
+
+    Args:
+        cuts: indices of the units that begin later stages. stages: their plans.
+    """
+    plans = tuple(planned.plan for planned in stages)
+    objective = (
+        step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s
+    )
+    slowest = slowest_rank(plans, asked.wish.chunks)
+    ranks = sharing.ranks(stages)
+    fullest = max(ranks, key=lambda memory: memory.peak_bytes)
+    shared = asked.wish.chunks > 1
+    points = [whole.points[index - 1] for index in cuts]
+    named = ", ".join(asked.how.promised)
+    promised = (
+        (f"samples are independent by the user's promise, which rules do not show at {named}",)
+        if named
+        else ()
+    )
+    pipeline = Pipeline(
+        asked.axis,
+        tuple(p.position for p in points),
+        tuple(p.module for p in points),
+        asked.how.num,
+        asked.wish.schedule,
+        asked.in_flight,
+        asked.wish.independent,
+        plans,
+        tuple(
+            _crossed(asked, trace, planned)
+            for trace, planned in zip(made.stages[:-1], stages, strict=False)
+        ),
+        whole.on[0].priced.problem.accumulates,
+        *(
+            (tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets))
+            if shared
+            else ((), ())
+        ),
+        asked.budgets if len(set(asked.budgets)) > 1 else (),
+        asked.returned.handed_bytes if asked.axis else 0,
+        asked.handing_s,
+    )
+    prediction = Prediction(
+        objective,
+        sum(p.compute_s for p in slowest) * asked.how.num,
+        sum(p.communication_s for p in slowest) * asked.how.num,
+        fullest.peak_bytes,
+        fullest.memory_bytes,
+        (),
+        sum(p.hidden_s for p in slowest) * asked.how.num,
+        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
+        + asked.handing_s,
+        sum(p.in_kernels_s for p in slowest) * asked.how.num,
+        sum(p.in_buckets_s for p in slowest) * asked.how.num,
+        sum(p.beyond_shares_s for p in slowest) * asked.how.num,
+        pipeline.host_bytes,
+    )
+    proof = _proof(asked, whole, objective, plans, promised)
+    options = asked.options.to_json(
+        max(asked.profiles, key=asked.options.budget)
+    )  # of unequal budgets the pipeline says each
+    plan = Plan(
+        asked.mesh,
+        asked.mark(asked.whole, asked.hardware),
+        options,
+        (),
+        (),
+        (),
+        prediction,
+        proof,
+        str(asked.part.folding),
+        pipeline,
+    )
+    with clock.phase("emit"):
+        program = emit_staged(asked.part, made, asked.how, plan)
+
+    def closer(factor: float) -> float:
+        assert whole.closer is not None, "there are cuts"
+        with clock.phase("bound"):
+            return whole.closer(factor).step_s
+
+    return Planned(plan, program, clock.seconds, closer if whole.closer is not None else None)
+
+
+def _crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
+    """What leaves a stage."""
+    layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
+    return tuple(
+        Crossed(
+            o.path,
+            layouts[o.path],
+            local_bytes(o.shape, o.dtype, layouts[o.path], asked.left.shape),
+            bool(o.tangent),
+        )
+        for o in stage.outputs
+        if o.crosses
+    )
+
+
+def _proof(
+    asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], promised: tuple[str, ...]
+) -> Proof:
+    """Of all cuts; of one stage, its own."""
+    own = plans[0].proof if len(plans) == 1 else None
+    bound, certified = (
+        (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num)
+        if own
+        else (whole.least.step_s,) * 2
+    )
+    covers = _covers(asked.wish, one=own is not None)
+    if asked.returned.waits:
+        covers += (_WAITS if asked.part.differentiable else _FORWARD,)
+    if asked.axis and asked.returned.handed_bytes:
+        covers += (
+            (
+                f"outputs of {size_text(asked.returned.handed_bytes)} go to all stages, once a"
+                " step, when all forwards have run"
+            ),
+        )
+    kernels = (
+        dict.fromkeys(of_kernels(on.priced) for on in whole.on)
+        if any(profile.kernels for profile in asked.profiles)
+        else ()
+    )
+    covers += (*kernels, *dict.fromkeys(note for on in whole.on for note in on.priced.notes))
+    bound, searched = (
+        min(bound, objective),
+        min(own.searched_bound_s * asked.how.num, objective) if own else 0.0,
+    )
+    proof = Proof(
+        objective,
+        bound,
+        (objective - bound) / objective if objective else 0.0,
+        sum(on.choices.num_variables for on in whole.on)
+        + sum(p.proof.num_variables for p in plans),
+        sum(on.choices.num_constraints for on in whole.on)
+        + sum(p.proof.num_constraints for p in plans),
+        whole.on[0].choices.solver,
+        max(p.proof.memory_price_s_per_gib for p in plans),
+        covers + promised,
+        min(certified, bound),
+        searched,
+    )
+    first, *further = (_with_multipliers(asked, proof, on) for on in whole.on)
+    others = zip(asked.profiles[1:], further, strict=True)
+    return replace(
+        first,
+        on_profiles=tuple(
+            OnProfile(profile.name, each.potentials, each.versions) for profile, each in others
+        ),
+    )
+
+
+def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
+    """The proof with those of one kind of device, where there are any."""
+    draft = PlanDraft(asked.part, asked.left, on.priced, on.choices, on.evaluation, {})
+    return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)
+
+
+def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
+    interleaved = wish.schedule == INTERLEAVED
+    waves = (
+        "(M − 1) · (max f + max b) + Σ τ, of which the bound has (M − 1) · max τ, for its parts f +"
+        " b = τ and"
+    )
+    plain = waves if wish.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
+    taken = "the end of the simulated schedule" if interleaved else plain
+    several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (
+        _COVERS_INTERLEAVED if interleaved else ()
+    )
+    covers = _COVERS_ONE if one else several
+    return *(line.format(taken) for line in covers), SHARES

@@ -1,0 +1,341 @@
+"""What is proven of all pipelines of a model, over all cuts: from a problem's relaxation to the
+least step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.capture.trace import Trace
+from autopar.core.problem import Op, Use, Value, Variant, at_best
+from autopar.core.solution import Multipliers
+from autopar.cost.kernels import in_any_stage
+from autopar.cost.priced import Crossing, Priced
+from autopar.planner.pipeline.cuts import Least, Parts, least_step
+from autopar.planner.pipeline.lagrangian import Parting
+from autopar.planner.pipeline.unfold import Instance, Instances
+from autopar.sharding import Forced, Ref
+from autopar.solve.part import Part, least_of
+from autopar.solve.relaxation import Spread, relaxed
+from autopar.stages import Seams
+from autopar.stages.placing import Placing
+
+# --------------------------------------------------------------------------------------------------
+# What units take at least, more closely than op by op (`autopar.planner.pipeline.lagrangian`): each
+# is searched as a program of its own.
+#
+# Rows of tensors that only one unit has stay rows; those of all others stay priced by the same
+# multipliers, whatever these are. So the least of a unit's program, plus what is priced beside
+# it, is at least what its ops take one by one, and still no more than the unit's part of any
+# plan: with rows of fewer tensors priced there is less that a choice could gain (Geoffrion,
+# Lagrangean relaxation, 1974: the bound lies between that of the relaxation and that of the
+# integer program). Priced stay tensors that may cross, and all that have kernels on offer, whose
+# rows (12) to (18) nothing here has.
+
+_RELAXATIONS = 150  # per unit
+_MOST = 450  # in all; units that are no more like each other than this allows are left as they are
+_MORE = 1.3  # times the rise that is wanted: small units and what is at borders do not rise
+_LEAST = 1e-3  # share of all units: what takes less, all that are alike together, is left as it is
+
+
+@dataclass
+class UnitPrograms:
+    """The programs of units of one parting, whose parts are known."""
+
+    parting: Parting
+    parts: Parts
+    time_limit_s: float
+    _members: list[list[Instance]] = field(init=False)
+    _inside: set[Ref] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._members = [[] for _ in self.parts.units]
+        for instance in self.parting.instances.found:
+            self._members[instance.unit].append(instance)
+        self._inside = self._only_in_one()
+
+    def raised(self, factor: float) -> Parts:
+        """Units that take together as many times what they did, as far as that can be shown."""
+        factor = 1.0 + _MORE * (factor - 1.0)
+        alike: dict[object, list[int]] = {}
+        for unit, members in enumerate(self._members):
+            alike.setdefault(self._kind(members), []).append(unit)
+        units, left = list(self.parts.units), _MOST
+        heavy = sorted(alike.values(), key=lambda same: (-len(same) * units[same[0]], same[0]))
+        for same in heavy:
+            known_s = units[same[0]]
+            if left <= 0 or len(same) * known_s < _LEAST * sum(self.parts.units):
+                break
+            part, beside_s = self._part(self._members[same[0]])
+            least_s, num = least_of(
+                part, known_s * factor - beside_s, min(_RELAXATIONS, left), self.time_limit_s
+            )
+            left -= num
+            for unit in same:
+                units[unit] = max(known_s, least_s + beside_s)
+        return replace(self.parts, units=tuple(units))
+
+    def _only_in_one(self) -> set[Ref]:
+        """The tensors that only one unit makes and reads, and that the whole prices as any stage
+        does."""
+        parting, instances = self.parting, self.parting.instances
+        with_kernels = {v for v, _ in parting.kernels}
+        several = {
+            ref
+            for i in instances.found
+            if i.alone
+            for ref in (*i.results, *(ref for _, ref in i.operands))
+        }
+        several |= instances.hidden | instances.everywhere
+        found = set[Ref]()
+        for instance in instances.found:
+            if any(name in parting.exposed for name, _ in instance.results):
+                continue  # backward of a stage that ends here may not run it again
+            for ref in instance.results:
+                v = instances.variant.get(ref)
+                if (
+                    v is None
+                    or v in with_kernels
+                    or ref in several
+                    or parting.worths.narrower(v, False)
+                ):
+                    continue
+                if all(read.unit == instance.unit for read in instances.reads.get(ref, ())):
+                    found.add(ref)
+        return found
+
+    def _kind(self, members: Sequence[Instance]) -> object:
+        """What decides a unit's program."""
+        place = {
+            ref: (n, r)
+            for n, i in enumerate(members)
+            for r, ref in enumerate(i.results)
+            if ref in self._inside
+        }
+        return tuple(
+            (
+                self.parting.kind(i),
+                i.alone,
+                tuple(place.get(ref) for _, ref in i.operands),
+                tuple(ref in place for ref in i.results),
+            )
+            for i in members
+        )
+
+    def _part(self, members: Sequence[Instance]) -> tuple[Part, float]:
+        """A unit's program, and what is priced beside it."""
+        parting, problem = self.parting, self.parting.problem
+        mine = [i for i in members if not i.alone]
+        beside_s = sum(parting.least(i) for i in members if i.alone)
+        beside_s += sum(
+            parting.worths.of(ref).loss_s
+            for i in members
+            for ref in i.results
+            if self._is_priced(ref)
+        )
+        ops: list[Op] = []
+        further = []
+        uses: dict[Ref, list[Use]] = {}
+        for n, instance in enumerate(mine):
+            op = problem.ops[instance.op]
+            times = np.array([s.time_s for s in op.strategies])
+            first, again = parting.reduced(instance, parting.supplied(instance), self._inside)
+            ops.append(replace(op, count=1))
+            further.append((first - times, again - times))
+            for operand, ref in instance.operands:
+                if ref in self._inside:
+                    use = problem.variants[parting.instances.variant[ref]].uses[
+                        parting.instances.use(instance.op, operand, ref)
+                    ]
+                    uses.setdefault(ref, []).append(replace(use, op=n))
+        values: list[Value] = []
+        variants: list[Variant] = []
+        for n, instance in enumerate(mine):
+            for ref in instance.results:
+                if ref in uses:
+                    worth = parting.worths.of(ref)
+                    versions = frozenset(np.flatnonzero(worth.versions).tolist())
+                    values.append(
+                        replace(parting.worths.value(ref), op=n, away_s=(), keepable=versions)
+                    )
+                    variants.append(
+                        Variant(
+                            len(values) - 1,
+                            1,
+                            tuple(sorted(uses[ref], key=lambda use: (use.op, use.operand))),
+                        )
+                    )
+        own = replace(
+            problem,
+            ops=tuple(ops),
+            values=tuple(values),
+            variants=tuple(variants),
+            moments=(),
+            kernels={},
+            routes={},
+            regions=(),
+        )
+        return Part(
+            own, frozenset(n for n, i in enumerate(mine) if i.again), tuple(further)
+        ), beside_s
+
+    def _is_priced(self, ref: Ref) -> bool:
+        return ref in self.parting.instances.variant and ref not in self._inside
+
+
+# --------------------------------------------------------------------------------------------------
+# Which instances of a folded problem's ops have neighbours that are alike: groups for
+# `autopar.solve.relaxation`.
+
+
+def spread(instances: Instances) -> Spread:
+    """The groups: instances of an op whose tensors are of the same variants."""
+    problem = instances.priced.problem
+    groups: list[dict[object, int]] = [{} for _ in problem.ops]
+    times: list[list[float]] = [[] for _ in problem.ops]
+    made: list[Counter[int]] = [Counter() for _ in problem.variants]
+    read: list[list[Counter[int]]] = [[Counter() for _ in v.uses] for v in problem.variants]
+    for instance in instances.found:
+        mine = groups[instance.op]
+        group = mine.setdefault(_key(instances, instance), len(mine))
+        times[instance.op] += [0.0] * (group + 1 - len(times[instance.op]))
+        times[instance.op][group] += instance.share
+        for ref in instance.results:
+            if ref in instances.variant:
+                made[instances.variant[ref]][group] += 1
+        for operand, ref in instance.operands:
+            read[instances.variant[ref]][instances.use(instance.op, operand, ref)][group] += 1
+    found = tuple(tuple(each) or (0.0,) for each in times)
+    apart = {
+        instances.variant[ref]
+        for ref in instances.hidden | instances.shared()
+        if ref in instances.variant
+    }
+    return Spread(
+        found,
+        tuple(map(_shares, made)),
+        tuple(tuple(map(_shares, each)) for each in read),
+        frozenset(apart),
+    )
+
+
+def _key(instances: Instances, instance: Instance) -> object:
+    operands = tuple((operand, instances.variant[ref]) for operand, ref in instance.operands)
+    return (
+        operands,
+        tuple(instances.variant.get(ref, -1) for ref in instance.results),
+        instance.unit if instance.alone else -1,
+    )
+
+
+def _shares(counts: Counter[int]) -> Mapping[int, float]:
+    total = sum(counts.values())
+    return {group: num / total for group, num in sorted(counts.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """All pipelines of one microbatch's trace along one axis.
+
+    Attributes:
+        placing: of a cut at all places, into `num_units`. allowed: units that may begin a stage;
+            None for all.
+        kinds: per stage, which kind of device it is on. crossings: per stage, the links to its
+            neighbours.
+    """
+
+    trace: Trace
+    mesh_shape: tuple[int, ...]
+    placing: Placing
+    num_units: int
+    kinds: tuple[int, ...]
+    crossings: tuple[Crossing, ...]
+    num_microbatches: int
+    allowed: Collection[int] | None = None
+
+
+def parted(forced: Forced, seams: Seams) -> Forced:
+    """What is forced on the whole, no cluster of which crosses a border."""
+    return replace(forced, named=replace(forced.named, apart=forced.named.apart | seams.apart))
+
+
+@dataclass(frozen=True)
+class Proven:
+    """The least step that multipliers prove of pipelines.
+
+    Attributes:
+        multipliers: by kind of device, at its prices.
+        closer: the least step where every unit is searched for that it takes so many times what
+            these prove (no less is proven).
+    """
+
+    least: Least
+    multipliers: tuple[Multipliers, ...]
+    closer: Callable[[float], Least]
+
+
+def proven(
+    priced: Sequence[Priced], forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
+) -> Proven:
+    """What the multipliers of the whole's relaxations prove of all these pipelines, whatever the
+    memory.
+
+    Each stage is bounded by itself, at the prices of its own devices and by multipliers that were
+    found at these.
+
+    Args:
+        priced: of the whole, on each kind of device, under `parted` constraints `forced` and with
+            what the seams expose.
+    """
+    partings = [_parting(each, forced, seams, ways, time_limit_s) for each in priced]
+    parts = list(_by_stage(partings, ways))
+
+    def closer(factor: float) -> Least:
+        first = {kind: parts[ways.kinds.index(kind)] for kind in dict.fromkeys(ways.kinds)}
+        units = {
+            kind: UnitPrograms(partings[kind], part, time_limit_s).raised(factor).units
+            for kind, part in first.items()
+        }
+        return least(
+            [replace(part, units=units[kind]) for part, kind in zip(parts, ways.kinds, strict=True)]
+        )
+
+    def least(parts: Sequence[Parts]) -> Least:
+        return least_step(parts, len(ways.kinds), ways.num_microbatches, ways.allowed)
+
+    return Proven(least(parts), tuple(parting.multipliers for parting in partings), closer)
+
+
+def _parting(
+    priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
+) -> Parting:
+    """Of the whole on one kind of device."""
+    priced = replace(priced, problem=at_best(priced.problem))
+    instances = Instances(ways.trace, priced, ways.placing, forced)
+    multipliers = relaxed(priced.problem, time_limit_s, spread(instances))
+    kernels = in_any_stage(ways.trace, priced, {i.op for i in instances.found if i.again})
+    return Parting(
+        instances,
+        ways.num_units,
+        ways.mesh_shape,
+        ways.crossings[0],
+        multipliers,
+        seams.exposed,
+        kernels,
+    )
+
+
+def _by_stage(partings: Sequence[Parting], ways: Pipelines) -> Iterator[Parts]:
+    """Per stage its units and the borders to the one behind; of the last, to one like it, which
+    there is not."""
+    known: dict[object, Parts] = {}
+    for kind, behind, crossing in zip(
+        ways.kinds, (*ways.kinds[1:], ways.kinds[-1]), ways.crossings, strict=True
+    ):
+        key = kind, behind, crossing.behind
+        if key not in known:
+            known[key] = partings[kind].parts(partings[behind], crossing.behind)
+        yield known[key]

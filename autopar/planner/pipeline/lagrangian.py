@@ -1,0 +1,300 @@
+"""What each part of a model costs at least, wherever it is cut: the Lagrangian of the whole, part
+by part.
+
+Terms. A *unit* is what lies between neighbouring places to cut; a *border* lies before a unit. An
+*instance* is one op or tensor of the model as it is, where the problem folds equal ones. Rows and
+multipliers are those of `autopar.solve.formulation`; π of rows (3) are given for all instances of a
+variant together, and are shared among them.
+
+**Instances.** The problem in which every instance decides for itself has the same rows for each, so
+the shared multipliers prove a bound of it (weak duality): per instance of an op the least reduced
+cost of its strategies,
+
+    d[x] = time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads        κ[l] = Σ π[l] of backward readers
+    d[rc] = time + Σ π of what it reads again − Σ π of what backward reads of it           min(0, ·)
+
+Equal instances with equal neighbours have equal costs. What collectives' reduced costs fall below 0
+by is subtracted: where the tensor crosses, what they do in a stage, on both sides.
+
+**Borders.** A stage's problem is that of its units, with an op in place of what lies outside at
+each tensor that crosses. Let tensor v leave the stage before a border in layout L and arrive behind
+it, and let G(L) be Σ π(L) of v's readers of its own phase behind the border. The reader that stands
+for what lies behind takes multipliers G: of each collective, max(0, ΔG) ≤ Σ max(0, Δπ), so no
+reduced cost falls. So
+
+    stage before   ≥ its units' least + G(L) − κ(L) of backward readers before the border
+    stage behind   ≥ its units' least − G(L) − κ(L) of backward readers behind the border + time of
+                   arriving in L
+
+since leaving is one more forward reader, and arriving one more thing that is made. Gradients go the
+other way and are not kept. Over all stages G cancels. The layouts of what crosses, forward and
+backward, are chosen apart, and κ in a unit counts all backward readers, those in other stages as
+well: both can only lower the bound.
+
+**What stages run again or hold together.** Masks, positions and inputs, which stages have each for
+themselves, supply each unit on its own; multipliers of their backward readers, and of what they
+read, are 0. So are those of a gradient that is a sum over several holders of a parameter. The time
+of such an op is shared among the units.
+
+**Overlap.** A stage takes no less than what its work costs where compute hides all that is early
+(`autopar.solve.prices`, λ = 1), and so do collectives here, at the least that they cost in the
+whole and in any stage.
+
+**Kernels.** With rows (10) and (11) of what some stage may have on offer (`autopar.cost.kernels`),
+a product's d[x], or d[rc], is less by what its kernels save beyond what their collectives cost over
+their worth, each by max over a of
+
+    max(0, saved − max(0, time − Σ max(0, Δπ) − μ[head]))
+
+since a stage that offers it counts the collective in full, and has no more readers. Of what units
+have each for themselves it is less by all that is saved.
+
+Any multipliers ≥ 0 prove something; what has to hold beside is that a stage's problem has no choice
+that the whole's lacks. For that the whole is to be priced with `apart` and `exposed` of `seams`: no
+cluster crosses a border, and what crosses can take any layout.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.core.layout_graph import all_layouts
+from autopar.core.problem import Kernel, Kernels
+from autopar.core.solution import Multipliers
+from autopar.cost.priced import Crossing, Wire
+from autopar.planner.pipeline.cuts import Pair, Parts, front, joined
+from autopar.planner.pipeline.unfold import Instance, Instances, Read
+from autopar.planner.pipeline.unit_multipliers import Floats, Worths
+from autopar.sharding import Ref
+
+
+@dataclass
+class Parting:
+    """The parts of one problem in the making.
+
+    Args:
+        instances: of the whole's problem, see the module. num_units: that its placing has. exposed:
+            nodes whose results may cross.
+        crossing: the links to a stage's neighbours. kernels: those that some stage may have.
+    """
+
+    instances: Instances
+    num_units: int
+    mesh_shape: Sequence[int]
+    crossing: Crossing
+    multipliers: Multipliers
+    exposed: frozenset[str]
+    kernels: Kernels = field(default_factory=dict)
+    _least: dict[object, float] = field(default_factory=dict)
+    _fronts: dict[object, tuple[Pair, ...]] = field(default_factory=dict)
+    _borders: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.problem = self.instances.priced.problem
+        self.worths = Worths(self.instances, self.multipliers, self.exposed)
+        self._of_op: dict[int, list[tuple[int, bool, Kernel]]] = {}
+        for (v, late), kernels in self.kernels.items():
+            for kernel in kernels:
+                self._of_op.setdefault(kernel.op, []).append((v, late, kernel))
+        self._nodes = {n.name: n for n in self.instances.trace.graph.nodes}
+
+    def parts(self, behind: Parting | None = None, wire: Wire | None = None) -> Parts:
+        """Seconds of units, and of borders to a stage behind.
+
+        Args:
+            behind: at whose prices that stage is, and `wire` the link to it, where its devices are
+                others.
+        """
+        behind, wire = behind or self, wire or self.crossing.behind
+        units = [0.0] * self.num_units
+        borders: list[tuple[Pair, ...]] = [((0.0, 0.0),)] * (self.num_units - 1)
+        for instance in self.instances.found:
+            units[instance.unit] += self.least(instance)
+            for ref in instance.results:
+                if ref in self.instances.variant:
+                    units[instance.unit] += self.worths.of(ref).loss_s
+                    for border, pairs in (
+                        () if instance.alone else self._crosses(ref, instance.unit, behind, wire)
+                    ):
+                        borders[border - 1] = joined(borders[border - 1], pairs)
+        return Parts(tuple(units), tuple(borders))
+
+    # ops
+
+    def least(self, instance: Instance) -> float:
+        """The least reduced costs of an op."""
+        key, supplied = self.kind(instance), self.supplied(instance)
+        if key not in self._least:
+            self._least[key] = self._least_of(instance, supplied)
+        return self._least[key]
+
+    def kind(self, instance: Instance) -> object:
+        """What decides an op's reduced costs."""
+        supplied = self.supplied(instance)
+        return (
+            instance.op,
+            instance.again,
+            instance.share,
+            tuple((k, self.worths.kind(ref)) for k, ref in instance.operands),
+            tuple(
+                (self.worths.kind(ref), tuple(sorted(Counter(r.use for r in reads).items())))
+                for ref, reads in supplied.items()
+            ),
+        )
+
+    def supplied(self, instance: Instance) -> dict[Ref, list[Read]]:
+        """The readers of what an op makes; of what several units have for themselves, those in
+        its unit."""
+        refs = [ref for ref in instance.results if ref in self.instances.variant]
+        reads = {ref: self.instances.reads.get(ref, []) for ref in refs}
+        return {
+            ref: [r for r in each if not instance.alone or r.unit == instance.unit]
+            for ref, each in reads.items()
+        }
+
+    def _least_of(self, instance: Instance, supplied: Mapping[Ref, Sequence[Read]]) -> float:
+        x, again = self.reduced(instance, supplied)
+        return float(x.min()) + (min(float(again.min()), 0.0) if instance.again else 0.0)
+
+    def reduced(
+        self,
+        instance: Instance,
+        supplied: Mapping[Ref, Sequence[Read]],
+        inside: Collection[Ref] = (),
+    ) -> tuple[Floats, Floats]:
+        """Reduced costs of an op's strategies, and as backward runs them again, where rows of
+        tensors that are `inside` are not priced."""
+        x = instance.share * np.array([s.time_s for s in self.problem.ops[instance.op].strategies])
+        again = x.copy()
+        for operand, ref in instance.operands:
+            if ref in inside:
+                continue
+            worth, layouts = self.worths.of(ref), self.worths.reads(ref, instance.op, operand)
+            use = self.instances.use(instance.op, operand, ref)
+            if use in worth.now:
+                kept = worth.summed(worth.later, self.instances.reads[ref])
+                x += worth.now[use][layouts] - worth.kappa(kept)[layouts]
+                again += worth.later[use][layouts] if use in worth.later else 0.0
+            elif use in worth.later:
+                x += worth.later[use][layouts]
+        for ref, reads in supplied.items():
+            if ref in inside:
+                continue
+            worth, value = self.worths.of(ref), self.worths.value(ref)
+            layouts = self.worths.made(ref)
+            later = worth.summed(worth.later, reads)
+            x -= (
+                worth.summed(worth.now, reads)[layouts]
+                + (later if value.resident else np.where(worth.versions, later, 0.0))[layouts]
+            )
+            again -= later[layouts]
+        for kernel, most in self._saved(instance):
+            (again if kernel.again else x)[list(kernel.strategies)] -= most
+        return x, again
+
+    def _saved(self, instance: Instance) -> Iterator[tuple[Kernel, float]]:
+        """What each kernel of an op's product saves at most, beyond what its collectives cost
+        over their worth."""
+        touched = [
+            *(ref for _, ref in instance.operands),
+            *(ref for ref in instance.results if ref in self.instances.variant),
+        ]
+        for v, late, kernel in self._of_op.get(instance.op, ()):
+            if instance.alone:
+                yield kernel, max(hidden.saved_s for hidden in kernel.hides)
+            for ref in touched:
+                if (
+                    not instance.alone
+                    and self.instances.variant[ref] == v
+                    and not self.worths.narrower(v, ref[0] in self.exposed)
+                ):
+                    left = self.worths.of(ref).left[late]
+                    yield (
+                        kernel,
+                        max(
+                            0.0,
+                            *(
+                                hidden.saved_s - max(0.0, float(left[hidden.arc]))
+                                for hidden in kernel.hides
+                            ),
+                        ),
+                    )
+
+    # borders
+
+    def _crosses(
+        self, ref: Ref, maker: int, behind: Parting, wire: Wire
+    ) -> Iterator[tuple[int, tuple[Pair, ...]]]:
+        """The borders that a tensor may cross, and what each layout costs there: the stage before
+        at these prices, the stage behind at its own."""
+        units = [r.unit for r in self.instances.reads.get(ref, [])]
+        forward = self.worths.value(ref).phase == "forward"
+        for border in (
+            range(maker + 1, max(units) + 1)
+            if units and forward
+            else range(min(units, default=maker) + 1, maker + 1)
+        ):
+            key = (
+                self._sides(ref, border),
+                wire,
+                *(() if behind is self else (id(behind), behind._sides(ref, border))),
+            )
+            if key not in self._fronts:
+                before_s, behind_s = (
+                    self._at_border(ref, border, wire)[0],
+                    behind._at_border(ref, border, wire)[1],
+                )
+                self._fronts[key] = front(
+                    zip(map(float, before_s), map(float, behind_s), strict=True)
+                )
+            yield border, self._fronts[key]
+
+    def _sides(self, ref: Ref, border: int) -> object:
+        """What decides what a tensor costs at a border: its kind, and who reads it on either
+        side."""
+        reads = self.instances.reads.get(ref, [])
+        sides = [r for r in reads if r.unit < border], [r for r in reads if r.unit >= border]
+        return self.worths.kind(ref), tuple(
+            tuple(sorted(Counter(r.use for r in side).items())) for side in sides
+        )
+
+    def _at_border(self, ref: Ref, border: int, wire: Wire) -> tuple[Floats, Floats]:
+        """Per layout of what crosses, seconds of the stage before and of the one behind, at
+        these prices."""
+        key = self._sides(ref, border), wire
+        if key not in self._borders:
+            reads = self.instances.reads.get(ref, [])
+            self._borders[key] = self._costs(
+                ref,
+                [r for r in reads if r.unit < border],
+                [r for r in reads if r.unit >= border],
+                wire,
+            )
+        return self._borders[key]
+
+    def _costs(
+        self, ref: Ref, before: Sequence[Read], behind: Sequence[Read], wire: Wire
+    ) -> tuple[Floats, Floats]:
+        value, worth, node = self.worths.value(ref), self.worths.of(ref), self._nodes[ref[0]]
+        forward = value.phase == "forward"
+        gains = worth.summed(worth.now, behind if forward else before)
+        later = worth.summed(worth.later, before), worth.summed(worth.later, behind)
+        kept, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
+        further_s = worth.crossing_loss_s - worth.loss_s  # where it is made
+        at = np.array(
+            [
+                value.graph.index[layout]
+                for layout in all_layouts(tuple(node.meta["val"].shape), self.mesh_shape)
+            ]
+        )
+        arrives_s = np.array([wire.time_s(value.graph.bytes[n]) for n in at])
+        if forward:
+            return (
+                gains[at] - kept[at] + further_s,
+                arrives_s - gains[at] - arrives[at] + worth.crossing_loss_s,
+            )
+        return arrives_s - gains[at] + worth.crossing_loss_s, gains[at] + further_s

@@ -1,0 +1,195 @@
+"""What a pipeline is planned for, and what a plan without stages says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.capture.trace import Trace
+from autopar.constraints import Pipelined
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.core.solution import Choices, Multipliers
+from autopar.cost.priced import Crossing, Priced, handing_s
+from autopar.errors import ConstraintError
+from autopar.planner.pipeline.cuts import Least
+from autopar.planner.pipeline.units import Unit
+from autopar.planner.plan_assembly import fingerprint
+from autopar.plans import Fingerprint
+from autopar.program.executor import Returned
+from autopar.program.schedule import num_in_flight
+from autopar.request import PlanOptions
+from autopar.solve import Evaluation
+from autopar.stages import Cut, CutPoint
+from autopar.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One axis, one number of microbatches, one schedule.
+
+    Attributes:
+        part: the trace of one microbatch. how: how microbatches make the batch. batch_bytes: of the
+            whole batch.
+        returned: what a call returns. wish: the pipeline. whole: the whole batch's trace.
+    """
+
+    part: Trace
+    how: Microbatching
+    batch_bytes: int
+    returned: Returned
+    mesh: Mesh
+    hardware: Hardware
+    options: PlanOptions
+    wish: Pipelined
+    model_name: str
+    whole: Trace
+
+    @property
+    def axis(self) -> str:
+        """Along which stages lie; empty for one stage on the whole mesh."""
+        return self.wish.axis or ""
+
+    @property
+    def left(self) -> Mesh:
+        """What a stage runs on."""
+        return self.mesh.without(self.axis) if self.axis else self.mesh
+
+    @property
+    def num_stages(self) -> int:
+        return self.wish.chunks * (
+            self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
+        )
+
+    def profile_of(self, stage: int) -> HardwareProfile:
+        """Of a stage's devices."""
+        return profile_of(self.hardware, self.axis, stage)
+
+    @property
+    def profiles(self) -> tuple[HardwareProfile, ...]:
+        """The kinds of devices, in the order in which stages have them."""
+        return tuple(dict.fromkeys(map(self.profile_of, range(self.num_stages))))
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Per stage, which of the kinds its devices are."""
+        return tuple(
+            self.profiles.index(self.profile_of(stage)) for stage in range(self.num_stages)
+        )
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Bytes of a device, per index along the axis."""
+        return tuple(
+            self.options.budget(self.profile_of(rank))
+            for rank in range(self.num_stages // self.wish.chunks)
+        )
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, microbatches whose kept values it holds."""
+        return tuple(
+            num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks)
+        )
+
+    @property
+    def handing_s(self) -> float:
+        """Seconds a step in which outputs go from the stages that make them to all others."""
+        return handing_s(self.axis, self.mesh, self.hardware, self.returned.handed_bytes)
+
+    def crossing(self, stage: int) -> Crossing:
+        """Over the links to a stage's neighbours."""
+        return Crossing.along(self.axis, self.mesh, self.hardware, stage)
+
+    def cuts(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
+        """The cuts that the user asks for, as indices of units.
+
+        Raises:
+            ConstraintError: where the model has no such cuts, or there are too few or too many.
+        """
+        modules = {point.module: index + 1 for index, point in enumerate(points)}
+        wanted = self.wish.cuts or ()
+        unknown = [name for name in wanted if name not in modules]
+        if unknown or len(wanted) != self.num_stages - 1:
+            wrong = (
+                f": no cut at {unknown[0]!r}"
+                if unknown
+                else f" has {len(wanted)} cuts for {self.num_stages} stages"
+            )
+            raise ConstraintError(
+                f"{self.wish}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}"
+            )
+        return tuple(sorted(modules[name] for name in wanted))
+
+    def mark(self, trace: Trace, hardware: Hardware) -> Fingerprint:
+        """Of a plan for a trace: of the whole batch, or of a stage."""
+        return fingerprint(trace, self.model_name, hardware, VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class OnKind:
+    """The plan of one microbatch without stages and without a limit of memory, on one kind of
+    device.
+
+    Attributes:
+        multipliers: of what is proven of all cuts, None where there are no cuts.
+    """
+
+    priced: Priced
+    choices: Choices
+    evaluation: Evaluation
+    units: tuple[Unit, ...]
+    multipliers: Multipliers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The plans of one microbatch without stages and without a limit of memory.
+
+    Attributes:
+        on: by kind of device. kinds: per stage, on which. least: what is proven of all cuts.
+            closer: as of `autopar.planner.pipeline.bound.Proven`, None where there are no cuts.
+    """
+
+    on: tuple[OnKind, ...]
+    kinds: tuple[int, ...]
+    points: tuple[CutPoint, ...]
+    least: Least
+    closer: Callable[[float], Least] | None = None
+
+    @property
+    def units(self) -> tuple[tuple[Unit, ...], ...]:
+        """Per stage, what each unit would take on its devices."""
+        return tuple(self.on[kind].units for kind in self.kinds)
+
+
+def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layout]:
+    """Per crossing value (by key) the layout of the fewest bytes among those that the plan of the
+    whole makes of it, on the devices that hand it on.
+
+    Args:
+        part: the trace that `whole` is the plan of, and that `made` cuts.
+    """
+    keys = {n.name: n.meta["key"] for n in part.graph.nodes if n.op == "call_function"}
+    variants = [
+        {name: v for v, refs in enumerate(on.priced.refs) for name, _ in refs} for on in whole.on
+    ]
+    found: dict[str, Layout] = {}
+    for boundary, kind in zip(made.boundaries, whole.kinds, strict=False):
+        on = whole.on[kind]
+        for name in boundary.values:
+            v = variants[kind].get(name)
+            if v is None:  # inside a cluster of the whole
+                continue
+            graph = on.priced.problem.values[on.priced.problem.variants[v].value].graph
+            moves = on.evaluation.forward[v]
+            plain = [
+                n
+                for n in (*moves.sources, *moves.wanted)
+                if not graph.layouts[n].has_partial and not graph.layouts[n].special
+            ]
+            if plain:
+                found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
+    return found

@@ -1,0 +1,231 @@
+"""When each piece of a pipeline's work runs, and how long a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.constraints import Pipelined
+from autopar.core.mesh import Mesh
+from autopar.core.schedules import GPIPE, INTERLEAVED
+from autopar.errors import ConstraintError
+from autopar.plans import Plan, Prediction, forward_load
+from autopar.program.schedule import Action, num_rounds, orders
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stage's work on one microbatch."""
+
+    stage: int
+    phase: str
+    microbatch: int
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+def step_time(stage_s: Sequence[float], num_microbatches: int) -> float:
+    """(M − 1) · max τ + Σ τ for times τ of one microbatch, forward and backward, per stage; each
+    on a rank of its own."""
+    return (num_microbatches - 1) * max(stage_s) + sum(stage_s)
+
+
+def scheduled_time(
+    schedule: str,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    num_microbatches: int,
+    num_chunks: int = 1,
+) -> float:
+    """Seconds of a step under a schedule; per stage those of one microbatch.
+
+    With one stage a rank `step_time`'s formula; under GPipe, which turns round once, that of
+    forward and that of backward; interleaved the end of the simulated schedule. That is, with v
+    equal chunks of time τ/v each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v
+    (Narayanan et al., 2021, section 2.2).
+    """
+    if schedule == GPIPE and num_microbatches > 1:
+        return step_time(forward_s, num_microbatches) + step_time(backward_s, num_microbatches)
+    if schedule != INTERLEAVED:
+        return step_time(
+            [f + b for f, b in zip(forward_s, backward_s, strict=True)], num_microbatches
+        )
+    return max(
+        bar.end_s for bar in simulate(schedule, forward_s, backward_s, num_microbatches, num_chunks)
+    )
+
+
+def least_time(
+    schedule: str, least_s: float, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> float:
+    """What a step takes at least, however the model is cut, where a microbatch takes at least
+    `least_s` through all stages.
+
+    With one stage a rank the slowest takes at least an S-th of it. Interleaved, the rank that does
+    most takes at least a P-th for each microbatch; how long it waits for the first, and the others
+    for it at the end, can be next to nothing for some cuts.
+    """
+    if schedule != INTERLEAVED:
+        return least_s + (num_microbatches - 1) * least_s / num_stages
+    return least_s * max(1.0, num_microbatches / (num_stages // num_chunks))
+
+
+def simulate(
+    schedule: str,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    num_microbatches: int,
+    num_chunks: int = 1,
+) -> tuple[Bar, ...]:
+    """When each piece of work runs, if each begins as soon as its rank is free and what it reads
+    is there."""
+    num_stages = len(forward_s)
+    waiting = [
+        list(reversed(order))
+        for order in orders(schedule, num_stages, num_microbatches, num_chunks)
+    ]
+    done: dict[Action, float] = {}
+    free = [0.0] * len(waiting)
+    bars: list[Bar] = []
+    while any(waiting):
+        for rank, left in enumerate(waiting):
+            while left:
+                work = left[-1]
+                before = Action(
+                    work.kind, work.stage + (-1 if work.kind == "forward" else 1), work.microbatch
+                )
+                at_end = before.stage in (-1, num_stages)
+                if not at_end and before not in done:
+                    break
+                start = max(free[rank], 0.0 if at_end else done[before])
+                duration = (forward_s if work.kind == "forward" else backward_s)[work.stage]
+                free[rank] = done[work] = start + duration
+                bars.append(Bar(work.stage, work.kind, work.microbatch, start, duration))
+                left.pop()
+    return tuple(sorted(bars, key=lambda bar: (bar.start_s, bar.stage)))
+
+
+# --------------------------------------------------------------------------------------------------
+# From stages' plans to a pipeline's step, and whether its schedule can be run.
+
+
+def phases_s(stage: Plan) -> tuple[float, float]:
+    """Seconds of a microbatch's forward, and of the rest of it: backward, and its share of what
+    is done once per step."""
+    forward_s = forward_load(stage).least_s(stage.overlap.slowdown)
+    return forward_s, stage.prediction.step_s - forward_s
+
+
+def simulated_phases_s(stage: Plan) -> tuple[float, float]:
+    """The same with communication beside compute."""
+    whole_s = stage.prediction.simulated_s
+    forward_s = min(
+        (bar[3] for bar in stage.prediction.timeline if bar[1] == "backward"), default=whole_s
+    )
+    return forward_s, whole_s - forward_s
+
+
+def step_of(schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int) -> float:
+    """Seconds of a step, from what each stage takes for a microbatch."""
+    return _step(schedule, [phases_s(stage) for stage in stages], num_microbatches, num_chunks)
+
+
+def simulated_step_of(
+    schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int
+) -> float:
+    """The same with communication beside compute."""
+    return _step(
+        schedule, [simulated_phases_s(stage) for stage in stages], num_microbatches, num_chunks
+    )
+
+
+def _step(
+    schedule: str, phases: Sequence[tuple[float, float]], num_microbatches: int, num_chunks: int
+) -> float:
+    return scheduled_time(
+        schedule, [f for f, _ in phases], [b for _, b in phases], num_microbatches, num_chunks
+    )
+
+
+def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, ...]:
+    """Of the stages of the rank that does most."""
+    num_ranks = len(stages) // num_chunks
+    ranks = [
+        tuple(stage.prediction for stage in stages[rank::num_ranks]) for rank in range(num_ranks)
+    ]
+    return max(ranks, key=lambda chunks: sum(p.step_s for p in chunks))
+
+
+def in_order(
+    wish: Pipelined, mesh: Mesh, num: int, *, waits: bool = False, trained: bool = True
+) -> Pipelined:
+    """The pipeline with the schedule that runs: 1F1B of one microbatch is GPipe of one, and only so
+    does torch run it in several stages.
+
+    Args:
+        waits: whether backward waits for a loss that is computed outside of the model, of all
+            microbatches, or does not come: then all forwards run first. trained: whether it comes.
+
+    Raises:
+        ConstraintError: where the schedule has no order for so many microbatches, or does not wait.
+    """
+    ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    if waits:
+        return _all_forwards_first(wish, ranks, num, trained)
+    if wish.schedule == INTERLEAVED:
+        _check_rounds(wish, ranks, num)
+    if wish.schedule != "1f1b" or num >= ranks:
+        return wish
+    if num == 1:
+        return replace(wish, schedule="gpipe")
+    what = (
+        f"{num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
+    )
+    raise ConstraintError(
+        what, remedy='use more microbatches, or schedule="gpipe", which runs any number'
+    )
+
+
+def _all_forwards_first(wish: Pipelined, ranks: int, num: int, trained: bool) -> Pipelined:
+    if wish.schedule == INTERLEAVED and not trained:
+        _check_rounds(wish, ranks, num)
+        return wish
+    if wish.schedule == INTERLEAVED:
+        what = (
+            f"{wish}: the model returns no loss that is differentiated, so that no backward runs"
+            " among forwards"
+        )
+        raise ConstraintError(
+            what, remedy="let forward compute and return the loss, or leave out the schedule"
+        )
+    if trained and not wish.axis and num > 1:
+        what = (
+            "the model returns no loss: backward waits for one that is computed outside of it, from"
+            " the whole batch"
+        )
+        raise ConstraintError(
+            what,
+            remedy=(
+                "let forward compute and return the loss, or plan one microbatch, or pipeline"
+                " stages"
+            ),
+        )
+    return replace(wish, schedule="gpipe")
+
+
+def _check_rounds(wish: Pipelined, ranks: int, num: int) -> None:
+    if ranks < 2:
+        raise ConstraintError(
+            f"{wish}: one rank has nothing to interleave with",
+            remedy="name an axis of two devices or more",
+        )
+    if not num_rounds(ranks, num):
+        what = (
+            f"{num} microbatches are not equal rounds over {ranks} ranks of {wish.axis!r}, which"
+            " interleaved 1F1B runs"
+        )
+        raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")

@@ -1,0 +1,549 @@
+"""The search over pipelines: a microbatch's trace, cut into stages, each planned as a whole model
+is.
+
+1. The model is planned once without stages on the mesh that is left, with memory as if there were
+   no limit. That says what each part costs and in which layout values cross most cheaply, and its
+   relaxation bounds all cuts and layouts (`autopar.planner.pipeline.lagrangian`).
+2. Cuts that balance the parts (`autopar.planner.pipeline.units`); then each stage's own problem,
+   with its microbatches in flight. Stages that are alike are solved once.
+3. With what the stages really take, parts are weighed anew and cut again, as long as that is
+  faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.capture.trace import Trace
+from autopar.constraints import Pipelined, check
+from autopar.core.hardware import Hardware
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.core.schedules import INTERLEAVED
+from autopar.cost.offload import shared_by
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced
+from autopar.emit import returned_of
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.planner.candidates import TooSlow
+from autopar.planner.clock import Clock, Progress
+from autopar.planner.comm_schedule import Peaks
+from autopar.planner.emitter import Emitter
+from autopar.planner.min_memory import Need, preferred
+from autopar.planner.pipeline.assemble import joined
+from autopar.planner.pipeline.bound import Pipelines, Proven, parted, proven
+from autopar.planner.pipeline.cuts import Least
+from autopar.planner.pipeline.request import Asked, OnKind, Whole, crossing_layouts
+from autopar.planner.pipeline.schedule import in_order, least_time, step_of
+from autopar.planner.pipeline.shared_memory import Sharing, neediest
+from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.stage_memory_bound import (
+    CutChoice,
+    StageSizes,
+    light_cuts,
+    nearest_legal,
+)
+from autopar.planner.pipeline.units import one_stage, reweighed, units_of
+from autopar.planner.report_infeasible import with_conflict_of_stages
+from autopar.planner.rounds import PlannerLoop
+from autopar.planner.search import Planned, finished, needs
+from autopar.request import UNLIMITED, PlanOptions
+from autopar.sharding import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
+from autopar.solve import evaluated, shortage, solve
+from autopar.stages import Cut, Seams, cut, seams, usable_points
+
+# --------------------------------------------------------------------------------------------------
+# The plans of one microbatch without stages and without a limit of memory, on each kind of device
+# that stages have; and what their relaxations prove of all cuts.
+
+_CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
+
+
+def unstaged(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: float) -> Whole:
+    """Of a pipeline that is asked for.
+
+    Args:
+        forced: per stage, what is forced on its devices.
+
+    Raises:
+        ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
+    """
+    with clock.phase("cut"):
+        points, placing = (
+            usable_points(asked.part, asked.num_stages - 1)
+            if asked.num_stages > 1
+            else ((), one_stage(asked.part))
+        )
+        sewn = seams(asked.part, placing)
+        each = [
+            parted(forced[asked.kinds.index(kind)], sewn) for kind in range(len(asked.profiles))
+        ]
+    on = [_alone(asked, kind, alone, sewn, clock) for kind, alone in enumerate(each)]
+    least, closer = Least(_least_s(asked, on[0].choices.bound_s), ()), None
+    if asked.num_stages > 1:
+        with clock.phase("bound"):
+            crossings = tuple(map(asked.crossing, range(asked.num_stages)))
+            ways = Pipelines(
+                asked.part,
+                asked.left.shape,
+                placing,
+                len(points) + 1,
+                asked.kinds,
+                crossings,
+                asked.how.num,
+                None if asked.wish.cuts is None else asked.cuts(points),
+            )
+            found = _over_cuts(asked, [alone.priced for alone in on], each[0], sewn, ways)
+        on = [
+            replace(alone, multipliers=multipliers)
+            for alone, multipliers in zip(on, found.multipliers, strict=True)
+        ]
+        least, closer = (
+            _handing(found.least, asked.handing_s),
+            lambda factor: _handing(found.closer(factor), asked.handing_s),
+        )
+    if limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
+        raise TooSlow(least.step_s)
+    units = [
+        units_of(placing, len(points) + 1, alone.priced, alone.choices, alone.evaluation)
+        for alone in on
+    ]
+    on = [replace(alone, units=mine) for alone, mine in zip(on, units, strict=True)]
+    return Whole(tuple(on), asked.kinds, points, least, closer)
+
+
+def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -> OnKind:
+    """The whole on one kind of device; its units are not known yet."""
+    with clock.phase("enumerate"):
+        classes = classes_of(asked.part, asked.left.shape, forced)
+    with clock.phase("price"):
+        priced = price(
+            asked.part,
+            classes,
+            asked.left,
+            asked.profiles[kind],
+            budget_bytes=UNLIMITED,
+            optimizer=asked.options.optimizer,
+            forced=forced,
+            num_microbatches=asked.how.num,
+            exposed=sewn.exposed,
+        )
+    with clock.phase("solve"):
+        gap = asked.options.gap / _CLOSER
+        choices = solve(
+            priced.problem, gap=gap, time_limit_s=asked.options.solve_s, solver=asked.options.solver
+        )
+        return OnKind(priced, choices, evaluated(priced.problem, choices), ())
+
+
+def _over_cuts(
+    asked: Asked, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
+) -> Proven:
+    """What is proven over all cuts: of one microbatch through all stages, and from that of the
+    step, where stages are interleaved."""
+    time_limit_s = asked.options.solve_s
+    if asked.wish.schedule != INTERLEAVED:
+        return proven(priced, forced, sewn, ways, time_limit_s)
+    one = proven(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
+
+    def interleaved(least: Least) -> Least:
+        return replace(least, step_s=_least_s(asked, least.step_s))
+
+    return Proven(
+        interleaved(one.least), one.multipliers, lambda factor: interleaved(one.closer(factor))
+    )
+
+
+def _handing(least: Least, seconds: float) -> Least:
+    """With what no cut changes."""
+    return replace(least, step_s=least.step_s + seconds)
+
+
+def _least_s(asked: Asked, whole_s: float) -> float:
+    """Of a step, where a microbatch takes so much through all stages."""
+    return least_time(
+        asked.wish.schedule, whole_s, asked.num_stages, asked.how.num, asked.wish.chunks
+    )
+
+
+log = logging.getLogger("autopar")
+_ROUNDS = 3  # of cutting anew
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Every stage's plan, the cut that they are of, and how ranks share their memory."""
+
+    plans: tuple[Planned, ...]
+    made: Cut
+    sharing: Sharing
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Of a microbatch."""
+        return tuple(planned.plan.proof.objective_s for planned in self.plans)
+
+
+@dataclass
+class StagedSearch:
+    """The search for one axis and one number of microbatches."""
+
+    asked: Asked
+    clock: Clock
+    limit_s: float = math.inf
+    forced: tuple[Forced, ...] = field(init=False)  # per stage
+    sharing: Sharing = field(init=False)
+    alike: Alike = field(default_factory=Alike)
+    is_light: bool = False  # stages are to need little memory
+    _lacking: dict[int, int] = field(
+        default_factory=dict
+    )  # by stage that was refused last, the bytes that it was said to need
+
+    def __post_init__(self) -> None:
+        constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
+        forced = resolve(self.asked.part, constraints, self.asked.left)
+        chunks, stages = self.asked.wish.chunks, range(self.asked.num_stages)
+        self.forced = tuple(
+            shared_by(forced, self.asked.profile_of(stage), chunks) for stage in stages
+        )
+
+    def run(self) -> Planned:
+        """The best plan found.
+
+        Raises:
+            ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not
+                fit.
+            TooSlow: where no plan beats `limit_s`.
+        """
+        asked, choice, whole = self.asked, CutChoice(self.asked), self._whole()
+        first, best = self._first(whole, choice)
+        tried = {first}
+        for _ in range(_ROUNDS if asked.wish.cuts is None and asked.num_stages > 1 else 0):
+            ways = choice.ways(reweighed(whole.units, first, best.times))
+            again = next(
+                (cuts for cuts in self._legal_among(whole, ways) if cuts not in tried), None
+            )
+            if again is None or asked.options.is_late:
+                break
+            tried.add(again)
+            try:
+                other = self._planned(whole, again)
+            except InfeasibleError:
+                continue
+            if self._step_s(other.plans) < self._step_s(best.plans):
+                first, best = again, other
+        return joined(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
+
+    def _first(self, whole: Whole, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
+        """The cuts that are asked for, or the best whose stages fit, with their plans.
+
+        Raises:
+            InfeasibleError: where a stage does not fit.
+        """
+        tried = set[tuple[int, ...]]()
+        cuts = self._legal(
+            whole,
+            (
+                self.asked.cuts(whole.points)
+                if self.asked.wish.cuts is not None
+                else choice.best(whole.units)
+            ),
+        )
+        while True:
+            try:
+                return cuts, self._planned(whole, cuts)
+            except InfeasibleError:
+                tried.add(cuts)
+                again = choice.others(whole.units, self._lacking)
+                again = None if again is None else next(self._legal_among(whole, [again]), None)
+                if again is None or again in tried:
+                    raise
+                cuts = again
+
+    def _legal(self, whole: Whole, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """These cuts, or the nearest legal ones where the user named none.
+
+        Raises:
+            ConstraintError: the model cannot be cut as the user asks, or no legal cuts were found.
+        """
+        legal = nearest_legal(self.asked.part, whole.points, cuts) if cuts else cuts
+        if legal == cuts or self.asked.wish.cuts is None:
+            return legal
+        names = ", ".join(whole.points[index - 1].module for index in legal)
+        raise ConstraintError(
+            f"{self.asked.wish}: the model cannot be cut there", remedy=f"cut before {names}"
+        )
+
+    def _legal_among(
+        self, whole: Whole, ways: Iterable[tuple[int, ...]]
+    ) -> Iterator[tuple[int, ...]]:
+        """`_legal` of each of several ways to cut; those without legal cuts nearby are left out."""
+        for cuts in ways:
+            try:
+                yield self._legal(whole, cuts)
+            except ConstraintError as error:
+                log.info("no plan cut before units %s: %s", cuts, error.what)
+
+    def proven(self) -> Need:
+        """No pipeline that is asked for needs less."""
+        return self._proven()[0]
+
+    def _proven(self) -> tuple[Need, tuple[int, ...] | None]:
+        points = (
+            usable_points(self.asked.part, self.asked.num_stages - 1)[0]
+            if self.asked.num_stages > 1
+            else ()
+        )
+        cuts = None if self.asked.wish.cuts is None else self.asked.cuts(points)
+        return StageSizes(self.asked, self.forced, points).proven(cuts)
+
+    def lightest(self) -> Planned | None:
+        """A pipeline whose stages need little memory, whatever they take: the fastest that fits,
+        else the one that needs least; None where none was found."""
+        asked = self.asked
+        self.is_light, self.limit_s = True, math.inf
+        whole = self._whole()
+        with self.clock.phase("least"):
+            least = self._proven()[1]
+        ways = [] if least is None else [least]
+        ways += (
+            [light_cuts(whole.units, asked.in_flight, asked.budgets * asked.wish.chunks)]
+            if asked.wish.cuts is None
+            else []
+        )
+        found = []
+        for cuts in dict.fromkeys(self._legal_among(whole, ways)):
+            try:
+                stages = self._planned(whole, cuts)
+            except InfeasibleError as error:
+                log.info("no plan of little memory cut before units %s: %s", cuts, error.what)
+                continue
+            found.append(
+                joined(asked, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock)
+            )
+        return preferred(found, needs)
+
+    def _whole(self) -> Whole:
+        """Step 1."""
+        return unstaged(self.asked, self.forced, self.clock, self.limit_s)
+
+    def _planned(self, whole: Whole, cuts: Sequence[int]) -> Stages:
+        """Every stage's plan for these cuts."""
+        asked = self.asked
+        positions = [whole.points[index - 1].position for index in cuts]
+        with self.clock.phase("cut"):
+            made = cut(asked.part, positions) if positions else Cut((asked.part,), (), {})
+        layouts = crossing_layouts(whole, asked.part, made)
+        self.sharing = self._sharing()
+        found = self._all_stages(made, layouts)
+        while not (self.is_light or self.sharing.fits(found)):
+            found = self._all_stages(made, layouts, found)
+        return Stages(found, made, self.sharing)
+
+    def _all_stages(
+        self, made: Cut, layouts: Mapping[str, Layout], before: Sequence[Planned] = ()
+    ) -> tuple[Planned, ...]:
+        """Plans within the stages' budgets; of those `before`, the ones whose budget has not
+        changed and that share no parameter stay.
+
+        Args:
+            layouts: in which values cross.
+        """
+        storage: dict[str, Layout] = dict(self.forced[0].storage)
+        found: list[Planned] = []
+        refused: list[tuple[InfeasibleError, int]] = []
+        self._lacking.clear()
+        for number, stage in enumerate(made.stages):
+            again = not before or made.shared or number in self.sharing.lowered
+            here, crossing = (
+                replace(self.forced[number], storage=storage),
+                replace(self.asked.crossing(number), layouts=layouts),
+            )
+            try:
+                planned = self._stage(stage, crossing, here, number) if again else before[number]
+            except InfeasibleError as error:
+                refused.append((error, self.sharing.budgets[number]))
+                self._lacking[number] = error.needed_bytes
+                if self.asked.wish.chunks > 1 or any(
+                    isinstance(c, Pipelined) and c.axis is None
+                    for c in self.asked.options.constraints
+                ):
+                    raise  # ranks share what there is; another pipeline may do
+                continue
+            found.append(planned)
+            for tensor in planned.stage_program().parameters:
+                if tensor.name in made.shared:  # its copies are updated alike, so they rest alike
+                    storage[tensor.name] = tensor.layout
+        if refused:
+            raise neediest(refused)
+        return tuple(found)
+
+    def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, number: int) -> Planned:
+        asked = self.asked
+        with self.clock.phase("enumerate"):
+            classes = classes_of(stage, asked.left.shape, forced)
+        budget, profile, flying = (
+            self.sharing.budgets[number],
+            asked.profile_of(number),
+            asked.in_flight[number],
+        )
+
+        ends = frozen_starts(stage)
+
+        def pricing(starts: Starts) -> Priced:
+            starts = together(ends, starts)
+            return price(
+                stage,
+                apart(classes, starts),
+                asked.left,
+                profile,
+                budget_bytes=budget,
+                optimizer=asked.options.optimizer,
+                forced=replace(forced, starts=starts),
+                crossing=crossing,
+                num_microbatches=asked.how.num,
+                num_in_flight=flying,
+            )
+
+        mark = asked.mark(stage, profile)
+        schedule = self.sharing.schedule(asked.wish.schedule, number)
+        peaks = Peaks(asked.options, schedule, flying, self.alike)
+        emitter = Emitter(stage, asked.left, asked.options, self.clock, mark, {}, budget, peaks)
+        search = PlannerLoop(emitter, pricing)
+        try:
+            found = search.find_lightest() if self.is_light else search.find_best()
+            if found is None:
+                raise shortage("no plan of little memory was found")
+            return finished(found, self.clock, asked.options)
+        except InfeasibleError as error:
+            raise self.sharing.refusal(number, error) from error
+
+    def _sharing(self) -> Sharing:
+        asked = self.asked
+        devices = (
+            [asked.profile_of(rank).name for rank in range(len(asked.budgets))]
+            if len(asked.profiles) > 1
+            else ()
+        )
+        num, chunks = asked.num_stages, asked.wish.chunks
+        budgets, options = asked.budgets, asked.options
+        call = asked.batch_bytes, asked.returned
+        return Sharing(
+            num,
+            chunks,
+            asked.in_flight,
+            asked.how.num,
+            *call,
+            budgets,
+            options,
+            self.alike,
+            devices,
+        )
+
+    def _step_s(self, stages: Sequence[Planned]) -> float:
+        return step_of(
+            self.asked.wish.schedule,
+            [planned.plan for planned in stages],
+            self.asked.how.num,
+            self.asked.wish.chunks,
+        )
+
+
+def make_staged_plan(
+    whole: Trace,
+    part: Trace,
+    how: Microbatching,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    wish: Pipelined,
+    *,
+    model_name: str = "",
+    progress: Progress = lambda _: None,
+    limit_s: float = math.inf,
+) -> Planned:
+    """Plan a pipeline, or one stage that works through microbatches.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch. how: how the one makes the
+            other. hardware: where it is of unequal devices along the pipeline's axis, each stage is
+            planned for its own. wish: the pipeline's axis, ``""`` for one stage on the whole mesh.
+            limit_s: a plan that is no faster is not wanted.
+
+    Raises:
+        ConstraintError: where a constraint cannot hold, or the model cannot be cut.
+            InfeasibleError: where a stage does not fit.
+        TooSlow: where the bound shows that no plan beats the limit.
+    """
+    try:
+        return staged_search(
+            whole,
+            part,
+            how,
+            mesh,
+            hardware,
+            options,
+            wish,
+            Clock(progress),
+            model_name=model_name,
+            limit_s=limit_s,
+        ).run()
+    except ConstraintError as error:
+        here = replace(wish, microbatches=how.num)
+        raise with_conflict_of_stages(
+            error, whole, part, mesh, here, options.constraints
+        ) from error
+
+
+def check_order(whole: Trace, mesh: Mesh, num: int, wish: Pipelined) -> None:
+    """Refuse, with only the batch captured, a schedule that does not run so many microbatches.
+    Raises ConstraintError."""
+    waits = not any(o.is_loss for o in whole.differentiable)
+    in_order(wish, mesh, num, waits=waits, trained=bool(whole.differentiable))
+
+
+def staged_search(
+    whole: Trace,
+    part: Trace,
+    how: Microbatching,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    wish: Pipelined,
+    clock: Clock,
+    *,
+    model_name: str = "",
+    limit_s: float = math.inf,
+) -> StagedSearch:
+    """The search of `make_staged_plan`, about to begin.
+
+    Raises:
+        ConstraintError: where a constraint does not speak of this mesh, or the schedule does not
+            run.
+    """
+    options = options.of_a_trace()
+    if wish.axis:
+        check(wish, mesh)
+    left = mesh.without(wish.axis) if wish.axis else mesh
+    for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
+        if not isinstance(constraint, Pipelined):
+            check(constraint, left)
+    returned = returned_of(part, how, options.outputs)
+    wish = in_order(wish, mesh, how.num, waits=returned.waits, trained=bool(whole.differentiable))
+    if whole.loss is None and options.outputs != "full":
+        what = (
+            f"outputs={options.outputs!r}, and the model, in stages, returns no loss: each stage"
+            " would have its own"
+        )
+        raise ConstraintError(
+            what, remedy='pass outputs="full": then they come whole on every rank'
+        )
+    batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
+    asked = Asked(
+        part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole
+    )
+    return StagedSearch(asked, clock, limit_s)

@@ -1,0 +1,189 @@
+"""Stages that are alike are solved, and their memory is measured, once.
+
+Two problems are alike if they are equal but for the names of what they speak of and the number of
+microbatches in flight: then the same choices, by index, cost the same in both. Two programs are
+alike if their graphs are, node by node, and the tensors at their borders: then they hold the same
+at each moment. Of the last programs, what they hold is remembered by what they are: the search asks
+for the peak, and, where that is too much, for all moments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from torch import fx
+
+from autopar.core.problem import Problem
+from autopar.core.solution import Apart, Choices
+from autopar.program.memory import NodePeak, PeakMemory
+from autopar.program.program import Program, ProgramTensor
+from autopar.program.stage_memory import SIMULATED, ChunkMemory, StagePeak
+from autopar.solve import evaluated, fits
+from autopar.solve.memory_rows import budget_rows
+
+Form = tuple[object, ...]
+Held = tuple[PeakMemory, tuple[NodePeak, ...]]
+# programs: a plan as it is, and those with communication beside compute that are tried against it
+_LAST = 4
+
+
+class Effort(IntEnum):
+    """How far a search goes.
+
+    MIXED: until it is known which layers decide apart. WHOLE: for layers as they are; until there
+    is a plan where more would take long. END: until plan and bound are near, or limits are reached.
+    """
+
+    MIXED = 0
+    WHOLE = 1
+    END = 2
+
+
+@dataclass
+class Alike:
+    """What was found for the stages so far."""
+
+    _answers: list[tuple[Problem, Problem, Effort, Choices]] = field(
+        default_factory=list
+    )  # the problem, without names, how far searched
+    _apart: list[tuple[Problem, int, Apart]] = field(
+        default_factory=list
+    )  # the problem without names, and how many are in flight
+    _peaks: dict[Form, tuple[int, StagePeak]] = field(
+        default_factory=dict
+    )  # and with how many in flight
+    _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
+    _rehearsed: deque[tuple[Program, Held]] = field(default_factory=lambda: deque(maxlen=_LAST))
+
+    def known(self, problem: Problem, effort: Effort) -> Choices | Apart | None:
+        """The choices for a problem that is alike, where they are as good here: they fit, and what
+        is proven of them holds. Or which of its ops decide apart, where so many are in flight.
+
+        Args:
+            effort: the answer to a search that went on stands for one that did not.
+        """
+        nameless = _nameless(problem)
+        for form, num, apart in self._apart if effort is Effort.MIXED else ():
+            if num == problem.num_in_flight and form == nameless:
+                return apart
+        for other, form, spent, choices in self._answers:
+            if effort > spent and (choices.mixed or choices.unfinished):
+                continue
+            if form != nameless or (
+                other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")
+            ):
+                continue
+            evaluation = evaluated(problem, choices)
+            if fits(problem, evaluation):
+                return _renamed(choices, other, problem)
+        return None
+
+    def learn(self, problem: Problem, choices: Choices | Apart, effort: Effort) -> None:
+        """Remember an answer that the solver gave without running out of time."""
+        if isinstance(choices, Apart):
+            self._apart.append((_nameless(problem), problem.num_in_flight, choices))
+        elif not choices.stats.get("timed_out"):
+            self._answers.append((problem, _nameless(problem), effort, choices))
+
+    def rehearsed(self, program: Program, measure: Callable[[], Held]) -> Held:
+        """What one of the last programs holds, else what is measured."""
+        for other, found in self._rehearsed:
+            if other is program:
+                return found
+        self._rehearsed.append((program, measure()))
+        return self._rehearsed[-1][1]
+
+    def peak(
+        self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]
+    ) -> StagePeak:
+        """The peak of a stage under one schedule, with so many microbatches in flight."""
+        flying = min(num_in_flight, SIMULATED)  # each further one adds what it holds
+        form = (flying, *form_of(program))
+        if form not in self._peaks:
+            self._peaks[form] = (num_in_flight, measure())
+        before, peak = self._peaks[form]
+        return StagePeak(
+            peak.peak_bytes + (num_in_flight - before) * peak.held_bytes, peak.held_bytes
+        )
+
+    def memory(self, program: Program, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
+        """What a stage's work adds on a rank that holds several."""
+        form = form_of(program)
+        if form not in self._memories:
+            self._memories[form] = measure()
+        found = self._memories[form]
+        names = [
+            t.name
+            for t in (
+                *program.parameters,
+                *program.buffers,
+                *(t for t in program.inputs if t.given),
+            )
+        ]
+        return replace(
+            found,
+            resting=dict(zip(names, found.resting.values(), strict=True)),
+            mutated=program.mutated,
+        )
+
+
+def _nameless(problem: Problem) -> Problem:
+    return replace(
+        problem,
+        ops=tuple(replace(op, key="") for op in problem.ops),
+        values=tuple(replace(value, key="") for value in problem.values),
+        moments=tuple(replace(moment, key="") for moment in problem.moments),
+        num_in_flight=1,
+    )
+
+
+def _renamed(choices: Choices, other: Problem, problem: Problem) -> Choices:
+    """The choices with prices of memory under this problem's names of the rows."""
+    proven = choices.multipliers
+    if proven is None:
+        return choices
+    names = {
+        old.name: new.name
+        for old, new in zip(budget_rows(other), budget_rows(problem), strict=True)
+    }
+    return replace(
+        choices,
+        multipliers=replace(
+            proven, memory_s={names[name]: worth for name, worth in proven.memory_s.items()}
+        ),
+    )
+
+
+def form_of(program: Program) -> Form:
+    """All of a program but its names."""
+    tensors = (program.parameters, program.buffers, program.inputs, program.outputs, program.sums)
+    modules = (program.forward, program.backward, program.begin, program.end)
+    graphs = tuple(None if module is None else _graph(module) for module in modules)
+    return (
+        *graphs,
+        *(tuple(map(_tensor, each)) for each in tensors),
+        program.num_saved,
+        len(program.mutated),
+    )
+
+
+def _tensor(tensor: ProgramTensor) -> Form:
+    flags = tensor.requires_grad, tensor.has_gradient, tensor.is_loss, tensor.crosses, tensor.given
+    return tensor.shape, tensor.view, str(tensor.dtype), str(tensor.layout), flags
+
+
+def _graph(module: fx.GraphModule) -> Form:
+    """Its nodes in order, which stand for each other by position."""
+    place = {node: f"%{number}" for number, node in enumerate(module.graph.nodes)}
+    found = []
+    for node in module.graph.nodes:
+        target = {"placeholder": "", "get_attr": object()}.get(
+            node.op, str(node.target)
+        )  # what is in an attribute, its name does not say
+        found.append(
+            (node.op, target, str(fx.map_arg((node.args, node.kwargs), place.__getitem__)))
+        )
+    return tuple(found)

@@ -1,0 +1,265 @@
+"""The least memory of pipelines, over all cuts: what each possible stage needs at least, and the
+cut whose neediest stage needs least."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.capture.trace import Trace
+from autopar.cost.price import price
+from autopar.errors import ConstraintError
+from autopar.planner.min_memory import Need, proven_bytes
+from autopar.planner.pipeline.request import Asked
+from autopar.planner.pipeline.units import Unit, balanced, fastest
+from autopar.request import UNLIMITED
+from autopar.sharding import Forced, classes_of
+from autopar.stages import NO_PIPELINE, CutPoint, cut, find_refusal
+
+_MOST = 40  # stages whose problems are looked at; beyond, what rests bounds all cuts
+
+
+def light_cuts(
+    units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
+) -> tuple[int, ...]:
+    """Cuts whose neediest stage needs little of what it has, as indices of units; arguments as
+    of `balanced`."""
+    shares = [max(budgets) / budget for budget in budgets]
+    sizes = [
+        [replace(u, time_s=(u.static_bytes + max(in_flight) * u.kept_bytes) * share) for u in each]
+        for each, share in zip(units, shares, strict=True)
+    ]
+    return balanced(sizes, in_flight, [UNLIMITED] * len(budgets))
+
+
+@dataclass
+class StageSizes:
+    """Of the stages of one pipeline.
+
+    Args:
+        forced: per stage, what is forced on its devices.
+    """
+
+    asked: Asked
+    forced: Sequence[Forced]
+    points: Sequence[CutPoint]
+    _known: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+
+    def proven(self, cuts: Sequence[int] | None) -> tuple[Need, tuple[int, ...] | None]:
+        """No pipeline needs less on its neediest device; and the cuts of which no more is proven,
+        None where they were not looked at.
+
+        Args:
+            cuts: those that are asked for, as indices of units; None for all.
+        """
+        num, num_stages = len(self.points) + 1, self.asked.num_stages
+        if cuts is not None or num_stages == 1:
+            edges = [0, *(cuts or ()), num]
+            return self._neediest(
+                self._stage(*edge, stage) for stage, edge in enumerate(itertools.pairwise(edges))
+            ), tuple(cuts or ())
+        spare = num - num_stages  # units beyond one per stage
+        if 2 * (spare + 1) + (num_stages - 2) * (spare + 1) * (spare + 2) // 2 > _MOST:
+            return self._resting(), None
+        least: dict[int, tuple[float, tuple[int, ...], Need | None]] = {0: (0.0, (), None)}
+        for stage in range(num_stages):
+            ends = (
+                [num]
+                if stage == num_stages - 1
+                else range(stage + 1, num - (num_stages - stage - 1) + 1)
+            )
+            least = {
+                end: min(
+                    (self._with(i, end, stage, before) for i, before in least.items() if i < end),
+                    key=_order,
+                )
+                for end in ends
+            }
+        _, made, need = least[num]
+        assert need is not None, "there is a stage"
+        return need, made[:-1]
+
+    def _with(
+        self, first: int, end: int, number: int, before: tuple[float, tuple[int, ...], Need | None]
+    ) -> tuple[float, tuple[int, ...], Need]:
+        """The stages before with one more."""
+        share, made, need = before
+        here = self._stage(first, end, number)
+        if need is None or here.share > share:
+            return here.share, (*made, end), here
+        return share, (*made, end), need
+
+    def _neediest(self, needs: Iterable[Need]) -> Need:
+        return max(needs, key=lambda need: need.share)
+
+    def _stage(self, first: int, end: int, number: int) -> Need:
+        """What a stage of these units needs at least, whatever the layouts of what crosses."""
+        asked, budgets = self.asked, self.asked.budgets
+        flying, profile, forced = (
+            asked.in_flight[number],
+            asked.profile_of(number),
+            self.forced[number],
+        )
+        key = first, end, flying, number % len(budgets) if len(asked.profiles) > 1 else 0
+        if key not in self._known:
+            positions = [
+                self.points[border - 1].position
+                for border in (first, end)
+                if 0 < border <= len(self.points)
+            ]
+            stage = (
+                cut(asked.part, positions).stages[1 if first else 0] if positions else asked.part
+            )
+            classes = classes_of(stage, asked.left.shape, forced)
+            priced = price(
+                stage,
+                classes,
+                asked.left,
+                profile,
+                budget_bytes=UNLIMITED,
+                optimizer=asked.options.optimizer,
+                forced=forced,
+                crossing=asked.crossing(number),
+                num_microbatches=asked.how.num,
+                num_in_flight=flying,
+            )
+            self._known[key] = proven_bytes(stage, priced, asked.options.solve_s)
+        unequal = len(set(budgets)) > 1
+        where = f"stage {number} of {asked.num_stages} ({profile.name})" if unequal else ""
+        return Need(self._known[key], budgets[number % len(budgets)], where)
+
+    def _resting(self) -> Need:
+        """Of what rests, a rank's part: all of it is to fit into all ranks together."""
+        asked, forced, budgets = self.asked, self.forced[0], self.asked.budgets
+        classes = classes_of(asked.part, asked.left.shape, forced)
+        priced = price(
+            asked.part,
+            classes,
+            asked.left,
+            asked.profile_of(0),
+            budget_bytes=UNLIMITED,
+            optimizer=asked.options.optimizer,
+            forced=forced,
+            num_microbatches=asked.how.num,
+        )
+        parameters = [
+            op
+            for op, source in zip(priced.problem.ops, priced.sources, strict=True)
+            if source.kind == "parameter"
+        ]
+        total = sum(op.count * min(s.static_bytes for s in op.strategies) for op in parameters)
+        where = "each stage, on average" if len(set(budgets)) > 1 else ""
+        return Need(
+            total * asked.wish.chunks // asked.num_stages, sum(budgets) // len(budgets), where
+        )
+
+
+def _order(found: tuple[float, tuple[int, ...], Need | None]) -> tuple[float, tuple[int, ...]]:
+    return found[:2]
+
+
+# --------------------------------------------------------------------------------------------------
+# Which cuts are worth stages' plans, by what units are thought to take and to need on each
+# stage's devices.
+
+_LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit
+
+_MOST_TRIED = 64  # cuts, each of which places all nodes of a trace
+
+Units = Sequence[Sequence[Unit]]
+"""Per stage, what units take on its devices."""
+
+
+@dataclass
+class CutChoice:
+    """The cuts of one pipeline, as indices of the units that begin later stages.
+
+    Attributes:
+        room: per stage, the bytes that it is taken to have.
+    """
+
+    asked: Asked
+    room: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        chunks = self.asked.wish.chunks
+        self.room = [budget // chunks for budget in self.asked.budgets] * chunks
+
+    def best(self, units: Units, *, ample: bool = False) -> tuple[int, ...]:
+        """The cuts of the fastest step; as if memory sufficed, if it is taken to be `ample`."""
+        asked, room = self.asked, [UNLIMITED] * len(self.room) if ample else self.room
+        if len(asked.profiles) == 1 or asked.wish.chunks > 1:
+            return balanced(units, asked.in_flight, room)
+        return fastest(units, asked.in_flight, room, asked.how.num)
+
+    def ways(self, units: Units) -> Iterator[tuple[int, ...]]:
+        """The best, and, where devices have unequal memory, those if it sufficed: what stages
+        need is not well known."""
+        yield self.best(units)
+        if self._unequal:
+            yield self.best(units, ample=True)
+
+    def others(self, units: Units, lacking: Mapping[int, int]) -> tuple[int, ...] | None:
+        """The best where stages are taken to have as much less as they lacked; others may have
+        room. None where all devices have the same memory, and where the cuts were asked for.
+
+        Args:
+            lacking: by stage that does not fit, the bytes that it is said to need.
+        """
+        if not self._unequal or self.asked.wish.cuts is not None:
+            return None
+        budgets = self.asked.budgets
+        for stage, needed in lacking.items():
+            budget = budgets[stage % len(budgets)]
+            self.room[stage] = self.room[stage] * budget // max(needed, budget + budget // _LACKS)
+        return self.best(units)
+
+    @property
+    def _unequal(self) -> bool:
+        """Whether devices have unequal memory."""
+        return len(set(self.asked.budgets)) > 1
+
+
+def nearest_legal(
+    part: Trace, points: Sequence[CutPoint], wanted: Sequence[int]
+) -> tuple[int, ...]:
+    """The legal cuts that are nearest to the wanted ones, themselves where they are legal.
+
+    The distance is the number of units by which cuts are moved. Cuts are tried in the order of
+    their distance.
+
+    Args:
+        wanted: indices of the units that begin later stages.
+
+    Raises:
+        ConstraintError: none of the cuts that were tried is legal.
+    """
+    first = tuple(wanted)
+    waiting, seen, refusal = [(0, first)], {first}, None
+    for _ in range(_MOST_TRIED):
+        if not waiting:
+            break
+        _, cuts = heapq.heappop(waiting)
+        found = find_refusal(part, [points[index - 1].position for index in cuts])
+        if found is None:
+            return cuts
+        refusal = refusal or found
+        for moved in _moved_by_one(cuts, len(points)):
+            if moved not in seen:
+                seen.add(moved)
+                distance = sum(abs(a - b) for a, b in zip(moved, first, strict=True))
+                heapq.heappush(waiting, (distance, moved))
+    assert refusal is not None, "the wanted cuts were tried"
+    what = f"no way was found to cut the model into {len(first) + 1} stages: {refusal.what}"
+    remedy = f"use a shorter pipeline axis, or {NO_PIPELINE}"
+    raise ConstraintError(what, where=refusal.where, remedy=remedy) from refusal
+
+
+def _moved_by_one(cuts: tuple[int, ...], num_points: int) -> Iterator[tuple[int, ...]]:
+    """The cuts of which one begins one unit earlier or later; no two cuts coincide."""
+    for place, index in enumerate(cuts):
+        for other in (index - 1, index + 1):
+            if 1 <= other <= num_points and other not in cuts:
+                yield (*cuts[:place], other, *cuts[place + 1 :])

@@ -1,0 +1,202 @@
+"""Units: what lies between two neighbouring places to cut, with the time and memory it takes in a
+plan of the whole model.
+
+A plan of the whole model without stages says what each unit costs; from that the cuts are chosen.
+Stages are then planned for themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.capture.trace import Trace
+from autopar.core.solution import Choices
+from autopar.core.streams import ON_COMPUTE
+from autopar.cost.priced import Priced
+from autopar.errors import ConstraintError
+from autopar.planner.pipeline.cuts import fastest_path
+from autopar.solve import Evaluation
+from autopar.stages.placing import Placing
+from autopar.stages.seams import NO_PIPELINE
+
+_SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Per device and microbatch: time, bytes at rest (gradients included), bytes kept for
+    backward."""
+
+    time_s: float = 0.0
+    static_bytes: int = 0
+    kept_bytes: int = 0
+
+
+def units_of(
+    placing: Placing, num_units: int, priced: Priced, choices: Choices, evaluation: Evaluation
+) -> tuple[Unit, ...]:
+    """What each unit costs in these choices for the whole model; early communication as if
+    compute hid it."""
+    time_s, static, kept = [0.0] * num_units, [0] * num_units, [0] * num_units
+    homes = {name: held[0] for name, held in placing.holders.items()}
+    nodes = {**{name: unit for name, unit in placing.stage.items()}}
+    for op, source, s in zip(priced.problem.ops, priced.sources, choices.strategies, strict=True):
+        strategy = op.strategies[s]
+        if source.cluster is not None:
+            for cluster in source.cluster.instances:
+                time_s[nodes.get(cluster.members[0].node, 0)] += strategy.time_s
+        elif source.kind == "parameter":
+            for name, node in zip(source.names, source.nodes, strict=True):
+                unit = nodes[node] = homes[name]
+                time_s[unit] += strategy.time_s
+                static[unit] += strategy.static_bytes + strategy.gradient_bytes
+    for v, refs in enumerate(priced.refs):
+        value = priced.problem.values[priced.problem.variants[v].value]
+        size = sum(map(value.bytes, evaluation.kept[v]))
+        for name, _ in refs:
+            unit = nodes.get(name, 0)
+            moves = evaluation.forward[v].load + evaluation.backward[v].load
+            time_s[unit] += moves.priced_s(evaluation.slowdown, ON_COMPUTE)
+            kept[unit] += size
+    return tuple(Unit(*each) for each in zip(time_s, static, kept, strict=True))
+
+
+def check_parts(num_parts: int, num_stages: int) -> None:
+    """Raises:
+    ConstraintError: where a model has fewer parts than stages.
+    """
+    if num_parts < num_stages:
+        what = (
+            f"the model has {num_parts} parts between places to cut, and {num_stages} stages are"
+            " asked for"
+        )
+        fewer = f"use a pipeline of at most {num_parts} stages, or " if num_parts > 1 else ""
+        raise ConstraintError(what, remedy=fewer + NO_PIPELINE)
+
+
+def balanced(
+    units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
+) -> tuple[int, ...]:
+    """The cuts, as indices of the units that begin later stages, whose slowest stage is fastest; of
+    those whose sum of squares is least. A stage that does not fit as it is counts as recomputing;
+    one whose parameters alone do not fit is avoided.
+
+    Args:
+        units, in_flight, budgets: per stage what each unit takes on its devices, microbatches in
+            flight, and bytes that there are.
+
+    Raises:
+        ConstraintError: where there are fewer units than stages.
+    """
+    cost, num, num_stages = _Costs(units, in_flight, budgets), len(units[0]), len(in_flight)
+    check_parts(num, num_stages)
+    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
+    for stage in range(num_stages):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for last in range(stage + 1, num - (num_stages - stage - 1) + 1):
+            options = []
+            for first, (worst, squares, cuts) in best[stage].items():
+                if first < last:
+                    here = cost.of(first, last, stage)
+                    options.append(
+                        (max(worst, here), squares + here * here, (*cuts, first) if stage else cuts)
+                    )
+            if options:
+                row[last] = min(options)
+        best.append(row)
+    worst, _, cuts = best[num_stages][num]
+    assert math.isfinite(worst), "some cut is always possible"
+    return cuts
+
+
+def fastest(
+    units: Sequence[Sequence[Unit]],
+    in_flight: Sequence[int],
+    budgets: Sequence[int],
+    num_microbatches: int,
+) -> tuple[int, ...]:
+    """The cuts of the fastest step, (M − 1) · max τ + Σ τ, where units take longer on the devices
+    of some stages than on those of others: then the sum depends on the cuts, too. Arguments and
+    errors as of `balanced`."""
+    cost, num, num_stages = _Costs(units, in_flight, budgets), len(units[0]), len(in_flight)
+    check_parts(num, num_stages)
+    edges = [range(1)] + [range(1, num)] * (num_stages - 1) + [range(num, num + 1)]
+    tables = [
+        np.array(
+            [
+                [cost.of(first, last, stage) if first < last else np.inf for last in ends]
+                for first in begins
+            ]
+        ).reshape(len(begins), -1)
+        for stage, (begins, ends) in enumerate(itertools.pairwise(edges))
+    ]
+    _, path = fastest_path(tables, num_microbatches)
+    return tuple(place + 1 for place in path)
+
+
+class _Costs:
+    """Seconds that a stage is taken to take."""
+
+    def __init__(
+        self, units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
+    ) -> None:
+        self._sums = [_sums(each) for each in units]
+        self._in_flight, self._budgets = in_flight, budgets
+
+    def of(self, first: int, last: int, stage: int) -> float:
+        """Of these units."""
+        sums, budget = self._sums[stage], self._budgets[stage]
+        time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
+        if static > budget:
+            return time_s * 1e3 * static / budget
+        return time_s * (
+            _SLOWER_WITH_RECOMPUTATION if static + self._in_flight[stage] * kept > budget else 1.0
+        )
+
+
+def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
+    """Of all units before each border."""
+    sums = [(0.0, 0, 0)]
+    for unit in units:
+        t, s, k = sums[-1]
+        sums.append((t + unit.time_s, s + unit.static_bytes, k + unit.kept_bytes))
+    return sums
+
+
+def reweighed(
+    units: Sequence[Sequence[Unit]], cuts: Sequence[int], times: Sequence[float]
+) -> tuple[tuple[Unit, ...], ...]:
+    """Units with the times that their stages really take: on other devices they are as much
+    slower, or faster, than was thought."""
+    edges = [0, *cuts, len(units[0])]
+    found: list[list[Unit]] = [[] for _ in units]
+    for stage, ((first, last), time_s) in enumerate(
+        zip(itertools.pairwise(edges), times, strict=True)
+    ):
+        guessed = sum(unit.time_s for unit in units[stage][first:last])
+        for mine, each in zip(found, units, strict=True):
+            mine += [
+                replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s)
+                for unit in each[first:last]
+            ]
+    return tuple(map(tuple, found))
+
+
+def one_stage(trace: Trace) -> Placing:
+    """Everything in one unit."""
+    names = [n.name for n in trace.graph.nodes if n.op == "call_function"]
+    returning = {o.node: 0 for o in trace.outputs}
+    return Placing(
+        dict.fromkeys(names, 0),
+        returning,
+        frozenset(),
+        {},
+        {p.name: (0,) for p in trace.parameters},
+        {},
+        frozenset(),
+    )

@@ -1,0 +1,431 @@
+"""Choices → Plan: the solver's answer in the user's words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from autopar import ops
+from autopar.analysis.work import is_known
+from autopar.capture.trace import Trace
+from autopar.core.collective import BUCKET_BYTES
+from autopar.core.hardware import Hardware, Mixed
+from autopar.core.layout_graph import local_bytes
+from autopar.core.solution import Multipliers
+from autopar.core.streams import PHASES
+from autopar.cost.gradient_dtypes import WIDENED
+from autopar.cost.priced import OPTIMIZERS, Source
+from autopar.cost.zero_stages import held_of, offered_as, own_time_s
+from autopar.emit.context import (
+    buffer_key,
+    input_key,
+    output_key,
+    parameter_key,
+    placeholder_keys,
+    storage_key,
+)
+from autopar.errors import printable
+from autopar.kernels.collectives import sum_dtype
+from autopar.planner.candidates import FIELD, PlanDraft, all_keys, tensor_patterns
+from autopar.planner.plan_collectives import communications, of_kernels
+from autopar.planner.timeline import crossing_times, own_time, step_time, timeline
+from autopar.plans import (
+    KERNELS_BUFFERS,
+    Communication,
+    Entry,
+    Fingerprint,
+    Kept,
+    NodeChoice,
+    Plan,
+    Potential,
+    Prediction,
+    Proof,
+    Version,
+    beyond_shares_s,
+)
+from autopar.rules import is_discovered, is_fallback
+from autopar.rules.call import op_name
+from autopar.sharding import pattern_of
+from autopar.solve import Evaluation
+
+_KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
+GIB = 2**30
+_HOSTS = (
+    "on the devices or on their hosts: where each parameter rests, and what is kept waits for"
+    " backward, copies being communication that has slack; the bound holds however much memory the"
+    " hosts have"
+)
+_ALIKE = "equal nodes of repeated layers take one decision"
+_BALANCED = (
+    "all experts picked alike: the rows that are dispatched to them, and those that each computes"
+    " with, are the expected ones"
+)
+_SEEN = (
+    "flex attention: of {} of {} calls the mask reads tensors, samples or heads, and all pairs"
+    " count; of the others those in blocks of which a pair is seen"
+)
+SHARES = (
+    "what is gathered of what rests or is kept, and reductions of gradients, as parts of full"
+    f" buckets of {BUCKET_BYTES >> 20} MiB; every other collective by itself"
+)
+COVERS = (
+    (
+        "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly"
+        " by one axis alone"
+    ),
+    "storage layout of every parameter; gathering it once or again in backward",
+    "keeping or recomputing every forward value, in any layout that forward makes",
+    "partial sums pass through views, sums and additions, not through products",
+    _ALIKE,
+    "one microbatch, no pipeline: stages are tried where `constraints.pipeline()` asks for them",
+    SHARES,
+)
+
+
+def assemble(
+    draft: PlanDraft, fingerprint: Fingerprint, options: Mapping[str, object], bound_s: float
+) -> Plan:
+    """The plan, with its peak still to be filled in from the emitted program."""
+    objective = draft.evaluation.objective_s
+    choices = draft.choices
+    proof = Proof(
+        objective,
+        min(bound_s, objective),
+        max(objective - bound_s, 0.0) / objective if objective else 0.0,
+        choices.num_variables,
+        choices.num_constraints,
+        choices.solver,
+        choices.memory_price_s_per_byte * GIB,
+        covers_of(draft) + beside_compute(draft.evaluation),
+        searched_bound_s=min(bound_s, objective),
+    )
+    moved = tuple(communications(draft))
+    return Plan(
+        mesh=draft.mesh,
+        fingerprint=fingerprint,
+        options=options,
+        entries=tuple(_entries(draft)),
+        kept=tuple(_kept(draft)),
+        communications=moved,
+        prediction=_prediction(draft, moved),
+        proof=proof,
+        capture=str(draft.trace.folding),
+        starts=draft.priced.starts,
+    )
+
+
+def covers_of(draft: PlanDraft) -> tuple[str, ...]:
+    """What the bound covers."""
+    starts = draft.priced.starts
+    strategies = (
+        s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies
+    )
+    hosts = (_HOSTS,) if draft.priced.problem.host_budget_bytes else ()
+    balanced = (_BALANCED,) if any(s.communication_s for s in strategies) else ()
+    masks = [node.args[5] for node in draft.trace.graph.nodes if node.target is ops.flex_attention]
+    seen = (_SEEN.format(sum(not is_known(mask) for mask in masks), len(masks)),) if masks else ()
+    last = (*hosts, *balanced, *seen, of_kernels(draft.priced), *draft.priced.notes)
+    if not starts:
+        return *COVERS, *last
+    apart = (
+        f"{_ALIKE} within each group of layers:"
+        f" {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
+    )
+    return *(apart if line == _ALIKE else line for line in COVERS), *last
+
+
+def _groups(layers: str, cuts: Sequence[int]) -> str:
+    """``model.layers 0–2, 3–7, from 8 on``."""
+    ended = (
+        f"{first}–{after - 1}" if after - first > 1 else str(first)
+        for first, after in zip((0, *cuts), cuts, strict=False)
+    )
+    return f"{layers} {', '.join(ended)}, from {cuts[-1]} on"
+
+
+def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
+    """What is said of communication beside compute."""
+    slowdown = evaluation.slowdown
+    if slowdown >= 1.0:
+        return ("compute and communication do not overlap",)
+    outlasting = [
+        phase
+        for phase, said in zip(PHASES, evaluation.load.unbalanced(slowdown), strict=True)
+        if said
+    ]
+    return (
+        (
+            "max(C + s·P, P) + K in forward and in backward: P is communication that has slack"
+            " whatever is chosen (gathers of what rests or is kept, reductions of gradients), K"
+            f" all else, s = {slowdown:g}; as if memory had room for all of it, the first and last"
+            " included"
+        ),
+        *(
+            f"in {phase} communication outlasts the compute that could hide it: there the bound may"
+            " leave a gap"
+            for phase in outlasting
+        ),
+    )
+
+
+def _entries(draft: PlanDraft) -> Iterable[Entry]:
+    sources = {n.name: n.meta.get("source", "") for n in draft.trace.graph.nodes}
+    seen: dict[str, int] = {}
+    for index, (op, source) in enumerate(
+        zip(draft.priced.problem.ops, draft.priced.sources, strict=True)
+    ):
+        nodes, instances = _nodes(draft, index, draft.choices.strategies[index])
+        again = draft.choices.recomputed.get(index)
+        recompute = _nodes(draft, index, again)[0] if again is not None else ()
+        key = FIELD.sub("*", nodes[0].node)
+        seen[key] = seen.get(key, 0) + 1
+        first = source.cluster.first if source.cluster else None
+        yield Entry(
+            key=key if seen[key] == 1 else f"{key} ({seen[key]})",
+            kind=op.kind,
+            module=key.partition("/")[0],
+            op=key.split("/")[1],
+            phase=op.phase,
+            instances=instances,
+            nodes=nodes,
+            recompute=recompute,
+            time_s=own_time_s(op, draft.choices.strategies[index]),
+            again_s=own_time_s(op, again) if again is not None else 0.0,
+            runner_up=draft.runner_ups.get(index),
+            replicated=first is not None and any(is_fallback(m.call) for m in first.members),
+            source=portable_line(sources.get(first.members[0].node, "")) if first else "",
+            discovered=(
+                tuple(
+                    dict.fromkeys(
+                        op_name(m.call.target) for m in first.members if is_discovered(m.call)
+                    )
+                )
+                if first
+                else ()
+            ),
+        )
+
+
+def portable_line(source: str) -> str:
+    """A source line with its file as Python's import path names it, so that a plan is the same
+    everywhere, without control characters."""
+    roots = [os.path.join(os.path.abspath(root), "") for root in sys.path]
+    root = max((root for root in roots if source.startswith(root)), key=len, default="")
+    return printable(source[len(root) :])
+
+
+def _nodes(
+    draft: PlanDraft, index: int, strategy: int
+) -> tuple[tuple[NodeChoice, ...], tuple[tuple[int, ...], ...]]:
+    source: Source = draft.priced.sources[index]
+    if source.cluster is not None:
+        members = zip(
+            source.cluster.first.members, source.cluster.strategies[strategy].members, strict=True
+        )
+        return tuple(NodeChoice(m.pattern, s) for m, s in members), tuple(
+            c.indices for c in source.cluster.instances
+        )
+    patterns = [pattern_of(_KEYS[source.kind](name)) for name in source.names]
+    said = offered_as(draft.priced.problem.ops[index].strategies[strategy])
+    keys = (patterns[0][0], pattern_of(storage_key(source.names[0]))[0])
+    nodes = tuple(NodeChoice(key, chosen) for key, chosen in zip(keys, said, strict=False))
+    return nodes, tuple(indices for _, indices in patterns)
+
+
+def _kept(draft: PlanDraft) -> Iterable[Kept]:
+    keys = all_keys(draft.trace)
+    for v, nodes in draft.evaluation.kept.items():
+        value = draft.priced.problem.values[draft.priced.problem.variants[v].value]
+        if nodes:
+            layouts, size = tuple(map(value.layout, nodes)), sum(map(value.bytes, nodes))
+            for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
+                yield Kept(pattern, result, instances, layouts, size)
+
+
+def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
+    evaluation, problem, choices = draft.evaluation, draft.priced.problem, draft.choices
+    resting = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+    gathered = 0
+    state, _ = OPTIMIZERS[draft.priced.optimizer]
+    parameters = {p.name: p for p in draft.trace.parameters}
+    for op, source, s in zip(problem.ops, draft.priced.sources, choices.strategies, strict=True):
+        size = op.count * op.strategies[s].static_bytes
+        if op.kind == "parameter":
+            p = parameters[source.names[0]]
+            rests = op.count * local_bytes(
+                p.view, p.dtype, held_of(op.strategies[s]).storage, draft.mesh.shape
+            )
+            optimizer = state * rests if p.gradient is not None else 0
+            if held_of(op.strategies[s]).storage.host:
+                gathered += size
+                continue
+            resting["parameters"] += rests
+            resting["optimizer"] += optimizer
+            gathered += size - rests - optimizer
+        elif op.kind in ("buffer", "input"):
+            resting[f"{op.kind}s"] += size
+    resting |= {"copies": gathered} if gathered else {}
+    shared = sum(problem.regions[region] for region in evaluation.regions)
+    resting |= {KERNELS_BUFFERS: shared} if shared else {}
+    memory = {
+        **resting,
+        "activations": evaluation.kept_bytes,
+        "gradients": evaluation.gradient_bytes,
+    }
+    bars = timeline(draft.trace, draft.priced, choices, evaluation)
+    moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices))
+    moved_s += step_time(draft.priced, choices) + own_time(draft.priced, choices)
+    compute_s, communication_s = (
+        evaluation.compute_s - moved_s,
+        evaluation.communication_s + moved_s,
+    )
+    saved_s, beyond_s = evaluation.saved_s, beyond_shares_s(moved)
+    serial_s = evaluation.compute_s + evaluation.communication_s + beyond_s
+    return Prediction(
+        evaluation.objective_s,
+        compute_s,
+        communication_s,
+        0,
+        memory,
+        bars,
+        0.0,
+        serial_s - saved_s,
+        saved_s,
+        beyond_shares_s=beyond_s,
+        host_bytes=_on_hosts(draft),
+    )
+
+
+def _on_hosts(draft: PlanDraft) -> dict[str, int]:
+    """Bytes of the host's memory, by kind."""
+    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies"), 0)
+    state, _ = OPTIMIZERS[draft.priced.optimizer]
+    parameters = {p.name: p for p in draft.trace.parameters}
+    for op, source, s in zip(
+        draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True
+    ):
+        if op.strategies[s].host_bytes:
+            p, storage = parameters[source.names[0]], held_of(op.strategies[s]).storage
+            rests = op.count * local_bytes(p.view, p.dtype, storage, draft.mesh.shape)
+            wide = sum_dtype(p.dtype) if draft.priced.problem.accumulates else p.dtype
+            trained = p.gradient is not None
+            found["parameters"] += rests
+            found["optimizer"] += state * rests * trained
+            found["gradients"] += (
+                op.count * local_bytes(p.view, wide, storage, draft.mesh.shape) * trained
+            )
+            found["copies"] += (
+                op.count
+                * local_bytes(p.view, p.compute_dtype, storage, draft.mesh.shape)
+                * p.is_narrowed
+            )
+    found["activations"] = draft.evaluation.host_bytes - sum(found.values())
+    return {kind: size for kind, size in found.items() if size}
+
+
+def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str) -> Fingerprint:
+    """What the plan is made for."""
+    mixed = (
+        (hardware.axis, tuple((p.name, p.hash) for p in hardware.profiles))
+        if isinstance(hardware, Mixed)
+        else ("", ())
+    )
+    release = torch.__version__.split("+")[0]
+    return Fingerprint(
+        trace.fingerprint,
+        model_name,
+        hardware.name,
+        hardware.hash,
+        version,
+        release,
+        *mixed,
+        trace.batch_in_words,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The multipliers of the bound, in the user's words: tensors, readers and layouts instead of
+# indices.
+
+
+def certified(proof: Proof, draft: PlanDraft, multipliers: Multipliers | None) -> Proof:
+    """The proof with what arithmetic alone can tell of it; as it is where there are no
+    multipliers."""
+    if multipliers is None:
+        return proof
+    proof = replace(proof, certified_bound_s=min(multipliers.bound_s, proof.bound_s))
+    return with_multipliers(proof, draft, multipliers)
+
+
+def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -> Proof:
+    """The proof with these."""
+    keys = {
+        node.name: node.meta["key"]
+        for node in draft.trace.graph.nodes
+        if node.op == "call_function"
+    }
+    keys_at = keys | {name + WIDENED: key + WIDENED for name, key in keys.items()}
+    memory = {keys_at.get(row, row): value for row, value in multipliers.memory_s.items()}
+    potentials, versions = (
+        tuple(_potentials(draft, multipliers, keys)),
+        tuple(_versions(draft, multipliers, keys)),
+    )
+    return replace(
+        proof,
+        potentials=potentials,
+        memory_s=memory,
+        versions=versions,
+        balance=multipliers.balance,
+    )
+
+
+def _versions(
+    draft: PlanDraft, multipliers: Multipliers, keys: dict[str, str]
+) -> Iterable[Version]:
+    tensors, problem = {**keys, **placeholder_keys(draft.trace)}, draft.priced.problem
+
+    def by_layout(v: int, worths: Mapping[tuple[int, int], float]) -> dict[str, float]:
+        layouts = problem.values[problem.variants[v].value].graph.layouts
+        return {
+            str(layouts[layout]): worth
+            for (variant, layout), worth in worths.items()
+            if variant == v
+        }
+
+    worths = multipliers.versions_s, multipliers.copies_s, multipliers.once_s
+    for v in sorted({v for each in worths for v, _ in each}):
+        name, result = draft.priced.refs[v][0]
+        yield Version(tensors[name], result, *(by_layout(v, each) for each in worths))
+
+
+def _potentials(
+    draft: PlanDraft, multipliers: Multipliers, keys: dict[str, str]
+) -> Iterable[Potential]:
+    problem, tensors = draft.priced.problem, {**keys, **placeholder_keys(draft.trace)}
+    grouped: dict[tuple[int, int, int], dict[int, float]] = {}
+    for (v, late, use, layout), worth in multipliers.potentials_s.items():
+        grouped.setdefault((v, late, use), {})[layout] = worth
+    for (v, late, use), values in grouped.items():
+        variant = problem.variants[v]
+        value = problem.values[variant.value]
+        name, result = draft.priced.refs[v][0]
+        reader = variant.uses[use]
+        phase = "backward" if late else value.phase
+        by_layout = {str(value.graph.layouts[layout]): worth for layout, worth in values.items()}
+        yield Potential(
+            tensors[name], result, _first_key(draft, reader.op), reader.operand, phase, by_layout
+        )
+
+
+def _first_key(draft: PlanDraft, op: int) -> str:
+    """The key of an op's first node, in the first of its instances."""
+    source = draft.priced.sources[op]
+    return (
+        source.cluster.first.members[0].key
+        if source.cluster
+        else _KEYS[source.kind](source.names[0])
+    )

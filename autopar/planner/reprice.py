@@ -1,0 +1,273 @@
+"""A plan's decisions priced again: what the step takes on another profile, with every layout and
+every collective as in the plan.
+
+Compute is priced as in planning, for the strategies that the plan names; communication is the
+plan's own collectives, which are those that it is emitted with, on the profile's links; what counts
+as running beside compute does so there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.analysis.fusable import NORMED, normed_after
+from autopar.capture.trace import Trace
+from autopar.constraints import Pipelined
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
+from autopar.core.layout import Strategy
+from autopar.core.mesh import Mesh
+from autopar.core.streams import Load, work
+from autopar.cost.expert_routes import saved_of
+from autopar.cost.kernel_times import Site, saved, terms_of
+from autopar.cost.op_times import CollectivePrices
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced, Source, handing_s
+from autopar.cost.zero_stages import offered_as, own_time_s
+from autopar.emit.context import (
+    buffer_key,
+    input_key,
+    output_key,
+    parameter_key,
+    placeholder_keys,
+    storage_key,
+)
+from autopar.emit.kernels import product_of
+from autopar.errors import PlanError
+from autopar.planner.pipeline.schedule import scheduled_time
+from autopar.plans import Communication, Plan, counted_time, moved_load
+from autopar.request import UNLIMITED, PlanOptions
+from autopar.rules import call_of, operands_of
+from autopar.sharding import Forced, classes_of, resolve
+from autopar.stages import Cut, cut
+
+_KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
+
+
+def repriced(
+    plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
+) -> float:
+    """Seconds of a step with the plan's decisions, on a mesh of the same axes, whose links may be
+    others.
+
+    Args:
+        trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the
+            plan was made with.
+
+    Raises:
+        PlanError: where a decision is not one that can be taken here.
+    """
+    pipeline = plan.pipeline
+    num = 1 if pipeline is None else pipeline.num_microbatches
+    times = [
+        _phases(part, part.priced.profile, num)
+        for part in problems_of(plan, trace, mesh, hardware, options)
+    ]
+    if pipeline is None:
+        return sum(times[0])
+    handed_s = handing_s(pipeline.axis, mesh, hardware, pipeline.handed_bytes)
+    return (
+        scheduled_time(
+            pipeline.schedule,
+            [f for f, _ in times],
+            [b for _, b in times],
+            num,
+            pipeline.num_chunks,
+        )
+        + handed_s
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A plan without stages, or a stage's, with the problem that it answers.
+
+    Attributes:
+        mesh: of a stage, without the axis of the pipeline. shared: parameters that other stages
+            hold, too.
+    """
+
+    plan: Plan
+    trace: Trace
+    mesh: Mesh
+    priced: Priced
+    shared: Collection[str] = ()
+
+
+def problems_of(
+    plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
+) -> Iterator[Part]:
+    """The plan, or its stages in order, each with its problem on its devices; memory has no limit
+    in them, tensors may cross in any layout, and copies of a parameter rest as in the stages
+    before. Arguments as of `repriced`."""
+    pipeline = plan.pipeline
+    left = mesh if pipeline is None or not pipeline.axis else mesh.without(pipeline.axis)
+    forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
+    if pipeline is None:
+        forced = replace(forced, starts=plan.starts)
+        yield Part(
+            plan,
+            trace,
+            mesh,
+            _priced(trace, mesh, slowest(hardware), options, forced, Crossing(), 1),
+        )
+        return
+    made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
+    for number, (staged, stage) in enumerate(zip(pipeline.stages, made.stages, strict=True)):
+        here, crossing = (
+            replace(forced, starts=staged.starts),
+            Crossing.along(pipeline.axis, mesh, hardware, number),
+        )
+        profile = profile_of(hardware, pipeline.axis, number)
+        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches)
+        yield Part(staged, stage, left, priced, made.shared)
+        chosen = staged.node_choices()
+        shared = [p.name for p in stage.parameters if p.name in made.shared]
+        rests = {
+            name: chosen.get(storage_key(name), chosen[parameter_key(name)]).outputs[0]
+            for name in shared
+        }
+        forced = replace(forced, storage={**forced.storage, **rests})
+
+
+def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, float]:
+    """Of a step, or of a stage's microbatch, forward and all else."""
+    plan, mesh, priced = part.plan, part.mesh, part.priced
+    strategies, again = decisions(priced, plan)
+    ops = priced.problem.ops
+    loads = [Load(), Load()]  # of forward, and of all else
+    for op, s in zip(ops, strategies, strict=True):
+        first = op.kind == "input" or (op.kind == "compute" and op.phase == "forward")
+        loads[0 if first else 1] += work(
+            op.phase, op.count * own_time_s(op, s), compute=op.kind == "compute"
+        )
+    loads[1] = sum(
+        (
+            work("backward", ops[i].count * own_time_s(ops[i], s), compute=True)
+            for i, s in again.items()
+        ),
+        loads[1],
+    )
+    sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
+    for c in plan.communications:
+        link = links[c.collective.axis] if c.collective.axis >= 0 else ""
+        once_s = counted_time(c, c.collective.size_in(sizes), link, profile)
+        saved_s = len(c.instances) * _saved_s(part, c, once_s, profile)
+        loads[0 if c.phase == "forward" else 1] += moved_load(
+            c, len(c.instances) * once_s / (num if c.phase == "step" else 1), saved_s
+        )
+    forward, rest = (load.least_s(profile.overlap_slowdown) for load in loads)
+    return forward, rest
+
+
+def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfile) -> float:
+    """What a kernel saves of one instance of a collective and its product, where it is one that
+    a profile has figures for."""
+    if c.kernel is None:
+        return 0.0
+    key = c.node.format(*c.instances[0])
+    crossing = placeholder_keys(part.trace)
+    made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
+    chosen = part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices()
+    if c.own:
+        return saved_of(
+            call_of(made), chosen[key], CollectivePrices(part.mesh, profile), profile, c
+        )
+    product, gathers = product_of(made, c), c.collective.kind == "all_gather"
+    call, dim = call_of(product), c.collective.dim
+    if gathers:
+        terms = terms_of(call)
+        dim = terms[2].index(terms[operands_of(product).index(made)][dim])
+    strategy, sizes = chosen[product.meta["key"]], tuple(part.mesh.shape)
+    adds = not gathers and product is not made
+    after = normed_after(product) if c.kernel.name == NORMED else None
+    normed = tuple((call_of(node), chosen[node.meta["key"]]) for node in after or ())
+    site = Site(
+        call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds, normed
+    )
+    return saved(site, once_s, profile)[0]
+
+
+def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The plan's strategy per op, and per op that backward runs again, as indices into those of the
+    problem.
+
+    Raises:
+        PlanError: where a decision is not one that can be taken here.
+    """
+    return tuple(_found(priced, plan.node_choices()).values()), _found(
+        priced, plan.recomputed_choices(), every=False
+    )
+
+
+def _priced(
+    trace: Trace,
+    mesh: Mesh,
+    profile: HardwareProfile,
+    options: PlanOptions,
+    forced: Forced,
+    crossing: Crossing,
+    num: int,
+) -> Priced:
+    """Of a trace of a step, or of one of `num` microbatches."""
+    classes = classes_of(trace, mesh.shape, forced)
+    return price(
+        trace,
+        classes,
+        mesh,
+        profile,
+        budget_bytes=UNLIMITED,
+        optimizer=options.optimizer,
+        forced=forced,
+        crossing=crossing,
+        num_microbatches=num,
+        all_ways=True,
+    )
+
+
+def _found(priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True) -> dict[int, int]:
+    """Op → strategy of the problem that is the plan's; with `every` of all ops, else of those
+    that the plan speaks of."""
+    found: dict[int, int] = {}
+    for index, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
+        if source.cluster is not None:
+            keys = [m.key for m in source.cluster.first.members]
+            offered: list[tuple[Strategy, ...]] = [s.members for s in source.cluster.strategies]
+        else:
+            keys = [_KEYS[source.kind](source.names[0])]
+            offered = [offered_as(s) for s in op.strategies]
+            keys += [storage_key(source.names[0])] if source.kind == "parameter" else []
+        if not every and keys[0] not in chosen:
+            continue
+        wanted = tuple(chosen[key] for key in keys if key in chosen)
+        if wanted not in offered:
+            raise _refusal(keys[0], source, wanted, priced.moves.mesh_shape)
+        found[index] = offered.index(wanted)  # type: ignore[arg-type]
+    return found
+
+
+def _refusal(
+    key: str, source: Source, wanted: Sequence[Strategy], mesh_shape: Sequence[int]
+) -> PlanError:
+    """Why what the plan decides is not offered: a tensor that cannot be split so, where there is
+    one."""
+    what = f"what the plan decides for {key} cannot be done here"
+    members = () if source.cluster is None else source.cluster.first.members
+    for member, strategy in zip(
+        members, wanted, strict=False
+    ):  # the plan may be of another model, and speak of fewer
+        tensors = (*member.call.inputs, *member.call.outputs)
+        for tensor, layout in zip(tensors, (*strategy.inputs, *strategy.outputs), strict=False):
+            if not layout.fits(tensor.shape, mesh_shape):
+                sizes = " and ".join(map(str, mesh_shape))
+                has = "it has" if member.key == key else f"{member.key} has"
+                why = (
+                    f"{has} a tensor of shape {tensor.shape}, which cannot lie as {str(layout)!r}"
+                    f" over axes of {sizes} devices"
+                )
+                remedy = "ask about smaller axes, or plan for that mesh"
+                return PlanError(f"{what}: {why}", where=member.call.where, remedy=remedy)
+    return PlanError(
+        f"{what}: it is none of what rules and constraints allow",
+        remedy="plan again for this model and mesh",
+    )

@@ -1,0 +1,479 @@
+"""The loop of one search, for a trace and its problem.
+
+Each round solves the problem, emits the answer, and measures its peak memory. The transient peak
+depends on the order of the emitted program. If the plan is over its budget, the moments at which it
+is become rows of the problem (`autopar.cost.memory`), and the next round solves it again. The
+first problem has none of these rows, so its bound holds for all plans.
+
+Equal layers take one decision. If that leaves plan and bound too far apart, since the relaxation
+mixes decisions, layers are put into groups (`autopar.planner.layer_groups`), and the problem of
+these groups is solved; its bound is one for plans with such groups. Learned moments shift the
+shares of the mixture, so the layers are then put into other groups once more.
+
+A large search, or one where memory binds, first asks for plans only, since most bounds are of no
+use: if the plan does not fit, the bound of its problem is far below any plan that does. If that
+bound may be near the best plan, the search is repeated to its end or to the limit of its work.
+
+A search is a chain of states (`State`). Each phase (`Phase`) is a function from a state to the next
+one, and decides from the state, the options and the time that is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import cached_property, partial
+
+from autopar.core.problem import Problem
+from autopar.core.solution import Apart, Choices
+from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.cost.priced import Priced
+from autopar.planner.candidates import Candidate, Elsewhere, TooSlow, beside
+from autopar.planner.emitter import Emitter
+from autopar.planner.layer_groups import starts_of
+from autopar.planner.learned_moments import LayerGroups, Learnt
+from autopar.planner.min_memory import Need, light, preferred, refusal
+from autopar.planner.pipeline.stage_cache import Alike, Effort
+from autopar.request import PlanOptions
+from autopar.sharding import Starts
+from autopar.solve import Common, Least, choices_or_least, quickest, within
+
+# --------------------------------------------------------------------------------------------------
+# The solver's answers to the problems of one search.
+
+_LEAST_WORK = (
+    3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
+)
+_WORK_SHARE = 0.25  # of what all searches before have done, if that is more
+
+
+@dataclass
+class Solving:
+    """Asks the solver, or what it said of a stage that is alike.
+
+    Attributes:
+        likely: the balance of the last problem whose bound has multipliers. has_plan: whether there
+            is any, so that time may end a search.
+        common: what its searches share.
+    """
+
+    options: PlanOptions
+    alike: Alike
+    likely: Balance = ON_COMPUTE
+    has_plan: bool = False
+    common: Common = field(default_factory=Common)
+
+    def answer(
+        self,
+        problem: Problem,
+        effort: Effort,
+        *,
+        learnt: bool,
+        regions: frozenset[int] | None,
+        met: Choices | None = None,
+    ) -> Choices | Least | Apart:
+        """The answer to a problem.
+
+        Args:
+            learnt: whether it has moments that were learnt, which leave a part of the gap to what
+                they do not know.
+            regions: what kernels may share with their peers (`autopar.core.problem.Choices`). met:
+                as in `autopar.solve.choices_or_least`.
+        """
+        spent = self.common.work.spent
+        self.common.work.most = (
+            spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
+        )
+        found = self._found(within(problem, regions), effort, met, learnt=learnt)
+        if regions is None or isinstance(found, Apart):
+            return found
+        if isinstance(found, Choices):
+            return replace(found, regions=regions)
+        return (
+            found
+            if found.choices is None
+            else replace(found, choices=replace(found.choices, regions=regions))
+        )
+
+    def _found(
+        self, problem: Problem, effort: Effort, met: Choices | None, *, learnt: bool
+    ) -> Choices | Least | Apart:
+        known = None if learnt else self.alike.known(problem, effort)
+        if known is not None:
+            return known
+        found = choices_or_least(
+            problem,
+            gap=self.options.gap / 2 if learnt else self.options.gap,
+            time_limit_s=self.options.solve_s,
+            solver=self.options.solver,
+            bound_only=True,
+            whole=effort is not Effort.MIXED,
+            likely=self.likely,
+            only_plan=effort is not Effort.END,
+            waits=not self.has_plan,
+            common=self.common,
+            met=met,
+        )
+        self.has_plan = self.has_plan or isinstance(found, Choices)
+        if isinstance(found, Choices) and found.multipliers is not None:
+            self.likely = found.multipliers.balance
+        if not isinstance(found, Least) and not learnt:
+            self.alike.learn(problem, found, effort)
+        return found
+
+
+_ROUNDS = 12  # each finds a plan that fits, or adds moments at which the plan before did not
+_WASTE = 0.02  # share of the budget: if a plan leaves more unused, moments may admit a better one
+
+
+class Phase(Enum):
+    """What a search does next."""
+
+    ASK = auto()  # solve until it is known which equal layers decide apart
+    GROUP = auto()  # put these layers into groups, and solve for the groups
+    SOLVE = auto()  # solve for the groups as they are
+    TRY = auto()  # emit the answer, and compare it with the best plan
+    LEARN = auto()  # add the moments at which the plan is over its budget
+    REGROUP = auto()  # put layers into the groups that the learned moments ask for
+    FINISH = auto()  # prove the best plan to the end, and order its communications
+    SHRINK = auto()  # no plan fits: search without kernels, or for little memory
+    DONE = auto()  # `State.best` is the answer
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a search knows.
+
+    Attributes:
+        groups: the layers in their groups. regions: what kernels may share with their peers
+            (`autopar.core.problem.Choices`), None for all.
+        limit_s: a plan that takes as long is not wanted.
+        effort: of each round's solve: MIXED while layers may still be put into groups, else WHOLE.
+        answer: of the last solve, to an assignment or a refusal.
+        free: the last answer to a problem without learned moments, and that problem.
+        decided: the decisions of the plans tried so far, the last one last.
+        candidate: the last plan tried. best: the fastest that fits. smallest: the least peak, or 0.
+    """
+
+    phase: Phase
+    groups: LayerGroups
+    regions: frozenset[int] | None
+    limit_s: float
+    effort: Effort = Effort.MIXED
+    answer: Choices | Least | Apart | None = None
+    free: tuple[Priced, Choices] | None = None
+    decided: tuple[object, ...] = ()
+    candidate: Candidate | None = None
+    best: Candidate | None = None
+    smallest: int = 0
+    was_regrouped: bool = False
+
+
+@dataclass
+class PlannerLoop:
+    """Searches for the best plan of one trace.
+
+    Attributes:
+        emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
+        limit_s: a plan that takes as long is not wanted.
+        elsewhere: asked once, before a search goes on for long.
+        whole: whether layers stay as `pricing` has them, and are put into no groups.
+        regions: as of `State`.
+    """
+
+    emitter: Emitter
+    pricing: Callable[[Starts], Priced]
+    limit_s: float = math.inf
+    elsewhere: Elsewhere | None = None
+    whole: bool = False
+    regions: frozenset[int] | None = None
+    _solving: Solving = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.options, self.clock = self.emitter.options, self.emitter.clock
+        self._solving = Solving(self.options, self.emitter.peaks.alike)
+
+    def find_best(self) -> Candidate:
+        """Search for the fastest plan that fits.
+
+        Returns:
+            The best plan; if none with kernels fits, one without; if none at all was found, one
+            that needs little memory.
+
+        Raises:
+            InfeasibleError: no plan that fits was found. TooSlow: the bound is not below `limit_s`.
+        """
+        effort = Effort.WHOLE if self.whole else Effort.MIXED
+        state = State(Phase.ASK, self.ungrouped, self.regions, self.limit_s, effort)
+        state = self._next_round(state)
+        while state.phase is not Phase.DONE:
+            state = self.step(state)
+        assert state.best is not None, "a search without a plan raises"
+        return state.best
+
+    def step(self, state: State) -> State:
+        """Do what the phase of a state says.
+
+        Returns:
+            The next state; the one given is not changed.
+
+        Raises:
+            As `find_best`.
+        """
+        steps = {
+            Phase.ASK: self._ask,
+            Phase.GROUP: self._group,
+            Phase.SOLVE: self._solve,
+            Phase.TRY: self._try,
+            Phase.LEARN: self._learn,
+            Phase.REGROUP: self._regroup,
+            Phase.FINISH: self._finish,
+            Phase.SHRINK: self._shrink,
+        }
+        return steps[state.phase](state)
+
+    @cached_property
+    def ungrouped(self) -> LayerGroups:
+        """All equal layers alike, with nothing learned or proven."""
+        with self.clock.phase("price"):
+            return LayerGroups.of(self.emitter.trace, self.pricing({}), {})
+
+    def cut(self, starts: Starts) -> LayerGroups:
+        """Put layers into groups.
+
+        Returns:
+            The groups, with nothing learned or proven.
+        """
+        if not starts:
+            return self.ungrouped
+        with self.clock.phase("price"):
+            return LayerGroups.of(self.emitter.trace, self.pricing(starts), starts)
+
+    def find_lightest(self, proven_s: float = 0.0) -> Candidate | None:
+        """Try some plans that need little memory, whatever they take.
+
+        Args:
+            proven_s: a bound that is known; one for layers in groups holds for equal layers alike.
+
+        Returns:
+            The fastest that fits, in order; if none fits, the one that needs least; None if none
+            was found.
+        """
+        whole = self.ungrouped
+        multipliers = quickest(whole.priced.problem)
+        bound_s = max(proven_s, multipliers.bound_s if multipliers else 0.0)
+        whole = replace(whole, bound_s=bound_s, multipliers=multipliers)
+        emit = partial(self.emitter.emit, whole)
+        plans = light(self.emitter.trace, whole.priced, self.options.solve_s, emit)
+        budget = self.emitter.budget
+        found = preferred(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
+        return (
+            self.emitter.order(found) if found is not None and self.emitter.fits(found) else found
+        )
+
+    def _next_round(self, state: State) -> State:
+        if len(state.decided) == _ROUNDS:
+            return replace(state, phase=Phase.FINISH)
+        phase = Phase.ASK if state.effort is Effort.MIXED else Phase.SOLVE
+        return replace(state, phase=phase)
+
+    def _ask(self, state: State) -> State:
+        """Solve until it is known which equal layers decide apart."""
+        state = self._solved(state, Effort.MIXED)
+        found = state.answer
+        if isinstance(found, Least):
+            return state
+        assert found is not None, "a solve has an answer"
+        is_too_slow = found.bound_s >= state.limit_s
+        if isinstance(found, Choices) and (is_too_slow or not found.mixed or self.options.is_late):
+            return state  # it is close enough, too slow, or was searched for to the end
+        if not is_too_slow and self.elsewhere is not None:
+            limit_s = min(state.limit_s, beside(self.elsewhere, state.groups.priced.problem, found))
+            state = replace(state, limit_s=limit_s)
+        if found.bound_s >= state.limit_s:
+            raise TooSlow(found.bound_s)
+        return replace(state, phase=Phase.GROUP, effort=Effort.WHOLE)
+
+    def _group(self, state: State) -> State:
+        """Put layers into the groups that the answer asks for, if these are better than none."""
+        mixed = state.answer
+        assert isinstance(mixed, Choices | Apart), "only such an answer mixes decisions"
+        met = mixed if isinstance(mixed, Choices) else None
+        starts = starts_of(state.groups.priced, mixed)
+        if not starts:
+            return self._solved(state, Effort.WHOLE, met)
+        grouped = self._solved(replace(state, groups=self.cut(starts)), Effort.WHOLE)
+        finer = grouped.answer
+        if isinstance(finer, Choices) and self._is_enough(finer, met):
+            return grouped
+        as_before = self._solved(replace(state, free=grouped.free), Effort.WHOLE, met)
+        alike = as_before.answer
+        if not isinstance(finer, Choices):
+            return as_before
+        if isinstance(alike, Choices) and alike.objective_s <= finer.objective_s:
+            return as_before
+        return grouped
+
+    def _is_enough(self, finer: Choices, met: Choices | None) -> bool:
+        """Whether an answer for groups needs no comparison with one for layers as they were."""
+        if met is None:
+            return finer.gap <= self.options.gap
+        return finer.objective_s < met.objective_s
+
+    def _solve(self, state: State) -> State:
+        """Solve for the groups as they are."""
+        return self._solved(state, Effort.WHOLE)
+
+    def _solved(self, state: State, effort: Effort, met: Choices | None = None) -> State:
+        """The state with the answer to its problem, which is then tried.
+
+        Args:
+            met: an answer that is known already.
+        """
+        groups, learnt = state.groups, bool(state.groups.learnt)
+        with self.clock.phase("solve"):
+            found = self._solving.answer(
+                groups.problem, effort, learnt=learnt, regions=state.regions, met=met
+            )
+        if isinstance(found, Choices) and not learnt:
+            state = replace(state, free=(groups.priced, found))
+        return replace(state, phase=Phase.TRY, answer=found)
+
+    def _try(self, state: State) -> State:
+        """Emit the answer, and compare it with the best plan.
+
+        The rounds end if there is no answer, it is the last plan again, or it is good enough.
+        """
+        found, groups = state.answer, state.groups
+        if not isinstance(found, Choices):
+            return replace(state, phase=Phase.FINISH)
+        if state.regions is None:
+            groups = _take_proof(groups, found)
+            if groups.bound_s >= state.limit_s:
+                raise TooSlow(groups.bound_s)
+        decided = groups.starts, found.strategies, found.recomputed, found.kept, found.regions
+        if state.decided and decided == state.decided[-1]:
+            return replace(state, phase=Phase.FINISH, groups=groups)
+        if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
+            groups = replace(groups, learnt=groups.learnt.lasting())
+        candidate = self.emitter.emit(groups, found)
+        smallest = min(state.smallest or candidate.peak_bytes, candidate.peak_bytes)
+        improved = self.emitter.fits(candidate) and (
+            state.best is None or candidate.time_s < state.best.time_s
+        )
+        state = replace(
+            state,
+            phase=Phase.LEARN,
+            groups=groups,
+            decided=(*state.decided, decided),
+            candidate=candidate,
+            best=candidate if improved else state.best,
+            smallest=smallest,
+        )
+        if not self.emitter.fits(candidate) or (improved and self._may_improve(candidate, groups)):
+            return state
+        return replace(state, phase=Phase.FINISH)
+
+    def _may_improve(self, candidate: Candidate, groups: LayerGroups) -> bool:
+        """Whether moments learned from a plan that fits may admit a better one."""
+        wasted = candidate.peak_bytes < self.emitter.budget * (1 - _WASTE)
+        is_far = candidate.gap > self.options.gap
+        return wasted and bool(groups.learnt) and is_far and not self.options.is_late
+
+    def _learn(self, state: State) -> State:
+        """Add the moments at which the last plan is over its budget."""
+        assert state.candidate is not None, "a plan was tried"
+        learnt = self.emitter.learn(state.groups.learnt, state.candidate)
+        state = replace(state, groups=replace(state.groups, learnt=learnt))
+        may_regroup = state.groups.starts and state.regions is None and not state.was_regrouped
+        if may_regroup and not self.options.is_late:
+            return replace(state, phase=Phase.REGROUP, was_regrouped=True)
+        return self._next_round(state)
+
+    def _regroup(self, state: State) -> State:
+        """Put layers into the groups that the learned moments ask for, if these are others.
+
+        The groups before are not solved again with the moments: that takes as long as a round.
+        """
+        reserves = state.groups.learnt.reserves
+        whole = _expect(self.cut({}), reserves)
+        asked = self._solved(replace(state, groups=whole), Effort.MIXED)
+        mixed = asked.answer
+        starts = starts_of(whole.priced, mixed) if isinstance(mixed, Choices | Apart) else {}
+        if starts and starts != state.groups.starts:
+            asked = self._solved(replace(asked, groups=self.cut(starts)), Effort.WHOLE)
+            free = asked.answer
+            if isinstance(free, Choices) and free.bound_s < state.limit_s:
+                groups = _expect(_take_proof(asked.groups, free), reserves)
+                return self._next_round(replace(state, groups=groups, free=asked.free))
+        return self._next_round(replace(state, free=asked.free))
+
+    def _finish(self, state: State) -> State:
+        """Prove the best plan to the end, and order its communications."""
+        if state.best is None:
+            return replace(state, phase=Phase.SHRINK)
+        best = self.emitter.order(self._prove_to_the_end(state, state.best))
+        return replace(state, phase=Phase.DONE, best=best)
+
+    def _prove_to_the_end(self, state: State, best: Candidate) -> Candidate:
+        """Search to the end if the bound may come near the best plan.
+
+        Returns:
+            The best plan with the bound of that search, or a better one that it finds.
+        """
+        if self.options.is_late or best.gap <= self.options.gap or state.regions is not None:
+            return best
+        if state.free is None or state.free[0] is not best.draft.priced:
+            return best  # what would be proven is of other plans
+        free = state.free[1]
+        if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
+            return best  # no bound of a problem is above its answer
+        choices = best.draft.choices
+        met = replace(choices, bound_s=0.0)
+        state = self._solved(replace(state, groups=state.groups.forget()), Effort.END, met)
+        found = state.answer
+        if not isinstance(found, Choices) or found.bound_s <= state.groups.bound_s:
+            return best
+        groups = state.groups
+        groups = replace(groups, bound_s=found.bound_s, multipliers=found.multipliers)
+        if found.objective_s < best.time_s:
+            better = self.emitter.emit(groups, found)
+            if self.emitter.fits(better):
+                return better
+        return self.emitter.emit(groups, choices)
+
+    def _shrink(self, state: State) -> State:
+        """Search again without kernels, or, if there are none, for a plan of little memory.
+
+        Raises:
+            InfeasibleError: no plan that fits was found.
+        """
+        if state.regions is None and state.groups.priced.problem.regions:
+            again = State(Phase.SOLVE, state.groups.forget(), frozenset(), state.limit_s)
+            return replace(again, effort=Effort.WHOLE, was_regrouped=state.was_regrouped)
+        smallest = state.smallest
+        lightest = self.find_lightest(state.groups.bound_s) if smallest else None
+        if lightest is not None and self.emitter.fits(lightest):
+            return replace(state, phase=Phase.DONE, best=lightest)
+        smallest = min(smallest, lightest.peak_bytes) if lightest is not None else smallest
+        assert isinstance(state.answer, Choices | Least), "the rounds end with such an answer"
+        raise refusal(self.emitter.budget, state.answer, smallest)
+
+
+def _take_proof(groups: LayerGroups, choices: Choices) -> LayerGroups:
+    """The groups with what an answer proves of all their plans, those with kernels included.
+
+    Learned moments hold reserves, which are right for the plans that they were learned from only.
+    So the bound without reserves is taken then, and the multipliers stay.
+    """
+    if groups.learnt:
+        return replace(groups, bound_s=groups.bound_s or choices.free_bound_s)
+    bound_s = groups.bound_s or choices.bound_s
+    return replace(groups, bound_s=bound_s, multipliers=choices.multipliers)
+
+
+def _expect(groups: LayerGroups, reserves: dict[str, int]) -> LayerGroups:
+    """The groups with moments whose reserves were learned from plans with other groups."""
+    return replace(groups, learnt=Learnt.expected(groups.learnt.liveness, reserves))

@@ -1,0 +1,258 @@
+"""The search without stages: trace and mesh in, plan and program out (the rounds are in
+`autopar.planner.rounds`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from autopar.capture.trace import Trace
+from autopar.constraints import Constraint, check
+from autopar.core.hardware import Hardware, slowest
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Problem
+from autopar.cost.price import price
+from autopar.cost.priced import Priced
+from autopar.errors import AutoparError, ConstraintError
+from autopar.planner.candidates import Candidate, Elsewhere
+from autopar.planner.clock import Clock, Progress
+from autopar.planner.comm_schedule import Peaks
+from autopar.planner.emitter import Emitter
+from autopar.planner.min_memory import Need
+from autopar.planner.plan_assembly import assemble, fingerprint
+from autopar.planner.report_infeasible import with_conflict
+from autopar.planner.rounds import PlannerLoop
+from autopar.planner.sensitivity import runner_ups
+from autopar.planner.timeline import beside
+from autopar.plans import Plan
+from autopar.program.program import Program, StagedProgram
+from autopar.request import PlanOptions
+from autopar.sharding import (
+    ClusterClass,
+    Forced,
+    Starts,
+    apart,
+    classes_of,
+    frozen_starts,
+    resolve,
+    together,
+)
+from autopar.solve import write_lp
+from autopar.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, the program it is emitted into, and how long each phase took (seconds by name).
+
+    Attributes:
+        computing_s: what any plan without stages computes at least; 0 where that is not known.
+        problem: what the solver was asked, of a plan without stages.
+        closer: where the plan's bound over all cuts can be raised: searches for one that is so many
+            times it, and gives what it finds.
+    """
+
+    plan: Plan
+    program: Program | StagedProgram
+    seconds: dict[str, float]
+    closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
+    computing_s: float = field(default=0.0, repr=False, compare=False)
+    problem: Problem | None = field(default=None, repr=False, compare=False)
+
+    def closer_proven(self, *, in_time: bool = True) -> Planned:
+        """The plan with a bound as close as was asked for, if that can be had; by the search's
+        word, since no multipliers prove it.
+
+        Args:
+            in_time: whether there is time for that.
+        """
+        proof, gap = self.plan.proof, float(self.plan.options["gap"])  # type: ignore[arg-type]
+        if not in_time or self.closer is None or proof.gap <= gap or not proof.bound_s:
+            return replace(self, closer=None)
+        found_s = min(
+            self.closer(proof.objective_s * (1.0 - gap) / proof.bound_s), proof.objective_s
+        )
+        if found_s > proof.bound_s:
+            proof = replace(
+                proof,
+                bound_s=found_s,
+                searched_bound_s=found_s,
+                gap=1.0 - found_s / proof.objective_s,
+            )
+        return replace(self, plan=replace(self.plan, proof=proof), closer=None)
+
+    def write_lp(self, path: str | Path) -> None:
+        """Write the integer program whose answer the plan is, in LP format
+        (`autopar.solve.lp_file`).
+
+        Raises:
+            AutoparError: where the plan has stages, each with a program of its own, or the file
+                cannot be written.
+        """
+        if self.problem is None:
+            what = (
+                "a plan with pipeline stages is the answer of several integer programs, and one"
+                " file holds one"
+            )
+            raise AutoparError(
+                what,
+                where=str(path),
+                remedy="pass num_microbatches=1 and no pipeline, or leave the LP file out",
+            )
+        write_lp(self.problem, self.plan.proof.objective_s, path)
+
+    def stage_program(self) -> Program:
+        """The program of a plan without a pipeline."""
+        assert isinstance(self.program, Program), (
+            "this plan has stages, each with a program of its own"
+        )
+        return self.program
+
+
+def make_plan(
+    trace: Trace,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    *,
+    model_name: str = "",
+    progress: Progress = lambda _: None,
+    limit_s: float = math.inf,
+    elsewhere: Elsewhere | None = None,
+) -> Planned:
+    """Plan a captured model for a mesh.
+
+    Args:
+        hardware: of unequal devices the slowest sets the pace of all. limit_s: a plan that is no
+            faster is not wanted. elsewhere: as of `autopar.planner.candidates.Elsewhere`.
+
+    Raises:
+        ConstraintError: where a constraint matches nothing or no strategy meets it.
+        InfeasibleError: where nothing fits the memory; says what would.
+        TooSlow: where the bound shows that no plan beats the limit.
+    """
+    clock, options = Clock(progress), options.of_a_trace().begun()
+    search = prepare_search(
+        trace,
+        mesh,
+        hardware,
+        options,
+        clock,
+        model_name=model_name,
+        limit_s=limit_s,
+        elsewhere=elsewhere,
+    )
+    return finished(search.find_best(), clock, options)
+
+
+def prepare_search(
+    trace: Trace,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    clock: Clock,
+    *,
+    model_name: str = "",
+    limit_s: float = math.inf,
+    elsewhere: Elsewhere | None = None,
+) -> PlannerLoop:
+    """Enumerate strategies for the search of `make_plan`.
+
+    Returns:
+        The search, about to begin.
+
+    Raises:
+        ConstraintError: where a constraint matches nothing or no strategy meets it.
+    """
+    for constraint in options.constraints:
+        check(constraint, mesh)
+
+    def enumerated(constraints: Sequence[Constraint]) -> tuple[Forced, Sequence[ClusterClass]]:
+        forced = resolve(trace, constraints, mesh)
+        return forced, classes_of(trace, mesh.shape, forced)
+
+    with clock.phase("enumerate"):
+        try:
+            forced, classes = enumerated(options.constraints)
+        except ConstraintError as error:
+            raise with_conflict(error, options.constraints, enumerated) from error
+    profile = slowest(hardware)
+    budget = options.budget(profile)
+
+    ends = frozen_starts(trace)
+
+    def pricing(starts: Starts) -> Priced:
+        starts = together(ends, starts)
+        here = replace(forced, starts=starts)
+        return price(
+            trace,
+            apart(classes, starts),
+            mesh,
+            profile,
+            budget_bytes=budget,
+            optimizer=options.optimizer,
+            forced=here,
+        )
+
+    mark = fingerprint(trace, model_name, hardware, VERSION)
+    recorded, peaks = options.to_json(profile), Peaks(options)
+    emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)
+    return PlannerLoop(emitter, pricing, limit_s=limit_s, elsewhere=elsewhere)
+
+
+def finished(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:
+    draft, plan = candidate.draft, candidate.plan
+    program, peak = candidate.program, candidate.peak_bytes
+    priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
+    with clock.phase("explain"):
+        draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
+        whole = assemble(draft, plan.fingerprint, plan.options, candidate.bound_s)
+        plan = replace(whole, proof=plan.proof, overlap=plan.overlap, buckets=plan.buckets)
+    replicated = [entry for entry in plan.entries if entry.replicated]
+    if options.strict and replicated:
+        lines = [
+            f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at"
+            f" {e.source}"
+            for e in replicated
+        ]
+        raise AutoparError(
+            "ops without a rule run replicated: " + "; ".join(lines),
+            remedy="pass strict=False to accept their cost",
+        )
+    memory = dict(plan.prediction.memory_bytes)
+    memory["transient"] = max(
+        peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0
+    )
+    plan = replace(
+        plan,
+        prediction=beside(
+            replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan
+        ),
+    )
+    computing_s = priced.problem.computing_s
+    return Planned(
+        plan,
+        replace(program, plan_hash=plan.hash),
+        clock.seconds,
+        computing_s=computing_s,
+        problem=candidate.problem,
+    )
+
+
+def needs(planned: Planned) -> tuple[Need, float]:
+    """Memory and seconds of a plan."""
+    return need_of(planned.plan), planned.plan.prediction.step_s
+
+
+def need_of(plan: Plan) -> Need:
+    """Of the devices that need the largest share of what they have."""
+    pipeline = plan.pipeline
+    if pipeline is None or not pipeline.rank_budgets:
+        return Need(plan.prediction.peak_bytes, plan.budget_of(0))
+    needs = [
+        Need(peak, plan.budget_of(rank), pipeline.where(rank))
+        for rank, peak in enumerate(pipeline.peaks)
+    ]
+    return max(needs, key=lambda need: need.share)

@@ -1,0 +1,386 @@
+"""Why not the runner-up: per op, the best other strategy with all else fixed, and what it would
+cost.
+
+The price of a change is exact: compute of the op, and the cheapest trees of every variant that it
+makes or reads, in a step that takes as long as `autopar.solve.evaluate` says. Candidates are ranked
+first by shortest distances between layouts, and only the most promising are priced exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.capture.trace import Parameter, Trace
+from autopar.core.collective import with_faster
+from autopar.core.hardware import Hardware, HardwareProfile
+from autopar.core.layout_graph import Arc
+from autopar.core.mesh import Mesh
+from autopar.core.problem import Hidden, Kernel, Kernels, OpStrategy, Problem
+from autopar.core.solution import Choices
+from autopar.core.streams import Balance, Load
+from autopar.cost.op_times import CollectivePrices, own_collectives
+from autopar.cost.priced import Priced
+from autopar.cost.zero_stages import StepMoves, held_of
+from autopar.planner.reprice import decisions, problems_of
+from autopar.plans import (
+    COMPUTE,
+    FARTHEST,
+    NO_CHOICE,
+    NO_DEARER,
+    NO_FLIP,
+    NO_OTHER,
+    Flip,
+    Flips,
+    Plan,
+    RunnerUp,
+    load_of,
+)
+from autopar.request import PlanOptions
+from autopar.solve import evaluated, op_load, routed_load, variant_load, within
+
+_EXACT = 3  # candidates priced exactly per op
+
+
+def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
+    """Best other choice per op that has one."""
+    touching = variants_by_op(problem)
+    step = evaluated(problem, choices).load
+    problem = within(problem, choices.regions)
+    found: dict[int, RunnerUp] = {}
+    for index, op in enumerate(problem.ops):
+        if len(op.strategies) > 1:
+            best = _best_other(problem, choices, index, touching.get(index, []), step)
+            if best is not None:
+                found[index] = best
+    return found
+
+
+def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
+    """Op → the variants that it makes or reads, or whose kernels hang on what it does."""
+    touching: dict[int, list[int]] = {}
+    for v, variant in enumerate(problem.variants):
+        kernels = [
+            kernel for late in (False, True) for kernel in problem.kernels.get((v, late), ())
+        ]
+        needed = {op for kernel in kernels for op, _ in (kernel.product, *kernel.also)}
+        for index in {problem.values[variant.value].op, *(u.op for u in variant.uses), *needed}:
+            touching.setdefault(index, []).append(v)
+    return touching
+
+
+def _best_other(
+    problem: Problem, choices: Choices, index: int, touched: Sequence[int], step: Load
+) -> RunnerUp | None:
+    op, current = problem.ops[index], choices.strategies[index]
+    now = local_load(problem, choices, index, current, touched)
+    assert now is not None, "the plan's own layouts can be reached"
+    others = [
+        s
+        for s in range(len(op.strategies))
+        if s != current and op.strategies[s].layouts != op.strategies[current].layouts
+    ]
+    chosen = op.strategies[current].layouts
+
+    def promise(s: int) -> tuple[int, float, int]:
+        layouts = op.strategies[s].layouts
+        pairs = zip(
+            (*layouts.inputs, *layouts.outputs), (*chosen.inputs, *chosen.outputs), strict=True
+        )
+        return sum(a != b for a, b in pairs), op.strategies[s].time_s, s
+
+    loads = [
+        (local_load(problem, choices, index, s, touched), s)
+        for s in sorted(others, key=promise)[:_EXACT]
+    ]
+    exact = [
+        (_longer(step, now, load, problem.overlap_slowdown), s)
+        for load, s in loads
+        if load is not None
+    ]
+    if not exact:
+        return None
+    delta, s = min(exact)
+    return RunnerUp(str(op.strategies[s].layouts), delta)
+
+
+def local_load(
+    problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]
+) -> Load | None:
+    """What depends on one op's strategy: its compute, with its route, and the variants `touched`;
+    None where some layout cannot be reached."""
+    strategies = list(choices.strategies)
+    strategies[index] = strategy
+    total, route = op_load(problem, index, strategy), problem.routes.get((index, strategy))
+    if route is not None:
+        total += routed_load(problem, index, route.saved_s, again=False)
+    for v in touched:
+        moves = variant_load(problem, v, strategies, choices.recomputed)
+        if moves is None:
+            return None
+        total += moves
+    return total
+
+
+def _longer(step: Load, now: Load, other: Load, slowdown: float) -> float:
+    """By how much a step is longer with one part of it in another's place."""
+    change = other + now.scaled(-1.0)
+    return change.serial_s - ((step + change).saved_s(slowdown) - step.saved_s(slowdown))
+
+
+# --------------------------------------------------------------------------------------------------
+# At which change of the hardware a runner-up overtakes: by which factor a link's bandwidth, or
+# the speed of compute, has to change.
+#
+# The chosen strategy of an op and its runner-up are priced again on changed hardware, exactly,
+# all else fixed as in `autopar.planner.sensitivity`; a second of compute and of early
+# communication costs what it does in the plan's own step, whose longer stream stays the longer.
+# The factor nearest to 1 is bisected at which they cost the same. Only this one choice is
+# compared: a plan made for the changed hardware may change others sooner.
+#
+# A stage is a plan of its own: what a microbatch takes there is compared, with which the step
+# grows under every schedule with one stage a rank. What several stages decide together, the
+# layout of what crosses between them and where a parameter that they share rests, is no choice of
+# one and is left out.
+
+_STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer
+_PRECISION = 1e-4  # relative, of the factor
+
+
+def all_flips(
+    plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int
+) -> Flips:
+    """`flips` of a plan, or of each of its stages, the least change first; or why there are none.
+
+    Args:
+        trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the
+            plan was made with.
+    """
+    found: list[Flip] = []
+    could_turn = False
+    for number, part in enumerate(problems_of(plan, trace, mesh, hardware, options)):
+        could_turn = could_turn or bool(_closest(part.plan, part.priced, part.shared))
+        turning = flips(
+            part.plan,
+            part.trace,
+            part.priced,
+            part.mesh,
+            part.priced.profile,
+            most=most,
+            shared=part.shared,
+        )
+        found += (
+            replace(flip, stage=None if plan.pipeline is None else number) for flip in turning
+        )
+    return Flips(
+        sorted(found, key=lambda flip: abs(math.log(flip.factor))),
+        NO_FLIP if could_turn else _why_none(plan),
+    )
+
+
+def _why_none(plan: Plan) -> str:
+    """Of a plan of whose choices none has a runner-up that could take over."""
+    parts = plan.pipeline.stages if plan.pipeline else (plan,)
+    if any(entry.runner_up for part in parts for entry in part.entries):
+        return NO_DEARER
+    return NO_CHOICE if plan.options.get("constraints") else NO_OTHER
+
+
+def flips(
+    plan: Plan,
+    trace: Trace,
+    priced: Priced,
+    mesh: Mesh,
+    profile: HardwareProfile,
+    *,
+    most: int,
+    shared: Collection[str] = (),
+) -> tuple[Flip, ...]:
+    """Per op of the `most` closest runner-ups the least change that turns the choice, the least
+    first; ops that none turns are left out.
+
+    Args:
+        plan: without stages, or a stage. trace: what it is for. priced: the problem that it
+            answers, on `profile`.
+        shared: parameters that other stages hold, too.
+    """
+    strategies, again = decisions(priced, plan)
+    choices = Choices(strategies, again, {}, 0.0, 0.0)
+    links = dict.fromkeys(mesh.link(axis) for axis, size in enumerate(mesh.shape) if size > 1)
+    touching = variants_by_op(priced.problem)
+    forward, backward = load_of(plan).unbalanced(profile.overlap_slowdown)
+    balance = (float(not forward), float(not backward))
+    parameters = {p.name: p for p in trace.parameters}
+    found: list[Flip] = []
+    assert len(plan.entries) == len(priced.sources), "an entry per op"
+    for delta_s, index in _closest(plan, priced, shared)[:most]:
+        entry = plan.entries[index]
+        assert entry.runner_up is not None, "it is among the closest"
+        named = tuple(
+            i
+            for i, s in enumerate(priced.problem.ops[index].strategies)
+            if str(s.layouts) == entry.runner_up.strategy
+        )
+        changes: list[tuple[float, float, str]] = []
+        for what in (COMPUTE, *links):
+            local = _Local(
+                priced,
+                parameters,
+                choices,
+                index,
+                named,
+                touching.get(index, ()),
+                mesh,
+                profile,
+                what,
+                balance,
+            )
+            factor = nearest_root(local.delta_s)
+            if factor is not None:
+                changes.append((abs(math.log(factor)), factor, what))
+        if changes:
+            _, factor, what = min(changes)
+            found.append(Flip(entry.key, entry.runner_up.strategy, delta_s, what, factor))
+    return tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor))))
+
+
+def _closest(plan: Plan, priced: Priced, shared: Collection[str]) -> list[tuple[float, int]]:
+    """Ops by how much dearer their runner-ups are, without those that a stage does not decide
+    alone."""
+    alone = [
+        not source.crosses and set(shared).isdisjoint(source.names) for source in priced.sources
+    ]
+    return sorted(
+        (e.runner_up.delta_s, i)
+        for i, e in enumerate(plan.entries)
+        if alone[i] and e.runner_up and e.runner_up.delta_s > 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """What one op's choice costs on hardware of which `what` is faster by a factor, at the prices
+    of a balance.
+
+    Attributes:
+        others: strategies of the runner-up's layouts, which differ in where a parameter rests.
+    """
+
+    priced: Priced
+    parameters: Mapping[str, Parameter]
+    choices: Choices
+    index: int
+    others: Sequence[int]
+    touched: Sequence[int]
+    mesh: Mesh
+    profile: HardwareProfile
+    what: str
+    balance: Balance
+
+    def delta_s(self, factor: float) -> float:
+        """By how much the runner-up is dearer."""
+        problem = self._changed(factor)
+        return min(self._cost(problem, s) for s in self.others) - self._cost(
+            problem, self.choices.strategies[self.index]
+        )
+
+    def _cost(self, problem: Problem, strategy: int) -> float:
+        load = local_load(problem, self.choices, self.index, strategy, self.touched)
+        return math.inf if load is None else load.priced_s(problem.overlap_slowdown, self.balance)
+
+    def _changed(self, factor: float) -> Problem:
+        problem = self.priced.problem
+        if self.what == COMPUTE:
+            faster_s = self._with_strategies(
+                lambda _, s: replace(
+                    s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s
+                )
+            )
+            return replace(
+                faster_s, kernels=self._saving(lambda h, _: h.saved_s / max(factor, 1.0))
+            )
+        price = CollectivePrices(self.mesh, with_faster(self.profile, self.what, factor - 1))
+        moves = replace(self.priced.moves, price=price)
+        values = list(problem.values)
+        for v in {problem.variants[v].value for v in self.touched}:
+            graph = values[v].graph
+            arcs = tuple(_priced(arc, price) for arc in graph.arcs)
+            values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
+        kernels = self._saving(
+            lambda h, v: min(h.saved_s, values[problem.variants[v].value].graph.arcs[h.arc].time_s)
+        )
+        return replace(
+            self._with_strategies(lambda i, s: self._moving(i, s, moves)),
+            values=tuple(values),
+            kernels=kernels,
+        )
+
+    def _saving(self, saved_s: Callable[[Hidden, int], float]) -> Kernels:
+        """The kernels of what the op touches, where each saves so much of a variant's collective:
+        as before, but no more than the shorter of collective and product then takes."""
+        found = dict[tuple[int, bool], tuple[Kernel, ...]]()
+        for (v, late), kernels in self.priced.problem.kernels.items():
+            if v in self.touched:
+                hides = [tuple(replace(h, saved_s=saved_s(h, v)) for h in k.hides) for k in kernels]
+                found[v, late] = tuple(
+                    replace(k, hides=each) for k, each in zip(kernels, hides, strict=True)
+                )
+        return found
+
+    def _with_strategies(self, changed: Callable[[int, OpStrategy], OpStrategy]) -> Problem:
+        """The problem with other prices of the op's own strategies, of those that are compared."""
+        ops = list(self.priced.problem.ops)
+        op, compared = ops[self.index], {*self.others, self.choices.strategies[self.index]}
+        ops[self.index] = replace(
+            op,
+            strategies=tuple(
+                changed(i, s) if i in compared else s for i, s in enumerate(op.strategies)
+            ),
+        )
+        return replace(self.priced.problem, ops=tuple(ops))
+
+    def _moving(self, index: int, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
+        """A strategy with its own collectives, or what its parameter moves at the begin and the
+        end of a step, priced by `moves`."""
+        source = self.priced.sources[self.index]
+        if source.cluster is not None:
+            members = zip(
+                source.cluster.first.members, source.cluster.strategies[index].members, strict=True
+            )
+            moved_s: float | None = sum(map(moves.price, own_collectives(members, self.mesh.shape)))
+        elif self.priced.problem.accumulates and source.kind == "parameter":
+            moved_s = moves.seconds(self.parameters[source.names[0]], held_of(strategy))
+        else:
+            return strategy
+        assert moved_s is not None, "the strategy is offered"
+        return replace(
+            strategy,
+            time_s=strategy.time_s - strategy.communication_s + moved_s,
+            communication_s=moved_s,
+        )
+
+
+def _priced(arc: Arc, price: CollectivePrices) -> Arc:
+    share_s = None if arc.share_s is None else price.share(arc.collective)
+    return replace(arc, time_s=price(arc.collective), share_s=share_s)
+
+
+def nearest_root(delta: Callable[[float], float]) -> float | None:
+    """The factor nearest to 1, on a logarithmic scale, at which `delta` is no longer above 0, or
+    None where none was seen.
+
+    Steps outward on both sides at once, then bisects the first step over which the sign changes.
+    """
+    inner = 1.0
+    while inner < FARTHEST:
+        outer = inner * _STEP
+        for side in (1, -1):
+            if delta(outer**side) <= 0:
+                low, high = inner, outer
+                while high / low - 1 > _PRECISION:
+                    middle = math.sqrt(low * high)
+                    low, high = (middle, high) if delta(middle**side) > 0 else (low, middle)
+                return high**side
+        inner = outer
+    return None

@@ -1,0 +1,445 @@
+"""A plan's decisions on a mesh of other axes or other sizes: what they take there, and what they
+need.
+
+Every op runs, and every value rests, crosses between stages and is kept, in the layouts of the plan
+(`autopar.planner.transfer_plan`); cuts, schedule and the number of microbatches are the plan's.
+What is moved between layouts is the cheapest there, and collectives share buckets and start early
+as they would in a plan made there, so that on its own mesh a plan takes and needs what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.capture.trace import Trace
+from autopar.constraints import Megatron
+from autopar.constraints.together import axes_from, held_to
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
+from autopar.core.layout import Layout, Strategy
+from autopar.core.mesh import Mesh
+from autopar.core.solution import Choices
+from autopar.core.stored_placements import storable
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced, handing_s
+from autopar.emit.context import input_key, parameter_key, placeholder_keys, storage_key
+from autopar.errors import ChangedPlanError, PlanError
+from autopar.planner.candidates import Candidate
+from autopar.planner.clock import Clock
+from autopar.planner.comm_schedule import Peaks, Schedule
+from autopar.planner.emitter import Emitter
+from autopar.planner.learned_moments import LayerGroups
+from autopar.planner.pipeline.schedule import step_of
+from autopar.planner.pipeline.shared_memory import Sharing
+from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.reprice import decisions
+from autopar.planner.search import Planned
+from autopar.plans import Entry, Kept, NodeChoice, Overlap, Pipeline, Plan
+from autopar.program.executor import Returned
+from autopar.request import PlanOptions
+from autopar.sharding import Forced, classes_of, resolve
+from autopar.sharding.presets.tensor import around_softmax
+from autopar.stages import Cut, cut
+
+# --------------------------------------------------------------------------------------------------
+# A plan's decisions on a mesh of other axes: an axis is the plan's axis of its name.
+#
+# An axis of the plan that is not there has size 1 there: what was split over it is whole. One
+# that is new to the plan is one over which all is whole: its devices do the same work. So of an
+# axis of size 1.
+
+
+def on_axes(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan's decisions and what it keeps, in the layouts that they are on the axes of another
+    mesh; without its communications.
+
+    Raises:
+        PlanError: where no axis has a name of the plan's, or its stages do not lie along their axis
+            there.
+    """
+    _check(plan, mesh)
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return _decisions(plan, mesh)
+    left = without_stages(plan, mesh)
+    stages = tuple(_decisions(stage, left) for stage in pipeline.stages)
+    return replace(plan, mesh=mesh, pipeline=replace(pipeline, stages=stages))
+
+
+def without_stages(plan: Plan, mesh: Mesh) -> Mesh:
+    """What of a mesh each of the plan's stages runs on."""
+    return mesh.without(plan.pipeline.axis) if plan.pipeline and plan.pipeline.axis else mesh
+
+
+def notes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+    """What is to be known of axes that only one of the meshes has, one sentence each."""
+    return tuple(_notes(plan, mesh))
+
+
+def _notes(plan: Plan, mesh: Mesh) -> Iterator[str]:
+    before = {axis.name: axis.size for axis in plan.mesh.axes}
+    for axis in mesh.axes:
+        if axis.size > 1 and before.get(axis.name, 1) == 1:
+            why = "is new" if axis.name not in before else "has size 1 in the plan"
+            yield (
+                f"axis {axis.name!r} {why}: the plan's decisions repeat the same work on its"
+                f" {axis.size} devices"
+            )
+    for name, size in before.items():
+        if size > 1 and name not in mesh.names:
+            yield (
+                f"axis {name!r} of the plan is not in this mesh: it has size 1 there, and what the"
+                " plan splits over it is whole"
+            )
+
+
+def _check(plan: Plan, mesh: Mesh) -> None:
+    if not set(plan.mesh.names) & set(mesh.names):
+        what = (
+            f"the plan is for {plan.mesh}, this is {mesh}: no axis has a name of the plan's, by"
+            " which its decisions would be carried"
+        )
+        raise PlanError(
+            what,
+            remedy=(
+                f"name the axes as in the plan, {', '.join(plan.mesh.names)}, or plan for this mesh"
+            ),
+        )
+    if plan.pipeline and plan.pipeline.axis:
+        name, num = plan.pipeline.axis, len(plan.pipeline.stages)
+        size, wanted = ({a.name: a.size for a in m.axes}.get(name, 1) for m in (mesh, plan.mesh))
+        if size != wanted:
+            what = (
+                f"the plan has {num} stages along {name!r}, {wanted} devices; in mesh {mesh} these"
+                f" are {size}"
+            )
+            raise PlanError(
+                what,
+                remedy=(
+                    f"ask about a mesh with {name}={wanted}, whatever its other axes are, or plan"
+                    " for that one"
+                ),
+            )
+
+
+def _decisions(plan: Plan, mesh: Mesh) -> Plan:
+    axes = axes_from(plan.mesh, mesh)
+    entries = tuple(_entry(entry, axes) for entry in plan.entries)
+    kept = tuple(_kept_of_axis(value, axes) for value in plan.kept)
+    return replace(plan, mesh=mesh, entries=entries, kept=kept, communications=(), buckets=())
+
+
+def _entry(entry: Entry, axes: Sequence[int | None]) -> Entry:
+    nodes, again = (
+        tuple(NodeChoice(c.node, _strategy(c.strategy, axes)) for c in choices)
+        for choices in (entry.nodes, entry.recompute)
+    )
+    if (
+        entry.kind == "parameter" and len(nodes) > 1 and nodes[0].strategy == nodes[1].strategy
+    ):  # it is used as it rests
+        nodes = nodes[:1]
+    return replace(entry, nodes=nodes, recompute=again)
+
+
+def _strategy(strategy: Strategy, axes: Sequence[int | None]) -> Strategy:
+    inputs, outputs = (
+        tuple(layout.over(axes) for layout in layouts)
+        for layouts in (strategy.inputs, strategy.outputs)
+    )
+    return Strategy(inputs, outputs)
+
+
+def _kept_of_axis(kept: Kept, axes: Sequence[int | None]) -> Kept:
+    layouts: dict[Layout, None] = dict.fromkeys(layout.over(axes) for layout in kept.layouts)
+    return replace(kept, layouts=tuple(layouts))
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Seconds of a step, and bytes of a device, per index along the axis of stages; of a plan
+    without stages, of each."""
+
+    step_s: float
+    peaks: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest device."""
+        return max(self.peaks)
+
+
+def carried(
+    plan: Plan,
+    trace: Trace,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    batch_bytes: int = 0,
+    returned: Returned | None = None,
+) -> Carried:
+    """What a plan takes and needs on another mesh.
+
+    Args:
+        trace: of the batch; of a plan with a pipeline, of one microbatch. options: with the
+            constraints that the plan records, as they are.
+        batch_bytes, returned: of the whole batch, and what a call returns of it, where there is a
+            pipeline.
+
+    Raises:
+        PlanError: where a decision is not one that can be taken there, or the meshes have no axis
+            in common, or not the stages'.
+        ConstraintError: where a constraint that the plan records cannot hold there.
+    """
+    there = on_axes(plan, mesh)
+    carrier = _Carrier(without_stages(plan, mesh), options, _forced(plan, trace, mesh, options))
+    if plan.pipeline is None or there.pipeline is None:
+        profile = slowest(hardware)
+        tried = carrier.emit(
+            _Piece(
+                there,
+                trace,
+                profile,
+                options.budget(profile),
+                any(c.kernel for c in plan.communications),
+            )
+        )
+        return Carried(tried.time_s, (tried.peak_bytes,))
+    assert returned is not None, "a pipeline returns something"
+    sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes, returned)
+    axis, planned = there.pipeline.axis, list[Planned]()
+    for number, piece in enumerate(
+        _pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)
+    ):
+        planned.append(
+            _planned(
+                carrier.emit(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)
+            )
+        )
+    step_s = step_of(
+        there.pipeline.schedule,
+        [each.plan for each in planned],
+        there.pipeline.num_microbatches,
+        there.pipeline.num_chunks,
+    )
+    step_s += handing_s(axis, mesh, hardware, there.pipeline.handed_bytes)
+    return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A plan without stages, or one stage's, on the other mesh.
+
+    Attributes:
+        has_kernels: whether collective-overlap kernels are among its decisions. flying:
+            microbatches in flight.
+    """
+
+    plan: Plan
+    trace: Trace
+    profile: HardwareProfile
+    budget: int
+    has_kernels: bool
+    schedule: Schedule | None = None
+    flying: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Carrier:
+    """Where pieces are carried to: what each runs on, and what constraints force there."""
+
+    mesh: Mesh
+    options: PlanOptions
+    forced: Forced
+    alike: Alike = field(default_factory=Alike)
+
+    def emit(
+        self, piece: _Piece, crossing: Crossing | None = None, pipeline: Pipeline | None = None
+    ) -> Candidate:
+        """The piece's plan there, emitted, in the order in which it runs fastest within its
+        budget."""
+        _check_inputs(piece, self.mesh, pipeline)
+        priced = self._priced(piece, crossing, 1 if pipeline is None else pipeline.num_microbatches)
+        peaks = Peaks(self.options, piece.schedule, piece.flying, self.alike)
+        emitter = Emitter(
+            piece.trace,
+            self.mesh,
+            self.options,
+            Clock(lambda _: None),
+            piece.plan.fingerprint,
+            self.options.to_json(piece.profile),
+            piece.budget,
+            peaks,
+        )
+        strategies, again = decisions(priced, piece.plan)
+        regions = None if piece.has_kernels else frozenset[int]()
+        kept = _kept(priced, piece.plan, piece.trace)
+        choices = Choices(strategies, again, kept, 0.0, 0.0, regions=regions)
+        found = emitter.emit(LayerGroups.of(piece.trace, priced, piece.plan.starts), choices)
+        if emitter.fits(found):
+            return emitter.order(found)
+        return replace(
+            found, plan=replace(found.plan, overlap=Overlap(priced.problem.overlap_slowdown))
+        )
+
+    def _priced(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
+        forced = replace(
+            self.forced,
+            starts=piece.plan.starts,
+            storage={**self.forced.storage, **_rests(piece, self.mesh)},
+        )
+        return price(
+            piece.trace,
+            classes_of(piece.trace, self.mesh.shape, forced),
+            self.mesh,
+            piece.profile,
+            budget_bytes=piece.budget,
+            optimizer=self.options.optimizer,
+            forced=forced,
+            crossing=crossing,
+            num_microbatches=num,
+            num_in_flight=piece.flying,
+        )
+
+
+def _forced(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
+    """What constraints force on the plan's axes, and nothing on others."""
+    left = without_stages(plan, mesh)
+    forced = resolve(
+        trace, held_to(options.constraints, without_stages(plan, plan.mesh), left), left
+    )
+    again = next(
+        (c.recompute for c in options.constraints if isinstance(c, Megatron) and c.recompute), None
+    )
+    return replace(
+        forced,
+        recompute=again,
+        softmax=around_softmax(trace) if again == "selective" else frozenset(),
+    )
+
+
+def _sharing(
+    plan: Plan,
+    pipeline: Pipeline,
+    hardware: Hardware,
+    options: PlanOptions,
+    batch_bytes: int,
+    returned: Returned,
+) -> Sharing:
+    """The memory of the stages' ranks; where these share it, each stage has the part of the
+    budget there that it had in the plan."""
+    num, chunks = len(pipeline.stages), pipeline.num_chunks
+    budgets = [
+        options.budget(profile_of(hardware, pipeline.axis, rank)) for rank in range(num // chunks)
+    ]
+    sharing = Sharing(
+        num,
+        chunks,
+        pipeline.num_in_flight,
+        pipeline.num_microbatches,
+        batch_bytes,
+        returned,
+        budgets,
+        options,
+        Alike(),
+    )
+    shares = [
+        share * budgets[n % len(budgets)] // plan.budget_of(n)
+        for n, share in enumerate(pipeline.budgets)
+    ]
+    sharing.budgets = shares or sharing.budgets
+    return sharing
+
+
+def _pieces(
+    before: Pipeline, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
+) -> Iterator[_Piece]:
+    """The stages."""
+    made = cut(trace, there.positions) if there.positions else Cut((trace,), (), {})
+    for number, (old, new, part) in enumerate(
+        zip(before.stages, there.stages, made.stages, strict=True)
+    ):
+        has_kernels = any(c.kernel for c in old.communications)
+        schedule = sharing.schedule(there.schedule, number)
+        profile = profile_of(hardware, there.axis, number)
+        yield _Piece(
+            new,
+            part,
+            profile,
+            sharing.budgets[number],
+            has_kernels,
+            schedule,
+            there.num_in_flight[number],
+        )
+
+
+def _planned(candidate: Candidate) -> Planned:
+    prediction = replace(candidate.plan.prediction, peak_bytes=candidate.peak_bytes)
+    return Planned(replace(candidate.plan, prediction=prediction), candidate.program, {})
+
+
+def _check_inputs(piece: _Piece, mesh: Mesh, pipeline: Pipeline | None) -> None:
+    """That the batch, or a microbatch, can be split as the plan splits it.
+
+    Raises:
+        PlanError: naming the first input that cannot.
+    """
+    chosen = piece.plan.node_choices()
+    for i in piece.trace.inputs:
+        layout = (
+            None
+            if i.crosses or input_key(i.path) not in chosen
+            else chosen[input_key(i.path)].outputs[0]
+        )
+        if layout is not None and not layout.fits(i.shape, mesh.shape):
+            num = pipeline.num_microbatches if pipeline else 1
+            which = (
+                f"each of the plan's {num} microbatches has {i.path}"
+                if num > 1
+                else f"the plan has {i.path}"
+            )
+            what = (
+                f"{which} of shape {tuple(i.shape)}, which cannot lie as {str(layout)!r} on mesh"
+                f" {mesh}"
+            )
+            fewer = ", with fewer microbatches" if num > 1 else ""
+            raise PlanError(what, remedy=f"ask about smaller axes, or plan for that mesh{fewer}")
+
+
+def _rests(piece: _Piece, mesh: Mesh) -> dict[str, Layout]:
+    """How parameters rest, where they can: how that competes with other ways is not asked."""
+    chosen, found = piece.plan.node_choices(), {}
+    for p in piece.trace.parameters:
+        strategy = chosen.get(storage_key(p.name), chosen.get(parameter_key(p.name)))
+        layout = None if strategy is None else strategy.outputs[0]
+        if (
+            layout is not None
+            and layout.fits(p.view, mesh.shape)
+            and storable(p.shape, p.view, layout, mesh.shape)
+        ):
+            found[p.name] = layout
+    return found
+
+
+def _kept(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]]:
+    """By variant, what the plan keeps of it.
+
+    Raises:
+        ChangedPlanError: where it is kept in a layout that nothing makes there.
+    """
+    layouts: dict[tuple[str, int], tuple[Layout, ...]] = {}
+    for kept in plan.kept:
+        layouts |= {(kept.node.format(*at), kept.result): kept.layouts for at in kept.instances}
+    keys = placeholder_keys(trace)
+    keys |= {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
+    found: dict[int, tuple[int, ...]] = {}
+    for v, refs in enumerate(priced.refs):
+        value = priced.problem.values[priced.problem.variants[v].value]
+        name, result = refs[0]
+        wanted = layouts.get((keys[name], result), ())
+        try:
+            found |= {v: tuple(map(value.version, wanted))} if wanted else {}
+        except KeyError:
+            raise ChangedPlanError(
+                f"what the plan keeps of {keys[name]} is not made here"
+            ) from None
+    return found

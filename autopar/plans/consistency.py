@@ -1,0 +1,231 @@
+"""What a file that reads as a plan says, and no plan can: it was changed by hand, or comes from
+elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from autopar.core.collective import HOST_KINDS
+from autopar.core.json_text import mismatch
+from autopar.core.schedules import SCHEDULES
+from autopar.plans.parts import Overlap
+
+if TYPE_CHECKING:
+    from autopar.plans.parts import NodeChoice
+    from autopar.plans.plan import Pipeline, Plan
+
+
+# --------------------------------------------------------------------------------------------------
+# The options that a plan records: their names, and the words and numbers that each may hold.
+
+OPTIONS: Mapping[str, Any] = {
+    "memory_bytes": int,
+    "optimizer": str,
+    "constraints": list,
+    "strict": bool,
+    "gap": float,
+    "num_microbatches": int | Literal["auto"],
+    "loss_rows": int | Literal["auto"],
+    "precision": Literal["bf16", "fp16"] | None,
+    "inference": bool,
+    "batch": Literal["global", "local"],
+    "outputs": Literal["full", "local", "dtensor", "loss", "auto"],
+}
+"""Name → annotation, of what `autopar.planner.PlanOptions` writes into a plan."""
+
+
+def misfit_of_options(options: Mapping[str, Any]) -> str:
+    """What is wrong with the options of a plan.
+
+    Args:
+        options: as the file has them.
+
+    Returns:
+        The first option that is unknown or holds something else than it may; ``""`` where none
+        does.
+    """
+    for name, value in options.items():
+        if name not in OPTIONS:
+            return f"its option {name!r} is not known"
+        wrong = mismatch(value, OPTIONS[name], path=f"options.{name}")
+        if wrong:
+            return wrong
+    return ""
+
+
+_FIELD = re.compile(r"\{(\d+)\}")  # the index of a layer in a pattern
+
+
+def misfit(plan: Plan) -> str:
+    """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions
+    about nothing; ``""`` where all can."""
+    mark, sizes = plan.fingerprint, {axis.name: axis.size for axis in plan.mesh.axes} | {"": 0}
+    if sizes.get(mark.axis) != len(mark.profiles):
+        return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
+    if wrong := misfit_of_options(plan.options):
+        return wrong
+    if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
+        return f"its proof's balance is {plan.proof.balance}"
+    if plan.pipeline is not None:
+        return _of_stages(plan, plan.pipeline)
+    if (
+        wrong := _of_mesh(plan)
+        or _of_decisions(plan)
+        or _of_instances(plan)
+        or _of_phases(plan)
+        or plan.overlap.misfit()
+    ):
+        return wrong
+    if plan.loss_rows < 0:
+        return f"its loss has {plan.loss_rows} rows at a time"
+    if any(not cuts or list(cuts) != sorted(set(cuts)) for cuts in plan.starts.values()):
+        return f"its groups of layers are {dict(plan.starts)}"
+    return ""
+
+
+def _of_mesh(plan: Plan) -> str:
+    """Layouts and axes that its mesh does not have."""
+    num_axes = len(plan.mesh.axes)
+    layouts = [x for c in _choices(plan) for x in (*c.strategy.inputs, *c.strategy.outputs)]
+    layouts += [x for k in plan.kept for x in k.layouts] + [
+        x for c in plan.communications for x in (c.source, c.target)
+    ]
+    layouts += [m.target for bucket in plan.buckets for m in bucket.members]
+    for layout in layouts:
+        if len(layout.placements) != num_axes:
+            return (
+                f"layout {str(layout)!r} has {len(layout.placements)} placements, mesh {plan.mesh}"
+                f" has {num_axes} axes"
+            )
+    for move in plan.communications:
+        if not 0 <= move.collective.axis < num_axes and move.collective.kind not in HOST_KINDS:
+            return (
+                f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has"
+                f" {num_axes} axes"
+            )
+    for collective in (
+        *(move.collective for move in plan.communications),
+        *(bucket.collective for bucket in plan.buckets),
+    ):
+        if not isinstance(getattr(torch, collective.dtype, None), torch.dtype):
+            return f"a collective moves {collective.dtype!r}, which is no dtype"
+    for bucket in plan.buckets:
+        if not 0 <= bucket.collective.axis < num_axes:
+            return (
+                f"a bucket moves along axis {bucket.collective.axis}, mesh {plan.mesh} has"
+                f" {num_axes} axes"
+            )
+    return ""
+
+
+def _of_decisions(plan: Plan) -> str:
+    """Keys of no node, decisions about nothing."""
+    priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
+    for key in (
+        *(c.node for c in _choices(plan)),
+        *(k.node for k in plan.kept),
+        *(c.node for c in plan.communications),
+        *priced,
+    ):
+        if "/" not in key:
+            return f"{key!r} is no key of a node"
+    for entry in plan.entries:
+        if not entry.nodes or (
+            entry.kind in ("parameter", "buffer", "input") and not entry.nodes[0].strategy.outputs
+        ):
+            return f"{entry.key} decides nothing"
+    return (
+        ""
+        if plan.entries and all(k.layouts for k in plan.kept)
+        else "it holds no decisions, or keeps something in no layout"
+    )
+
+
+def _of_instances(plan: Plan) -> str:
+    """Instances with more or fewer indices than the patterns of their nodes have."""
+    said = [([c.node for c in (*e.nodes, *e.recompute)], e.instances) for e in plan.entries]
+    said += [([kept.node], kept.instances) for kept in plan.kept]
+    said += [([move.node], move.instances) for move in plan.communications]
+    for patterns, instances in said:
+        indices = {int(number) for pattern in patterns for number in _FIELD.findall(pattern)}
+        odd = next((i for i in instances if indices != set(range(len(i)))), None)
+        if odd is not None:
+            return f"{patterns[0]!r:.80} does not take the indices {odd}"
+    return ""
+
+
+def _of_phases(plan: Plan) -> str:
+    """Phases that a step does not have."""
+    said = [(entry.key, entry.phase) for entry in plan.entries]
+    moved = [(move.node, move.phase) for move in plan.communications] + [
+        ("a bucket", bucket.phase) for bucket in plan.buckets
+    ]
+    said += [each for each in moved if each[1] != "step"]
+    odd = next((each for each in said if each[1] not in ("forward", "backward")), None)
+    return "" if odd is None else f"{odd[0]} is of phase {odd[1]!r}"
+
+
+def _choices(plan: Plan) -> list[NodeChoice]:
+    return [choice for entry in plan.entries for choice in (*entry.nodes, *entry.recompute)]
+
+
+def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
+    """Stages, cuts and budgets that do not go with each other or with its mesh."""
+    num = len(pipeline.stages)
+    sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
+    if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
+        return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
+    if pipeline.schedule not in SCHEDULES:
+        return f"its schedule is {pipeline.schedule!r}"
+    per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
+    if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
+        return "its pipeline's cuts are not one less than its stages"
+    ranks = sizes[pipeline.axis]
+    if (len(pipeline.rank_bytes), len(pipeline.budgets)) != (
+        (ranks, num) if num > ranks else (0, 0)
+    ):
+        return f"it does not say what {ranks} ranks of {num} stages hold"
+    if pipeline.handed_bytes < 0 or pipeline.handed_s < 0.0:
+        return (
+            f"outputs of {pipeline.handed_bytes} bytes go to all of its stages in"
+            f" {pipeline.handed_s} s"
+        )
+    if pipeline.rank_budgets and (
+        len(pipeline.rank_budgets) != ranks or min(pipeline.rank_budgets) <= 0
+    ):
+        return f"the budgets of its {ranks} ranks are {pipeline.rank_budgets}"
+    mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
+    for crossed in (c for cut in pipeline.crossings for c in cut):
+        if len(crossed.layout.placements) != len(mesh.axes):
+            return (
+                f"{crossed.node} crosses as {str(crossed.layout)!r}, a stage's mesh {mesh} has"
+                f" {len(mesh.axes)} axes"
+            )
+    for stage in pipeline.stages:
+        if stage.mesh != mesh or stage.pipeline is not None:
+            return f"a stage is for mesh {stage.mesh}, not {mesh}"
+        if stage.loss_rows:
+            return (
+                f"a stage has {stage.loss_rows} rows of the loss at a time, which the plan says"
+                " for all"
+            )
+        wrong = misfit(stage)
+        if wrong:
+            return wrong
+    beside = (
+        plan.entries,
+        plan.kept,
+        plan.communications,
+        plan.buckets,
+        plan.starts,
+        plan.prediction.timeline,
+    )
+    return (
+        "it has decisions beside those of its stages"
+        if any(beside) or plan.overlap != Overlap()
+        else ""
+    )

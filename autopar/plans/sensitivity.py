@@ -1,0 +1,98 @@
+"""At which change of the hardware a choice of a plan turns, as people read it;
+`autopar.planner.sensitivity` finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.plans.plan import Plan
+
+COMPUTE = "compute"
+FARTHEST = 64.0  # factors beyond are not looked at
+NO_CHOICE = "nothing can turn: the constraints leave no choice that another strategy could take"
+NO_OTHER = "nothing can turn: no op has another strategy on this mesh"
+NO_DEARER = "nothing can turn: no runner-up costs more, but where several stages decide together"
+NO_FLIP = (
+    "none of the choices with the closest runner-ups turns where a link's bandwidth, or the speed"
+    f" of compute, is from 1/{FARTHEST:g} to {FARTHEST:g} times what it is"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A choice and what would turn it.
+
+    Attributes:
+        key: of the entry. strategy: the runner-up. delta_s: by how much a step, or in a stage a
+            microbatch, is longer with it now.
+        what: ``compute``, or the name of a link. factor: by which its speed has to change for the
+            two to cost the same.
+        stage: whose choice it is, in a plan with stages.
+    """
+
+    key: str
+    strategy: str
+    delta_s: float
+    what: str
+    factor: float
+    stage: int | None = None
+
+    @property
+    def change(self) -> str:
+        """Of the hardware: ``2.1 times the bandwidth of link inter``."""
+        what = (
+            "the speed of compute" if self.what == COMPUTE else f"the bandwidth of link {self.what}"
+        )
+        return (
+            f"{f'{self.factor:.3g} times' if self.factor > 1 else f'1/{1 / self.factor:.3g} of'}"
+            f" {what}"
+        )
+
+    def __str__(self) -> str:
+        where = "" if self.stage is None else f"stage {self.stage}: "
+        return f"{where}{self.key} would take {self.strategy} from {self.change} on"
+
+
+class Flips(tuple[Flip, ...]):
+    """Those that were found, the least change first; where there are none, `why`."""
+
+    why: str
+
+    def __new__(cls, found: Iterable[Flip] = (), why: str = "") -> Flips:
+        made = super().__new__(cls, found)
+        made.why = "" if made else why
+        return made
+
+    def __str__(self) -> str:
+        """One line each, or why there is none."""
+        return "\n".join(map(str, self)) or self.why
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self else f"() because {self.why}" if self.why else "()"
+
+
+# --------------------------------------------------------------------------------------------------
+# Axes of a mesh along which a plan shares nothing: every device there does the same work.
+
+
+def idle_axes(plan: Plan) -> tuple[str, ...]:
+    """The names of those with several devices, in the mesh's order."""
+    stages = plan.pipeline.stages if plan.pipeline else (plan,)
+    shared = {plan.pipeline.axis} if plan.pipeline else set[str]()
+    for stage in stages:
+        strategies = {
+            choice.strategy
+            for entry in stage.entries
+            if entry.kind == "compute"
+            for choice in entry.nodes
+        }
+        for layout in {
+            layout for strategy in strategies for layout in (*strategy.inputs, *strategy.outputs)
+        }:
+            shared |= {
+                name
+                for name, at in zip(stage.mesh.names, layout.placements, strict=True)
+                if not at.is_replicate()
+            }
+    return tuple(axis.name for axis in plan.mesh.axes if axis.size > 1 and axis.name not in shared)

@@ -1,0 +1,440 @@
+"""Measuring the machine at hand: the profile ``local``.
+
+On a CPU every figure is measured while `world_size` processes, one thread each, do the same thing
+at once, since the ranks of one machine share its cores. So the profile holds for that number of
+ranks on that machine, and for no other.
+
+A GPU is measured by one process, which has it to itself; ranks on other GPUs of the kind are taken
+to be as fast. One GPU says nothing of links: these come, each figure with its own source, from
+another profile, by default the one of that chip.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from autopar.core.hardware import FLOP_KINDS, FORMAT, MEMORY_KINDS, VERSION, HardwareProfile
+from autopar.errors import HardwareError
+
+# --------------------------------------------------------------------------------------------------
+# From measured points to a profile's JSON. Each figure says where it comes from: what was
+# measured on which machine by which command, or, where one device cannot tell (its links),
+# whatever the profile says that it was taken from.
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Points = Mapping[str, list[dict[str, Any]]]
+Json = dict[str, Any]
+_LINKED = ("links", "overlap_slowdown", "kernels", "host")  # what a device alone cannot tell
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        text: device, host, versions, and how many processes measured at once.
+        command: what was called.
+        date: of the measurement, ISO.
+        memory_bytes: of one device; memory_source: how that is known.
+    """
+
+    device_type: str
+    text: str
+    command: str
+    date: str
+    memory_bytes: int
+    memory_source: str
+
+    @property
+    def source(self) -> str:
+        return f"measured by {self.command}: {self.text}"
+
+    def figure(self, value: float, unit: str, how: str) -> Json:
+        """A measured number to four digits, a count as it is."""
+        rounded = value if isinstance(value, int) else float(f"{value:.4g}")
+        return {
+            "value": rounded,
+            "unit": unit,
+            "source": f"{self.source}; {how}",
+            "date": self.date,
+        }
+
+    def curves(self, points: Points, kinds: tuple[str, ...]) -> Json:
+        return {
+            kind: {"unit": "s", "source": self.source, "date": self.date, "points": points[kind]}
+            for kind in kinds
+        }
+
+
+def profile_json(points: Points, machine: Machine, name: str, linked: Json, note: str = "") -> Json:
+    """The profile's JSON; `linked` holds the fields of links, as `measured_links` or
+    `links_from` gives them, `note` says more of them."""
+    figure = machine.figure
+    peaks = _best_rates(points["matmul"], lambda p: 2.0 * p["m"] * p["n"] * p["k"])
+    rates = {kind: points[kind][-1]["bytes"] / points[kind][-1]["time_s"] for kind in MEMORY_KINDS}
+    bandwidth = max(rates.values())
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": name,
+        "description": f"this machine: {machine.text}{note}",
+        "device_type": machine.device_type,
+        "device_memory_bytes": figure(machine.memory_bytes, "bytes", machine.memory_source),
+        "memory_bandwidth_bytes_per_s": figure(
+            bandwidth, "bytes/s", "best of the kinds of work that memory bounds, largest size"
+        ),
+        "launch_overhead_s": figure(
+            min(p["time_s"] for p in points["elementwise"]), "s", "smallest addition"
+        ),
+        "matmul_half_flops": figure(
+            0, "flops", "0, since the measured points show the speed of small sizes"
+        ),
+        "peak_flops_per_s": {
+            d: figure(rate, "flops/s", "best matmul measured") for d, rate in peaks.items()
+        },
+        "efficiency": {
+            "matmul": {d: figure(1, "1", "1, since the peak is what was measured") for d in peaks},
+            **{kind: _attention(points[kind], peaks, figure) for kind in FLOP_KINDS[1:]},
+            **{
+                kind: figure(rates[kind] / bandwidth, "1", "largest size over the best kind")
+                for kind in MEMORY_KINDS
+            },
+        },
+        "measured": machine.curves(points, (*FLOP_KINDS, *MEMORY_KINDS)),
+        **linked,
+    }
+
+
+def measured_links(points: Points, machine: Machine, world_size: int) -> Json:
+    """Latency of the smallest all_reduce and bandwidth of the largest all_gather, over all
+    ranks; both links are this one."""
+    whole = {
+        kind: [p for p in points[kind] if p["num_devices"] == world_size] for kind in COLLECTIVES
+    }
+    steps = 2 * math.ceil(math.log2(world_size))
+    gather, exchange = whole["all_gather"][-1], whole["all_to_all"][-1]
+    bandwidth = (world_size - 1) / world_size * gather["bytes"] / gather["time_s"]
+    efficiency = min(1.0, gather["time_s"] / exchange["time_s"])
+    note = "; the processes share one machine, which stands for both links"
+    link = {
+        "latency_s": machine.figure(
+            whole["all_reduce"][0]["time_s"] / steps,
+            "s",
+            f"smallest all_reduce over {steps} steps{note}",
+        ),
+        "bandwidth_bytes_per_s": machine.figure(bandwidth, "bytes/s", f"largest all_gather{note}"),
+        "all_to_all_efficiency": machine.figure(
+            efficiency, "1", f"largest all_to_all over all_gather{note}"
+        ),
+        "measured": machine.curves(points, COLLECTIVES),
+    }
+    return {"links": {"intra": link, "inter": link}}
+
+
+def links_from(base: Json) -> Json:
+    """The links of another profile with what goes on beside compute, word for word: every figure
+    keeps its own source."""
+    return {name: copy.deepcopy(base[name]) for name in _LINKED if name in base}
+
+
+def measured_host(
+    base: Json, found: Mapping[str, float], machine: Machine, memory_bytes: int, num_gpus: int
+) -> Json:
+    """A GPU's share of its host, as measured (`autopar.profiler.worker`); only a copy's latency is
+    the base's.
+
+    Args:
+        memory_bytes: of the whole host, which has so many GPUs.
+    """
+    share = f"; shared evenly by {num_gpus} GPUs" if num_gpus > 1 else ""
+    return {
+        "memory_bytes": machine.figure(
+            memory_bytes // num_gpus, "bytes", f"the host's memory{share}"
+        ),
+        "memory_bandwidth_bytes_per_s": machine.figure(
+            found["step_bytes_per_s"] / num_gpus, "bytes/s", f"fused AdamW on all cores{share}"
+        ),
+        "latency_s": copy.deepcopy(base["latency_s"]),
+        "bandwidth_bytes_per_s": machine.figure(
+            found["copy_bytes_per_s"], "bytes/s", "a copy of page-locked memory, the slower way"
+        ),
+    }
+
+
+def _attention(
+    points: list[Json], peaks: Mapping[str, float], figure: Callable[[float, str, str], Json]
+) -> Json:
+    rates = _best_rates(points, lambda p: p["flops"])
+    return {
+        d: figure(min(1.0, rate / peaks[d]), "1", "best measured over best matmul")
+        for d, rate in rates.items()
+    }
+
+
+def _best_rates(points: list[Json], size: Callable[[Json], float]) -> dict[str, float]:
+    """Dtype → best size per second."""
+    dtypes = dict.fromkeys(p["dtype"] for p in points)
+    return {d: max(size(p) / p["time_s"] for p in points if p["dtype"] == d) for d in dtypes}
+
+
+def dumps(data: Json) -> str:
+    """Indented JSON with one measured point a line."""
+    lines: list[str] = []
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, dict) and "time_s" in value:
+            lines.append(json.dumps(value))
+            return f"@{len(lines) - 1}@"
+        if isinstance(value, dict):
+            return {key: mark(v) for key, v in value.items()}
+        return [mark(v) for v in value] if isinstance(value, list) else value
+
+    text = json.dumps(mark(data), indent=2)
+    for i, line in enumerate(lines):
+        text = text.replace(f'"@{i}@"', line, 1)
+    return text + "\n"
+
+
+LIMIT_S = 300.0
+
+
+def measure(
+    device: str = "cpu",
+    world_size: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    name: str = "local",
+    links: str | os.PathLike[str] | None = None,
+) -> HardwareProfile:
+    """Measure this machine and write its profile, in less than a minute on two idle cores or one
+    GPU.
+
+    Args:
+        device: ``"cpu"``, or ``"cuda"``: the first GPU that this process sees, float32 without
+            TF32, torch's default.
+        world_size: on ``cpu`` the number of processes, 2 or more, by default 4; plans for other
+            numbers share the cores otherwise than measured. On ``cuda`` 1, the default.
+        out: the file to write, by default the one that ``hardware="local"`` loads.
+        links: on ``cuda`` the profile, by name or path, whose links are taken; by default the one
+            of this GPU, or else of an H100.
+
+    Raises:
+        HardwareError: for another device or one that is not there, for a number of processes or for
+            links that it cannot have, or where a process fails; its message is passed on.
+    """
+    if device not in ("cpu", "cuda"):
+        known = ", ".join(HardwareProfile.names())
+        raise HardwareError(
+            f"device {device!r} cannot be measured",
+            remedy=(
+                "measure cpu, or cuda with CUDA_VISIBLE_DEVICES saying which, or take a profile"
+                f" that is there: {known}"
+            ),
+        )
+    data = (
+        _measure_cpu(4 if world_size is None else world_size, name, links)
+        if device == "cpu"
+        else _measure_gpu(world_size, name, links)
+    )
+    profile = HardwareProfile.from_json(data)
+    path = Path(out) if out is not None else HardwareProfile.local_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.write_text(dumps(data), encoding="utf-8")
+    return profile
+
+
+def _measure_cpu(world_size: int, name: str, links: str | os.PathLike[str] | None) -> Json:
+    if world_size < 2:
+        raise HardwareError(
+            f"cannot measure collectives with world_size={world_size}", remedy="use 2 or more"
+        )
+    if links is not None:
+        raise HardwareError(
+            "the links of CPUs are measured, not taken from a profile", remedy="leave links out"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        points = _run_workers("cpu", world_size, Path(folder))
+    text = (
+        f"{_cpu_name()}, {os.cpu_count()} cores, {world_size} processes of one thread at once,"
+        f" gloo, torch {torch.__version__}"
+    )
+    command = f"autopar.profiler.measure.measure(world_size={world_size})"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world_size
+    machine = Machine(
+        "cpu",
+        text,
+        command,
+        date.today().isoformat(),
+        memory_bytes,
+        "the machine's memory over the processes",
+    )
+    return profile_json(points, machine, name, measured_links(points, machine, world_size))
+
+
+def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str] | None) -> Json:
+    if world_size not in (None, 1):
+        what = f"collectives between GPUs are not measured, so world_size={world_size} cannot be"
+        raise HardwareError(
+            what,
+            remedy=(
+                "leave world_size out: one GPU is measured, and links come from a profile, which"
+                " `links` names"
+            ),
+        )
+    if not torch.cuda.is_available():
+        raise HardwareError(
+            "there is no CUDA device to measure",
+            remedy="run this on a machine with a GPU and a torch with CUDA",
+        )
+    base_name = (
+        HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0]
+        if links is None
+        else os.fspath(links)
+    )
+    base = HardwareProfile.read(base_name)
+    HardwareProfile.from_json(base, where=base_name)
+    with tempfile.TemporaryDirectory() as folder:
+        points = _run_workers("cuda", 1, Path(folder))
+    machine = _gpu(links)
+    found = gpu_json(points, machine, name, base, base_name)
+    if "host" in base:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found["host"] = measured_host(
+            base["host"], points["host"][0], machine, memory_bytes, torch.cuda.device_count()
+        )
+    return found
+
+
+def gpu_json(points: Points, machine: Machine, name: str, base: Json, base_name: str) -> Json:
+    """The JSON of a GPU that was measured alone, with the links of `base`, and what it says of
+    the host."""
+    return profile_json(
+        points,
+        machine,
+        name,
+        links_from(base),
+        f"; links, and what they cost compute, are those of {base_name}",
+    )
+
+
+def _gpu(links: str | os.PathLike[str] | None) -> Machine:
+    """The first GPU, with its host, whose time it is that small ops take."""
+    found = torch.cuda.get_device_properties(0)
+    host = f"{_cpu_name()}, {os.cpu_count()} cores"
+    text = (
+        f"{found.name}, measured alone; {host}; torch {torch.__version__}, CUDA"
+        f" {torch.version.cuda}"
+    )
+    command = f'autopar.profiler.measure.measure(device="cuda"{"" if links is None else f", links={os.fspath(links)!r}"})'  # noqa: E501
+    return Machine(
+        "cuda",
+        text,
+        command,
+        date.today().isoformat(),
+        found.total_memory,
+        "torch.cuda.get_device_properties, total_memory",
+    )
+
+
+def _run_workers(device: str, world_size: int, folder: Path) -> Points:
+    """Start the processes, show their progress, and return what rank 0 wrote. None is left
+    behind, whatever happens."""
+    package = str(Path(__file__).parent.parent.parent)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    workers = []
+    try:
+        for rank in range(world_size):
+            with (folder / f"stderr{rank}").open("wb") as stderr:
+                command = [
+                    sys.executable,
+                    "-m",
+                    "autopar.profiler.worker",
+                    str(rank),
+                    str(world_size),
+                    str(folder),
+                    device,
+                ]
+                stdout = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                workers.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=stdout, stderr=stderr, text=True
+                    )
+                )
+        watcher = threading.Thread(target=_show_progress, args=(workers[0],), daemon=True)
+        watcher.start()
+        _wait(workers, folder)
+        watcher.join()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    points: Points = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return points
+
+
+def _wait(workers: list[subprocess.Popen[str]], folder: Path) -> None:
+    """Until all have ended well.
+
+    Raises:
+        HardwareError: as soon as one fails, with the end of what it said, or when the time is up.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while any(
+        (codes := [worker.poll() for worker in workers])[rank] is None
+        for rank in range(len(workers))
+    ):
+        if any(codes):
+            break
+        if time.monotonic() > deadline:
+            raise HardwareError(
+                f"measuring took longer than {LIMIT_S:.0f} s",
+                remedy="measure with fewer processes, on an idle machine",
+            )
+        time.sleep(0.05)
+    for rank, code in enumerate(codes):
+        if code:
+            said = (
+                (folder / f"stderr{rank}")
+                .read_text(encoding="utf-8", errors="replace")
+                .strip()[-2000:]
+            )
+            raise HardwareError(
+                f"measuring process {rank} ended with code {code}:\n{said}",
+                remedy="mend what it says, and measure again",
+            )
+
+
+def _show_progress(worker: subprocess.Popen[str]) -> None:
+    assert worker.stdout is not None
+    with worker.stdout, Progress(transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        for line in worker.stdout:
+            if line.startswith("total "):
+                progress.update(task, total=int(line.split()[1]))
+            elif line == "measured\n":
+                progress.advance(task)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

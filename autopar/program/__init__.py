@@ -1,0 +1,2 @@
+"""Running a program: the module, its parameters, process groups, memory, and the lockstep
+interpreter."""

@@ -1,0 +1,581 @@
+"""Counting live tensor bytes, of real tensors and of fake ones.
+
+A storage counts from the operator that first shows it until it is freed; views share their storage.
+Kernels' own scratch memory, what the allocator keeps, and what lies on the host
+(`autopar.kernels.host`) are not in it.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.capture.dynamo.fakes import fake_like, is_fake, no_modes
+from autopar.core.collective import HOST_KINDS
+from autopar.kernels import host
+from autopar.kernels.collectives import PARTS, Groups, local_length, local_start, use_groups
+from autopar.kernels.host import is_on_host
+from autopar.program.executor import Executor, without_saved
+from autopar.program.program import Action, Program
+from autopar.program.reorder import called, order_of, reads
+from autopar.request import Batch, Outputs
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensor storages made while it is active, and of those that are
+    registered.
+
+    Attributes:
+        live_bytes: now. peak_bytes: the largest so far (see `reset_peak`). paused: what is made now
+            does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.paused = False
+        self._known: dict[int, weakref.finalize] = {}
+
+    def register(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that exist already: parameters, buffers, the batch. What is no tensor is
+        passed over."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at what is live now."""
+        self.peak_bytes = self.live_bytes
+
+    def mark(self, key: int) -> object:
+        """Of a storage, by its address, what is the same as long as it lives; None where it is
+        not counted."""
+        return self._known.get(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on local tensors come here
+        result = func(*args, **(kwargs or {}))
+        made = (
+            [result]
+            if isinstance(result, Tensor)
+            else [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        )
+        if host.is_used() and host.follows(
+            [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ):
+            for leaf in made:
+                host.put_on_host(leaf)
+        for leaf in made if not self.paused else ():
+            self._see(leaf)
+        return result
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for finalizer in self._known.values():
+            finalizer.detach()
+        self._known.clear()
+
+    def _see(self, tensor: Tensor) -> None:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._known and not host.is_on_host(local):
+            self._known[key] = weakref.finalize(storage, self._free, key, num_bytes)
+            self.live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self.live_bytes -= num_bytes
+
+
+# --------------------------------------------------------------------------------------------------
+# What one call of a graph does to memory: its *effect*, found out by running it on fake tensors.
+#
+# A call's operands are *values*, which lie in storages as tensors would; of a call only shapes,
+# strides, dtypes, literals and which operands share memory matter to its effect.
+
+
+class Storage:
+    """Memory of a value in a graph: counted while it is there, by `outer` where a tensor from
+    outside has it; not of the host."""
+
+    __slots__ = ("holders", "memory", "num_bytes", "on_host", "outer")
+
+    def __init__(
+        self,
+        num_bytes: int,
+        memory: LiveBytes,
+        outer: Tensor | None = None,
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self.num_bytes, self.memory, self.outer, self.on_host, self.holders = (
+            num_bytes,
+            memory,
+            outer,
+            on_host,
+            0,
+        )
+        if outer is None and not on_host:
+            memory.live_bytes += num_bytes
+
+    def __del__(self) -> None:
+        if self.outer is None and not self.on_host:
+            self.memory.live_bytes -= self.num_bytes
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """A fake tensor with this memory, whose bytes it then counts."""
+        if self.outer is None:
+            self.memory.live_bytes -= 0 if self.on_host else self.num_bytes
+            self.outer = flat(self.num_bytes, dtype, on_host=self.on_host)
+        return self.outer
+
+    def let_go(self) -> bool:
+        """Of what a list alone holds and a call is about to empty: whether the memory is free
+        then."""
+        if self.outer is None:
+            return True
+        key = self.outer.untyped_storage()._cdata
+        self.outer, self.num_bytes = None, 0
+        return self.memory.mark(key) is None
+
+
+_LITERALS = frozenset((int, float, bool, str, type(None)))
+Lie = tuple[
+    tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool
+]  # size, stride, offset, dtype; read conjugated, negated
+
+
+class Value:
+    """A tensor of a graph: how it lies in its storage."""
+
+    __slots__ = ("lie", "storage")
+
+    def __init__(self, storage: Storage, lie: Lie) -> None:
+        self.storage, self.lie = storage, lie
+        storage.holders += 1
+
+    def __del__(self) -> None:
+        self.storage.holders -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A result: in which storage (an operand's, then those that the call leaves), and how it
+    lies there."""
+
+    storage: int
+    lie: Lie
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a kind of call does.
+
+    Attributes:
+        rise_bytes: of live bytes, at most, above what they were before.
+        made: of the storages that it leaves, sizes, and whether they are on the host. result: a
+            tree with a place for each tensor.
+        emptied: whether it empties a list that it is given.
+    """
+
+    rise_bytes: int
+    made: tuple[tuple[int, bool], ...]
+    result: Any
+    emptied: bool
+
+
+class Operands:
+    """The operands of a call: a hashable token of them, in which storages are numbered as they
+    come."""
+
+    def __init__(self, env: Mapping[fx.Node, Any]) -> None:
+        self.env = env
+        self.storages: list[Storage] = []
+        self.started: list[list[Any]] = []
+        self.num_bytes: list[int] = []
+        self.freed: frozenset[int] = frozenset()
+        self._numbers: dict[int, int] = {}
+        self._in_lists: dict[int, int] = {}  # storage's number → holders in lists that are given
+
+    def token(self, x: Any) -> Any:
+        kind = type(x)
+        if kind in _LITERALS:
+            return kind, x
+        if isinstance(x, fx.Node):
+            return self._of_value(self.env[x])
+        if isinstance(x, list | tuple):
+            return tuple(map(self.token, x))
+        if isinstance(x, dict):
+            return tuple((name, self.token(value)) for name, value in x.items())
+        if isinstance(x, slice):
+            return "slice", self.token((x.start, x.stop, x.step))
+        return kind, x
+
+    def _of_value(self, value: Any) -> Any:
+        if isinstance(value, Value):
+            return self._number(value.storage), value.lie
+        if isinstance(value, list):  # of a step that was started
+            self.started.append(value)
+            for each in value:
+                if isinstance(each, Value):
+                    number = self._number(each.storage)
+                    self._in_lists[number] = self._in_lists.get(number, 0) + 1
+            return "started", tuple(map(self._of_value, value))
+        if isinstance(value, tuple):
+            return tuple(map(self._of_value, value))
+        return type(value), value
+
+    def _number(self, storage: Storage) -> int:
+        number = self._numbers.setdefault(id(storage), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        return number
+
+    def sizes(self) -> tuple[tuple[int, bool, bool], ...]:
+        """Per storage its bytes, whether a call that empties its lists frees it, and whether it
+        is on the host."""
+        self.num_bytes = [s.num_bytes for s in self.storages]
+        alone = [n for n, held in self._in_lists.items() if self.storages[n].holders == held]
+        self.freed = frozenset(n for n in alone if self.storages[n].let_go())
+        return tuple(
+            (size, n in self.freed, s.on_host)
+            for n, (size, s) in enumerate(zip(self.num_bytes, self.storages, strict=True))
+        )
+
+
+def tried_out(node: Any, call: Operands, env: Mapping[fx.Node, Any], outside: LiveBytes) -> Effect:
+    """The effect of a call, which is a node or looks like one, run on fake tensors."""
+    outside.paused = True
+    try:
+        with LiveBytes() as memory:
+            return _Trial(call, memory).run(node, env)
+    finally:
+        outside.paused = False
+
+
+class _Trial:
+    """A call on fake tensors. No closures: cycles would hold storages longer than generated code
+    does."""
+
+    def __init__(self, call: Operands, memory: LiveBytes) -> None:
+        self.call, self.memory = call, memory
+        self.flat: list[Tensor | None] = [None] * len(call.storages)
+        self.numbers = {id(storage): number for number, storage in enumerate(call.storages)}
+        self.known: dict[int, int] = {}  # address of a storage → its number
+        self.marks: dict[int, object] = {}
+        self.made: list[tuple[int, bool]] = []
+
+    def run(self, node: Any, env: Mapping[fx.Node, Any]) -> Effect:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._real(env[n]))
+        given = [a for a in args if isinstance(a, list)] if self.call.started else []
+        addresses = [base.untyped_storage()._cdata for base in self.flat if base is not None]
+        self.known = {address: number for number, address in enumerate(addresses)}
+        self.marks = {address: self.memory.mark(address) for address in addresses}
+        for number in self.call.freed:
+            self.flat[number] = None  # the call alone holds it
+        self.memory.reset_peak()
+        before = self.memory.live_bytes
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        rise = self.memory.peak_bytes - before
+        places = self._placed(result)
+        return Effect(rise, tuple(self.made), places, bool(given) and not any(given))
+
+    def _real(self, x: Any) -> Any:
+        if isinstance(x, Value):
+            number = self.numbers[id(x.storage)]
+            base = self.flat[number]
+            if base is None:
+                base = self.flat[number] = flat(
+                    self.call.num_bytes[number], x.lie[3], on_host=x.storage.on_host
+                )
+            return lying(base, x.lie)
+        return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
+
+    def _placed(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if (
+                key not in self.known or self.memory.mark(key) is not self.marks[key]
+            ):  # freed, and its address used again
+                self.known[key], self.marks[key] = (
+                    len(self.flat) + len(self.made),
+                    self.memory.mark(key),
+                )
+                self.made.append((storage.nbytes(), host.is_on_host(x)))
+            return Place(self.known[key], lie_of(x))
+        return type(x)(map(self._placed, x)) if isinstance(x, list | tuple) else x
+
+
+def lie_of(x: Tensor) -> Lie:
+    return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+
+
+def flat(num_bytes: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
+    make = host.empty if on_host else torch.empty
+    return make((num_bytes // dtype.itemsize,), dtype=dtype)
+
+
+def lying(base: Tensor, lie: Lie) -> Tensor:
+    size, stride, offset, dtype, conjugated, negated = lie
+    if is_fake(
+        base
+    ):  # by hand: the mode's dispatch of what says nothing new would take ten times as long
+        with no_modes():
+            plain = torch.empty(0, dtype=dtype, device="meta").set_(
+                base.untyped_storage(), offset, size, stride
+            )
+            x = fake_like(plain, base.device, base.fake_mode)  # type: ignore[attr-defined]
+    else:
+        x = (base if base.dtype == dtype else base.view(dtype)).as_strided(size, stride, offset)
+    x = x.conj() if conjugated else x
+    return torch._neg_view(x) if negated else x
+
+
+# --------------------------------------------------------------------------------------------------
+# An executor that runs a program's graphs without tensors: what each call does to memory is found
+# out once per kind of call, on fake tensors, and added up from then on.
+#
+# A kind of call is a function with its literals and, per operand, shape, strides, dtype and which
+# operands share memory; the equal layers of a deep model make the same kinds. Each has its effect
+# (`autopar.program.abstract_executor`). Between graphs tensors are fake ones as with any executor:
+# a graph takes over its operands, and hands over the bytes of its results, but for what forward
+# saves for backward alone.
+
+Seen = Callable[[str, fx.Node, int], None]
+"""Called with phase, node, and the peak of live bytes while it ran; of a step that is started
+early once more as it starts."""
+_MOST_KINDS = 50_000  # remembered; programs of one session have a few hundred each
+_effects: dict[Any, Effect] = {}
+
+
+class Rehearsal(Executor):
+    """Runs `program` as an `Executor` does, on fake tensors, and keeps `memory` as that would.
+
+    Args:
+        memory: counts live bytes; active while this runs.
+        seen: told of every node. unread: whether nobody reads the gradients that backward returns:
+            they are there, and no tensors.
+        last_queries: whether parts of causal attention's queries are taken to be the last ones,
+            which see the most keys and so need the most memory; else they are where `groups` is.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        groups: Groups,
+        memory: LiveBytes,
+        *,
+        batch: Batch = "global",
+        outputs: Outputs = "full",
+        seen: Seen | None = None,
+        unread: bool = False,
+        last_queries: bool = False,
+    ) -> None:
+        super().__init__(program, groups, batch=batch, outputs=outputs)
+        self._memory, self._seen, self._unread, self._last_queries = (
+            memory,
+            seen,
+            unread,
+            last_queries,
+        )
+
+    def _graph(
+        self, phase: str, absent: frozenset[int] = frozenset()
+    ) -> Callable[[list[Any]], list[Any]]:
+        assert not absent, "what is predicted is a step with all of its outputs"
+        phase = (
+            "backward" if phase == "first" else phase
+        )  # writing a sum holds what adding to it does
+        if phase not in self._graphs:
+            graph = self._source(phase).graph
+            if phase == "inference":
+                assert not self.program.orders, "an order keeps what backward needs"
+                graph = without_saved(graph, self.program.num_saved)
+            order = (
+                order_of(self.program, phase)
+                if phase in self.program.orders
+                else [("run", node) for node in graph.nodes]
+            )
+            num_unread = self._num_unread(phase, graph)
+            self._graphs[phase] = _Run(
+                order, phase, self.groups, self._memory, self._seen, num_unread, self._last_queries
+            )
+        return self._graphs[phase]
+
+    def _num_unread(self, phase: str, graph: fx.Graph) -> int:
+        if phase == "backward" and self._unread:
+            return len(graph.output_node().args[0])  # type: ignore[arg-type]
+        return self.program.num_saved if phase == "forward" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One graph in an order, as a function of one list, which it empties. The last `num_unread` of
+    its results stay values: another graph takes them over, or nothing does. Between its start and
+    its finish a step's value is what was started."""
+
+    order: Sequence[Action]
+    phase: str
+    groups: Groups
+    memory: LiveBytes
+    seen: Seen | None
+    num_unread: int
+    last_queries: bool
+
+    def __call__(self, operands: list[Any]) -> list[Any]:
+        env: dict[fx.Node, Any] = {}
+        given = (node for _, node in self.order if node.op == "placeholder")
+        env.update(zip(given, _taken_over(operands, self.memory), strict=True))
+        last_use = _last_uses(self.order)
+        with use_groups(self.groups):
+            for place, (action, node) in enumerate(self.order):
+                if node.op == "call_function":
+                    before = self.memory.live_bytes
+                    env[node], rise_bytes = self._called(
+                        node if action == "run" else _Part.of(action, node), env
+                    )
+                    self._tell(node, before + rise_bytes)
+                    for dead in last_use.get(place, ()):
+                        del env[dead]
+        last = self.order[-1][1]
+        self._tell(last, self.memory.live_bytes)
+        values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]  # type: ignore[union-attr]
+        env.clear()
+        unread = [_copied(values.pop()) for _ in range(self.num_unread)]
+        return [*_handed_over(values), *reversed(unread)]
+
+    def _tell(self, node: fx.Node, peak_bytes: int) -> None:
+        self.memory.peak_bytes = max(self.memory.peak_bytes, peak_bytes)
+        if self.seen is not None:
+            self.seen(self.phase, node, peak_bytes)
+
+    def _called(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+        """The node's value, and how far live bytes rise while it runs."""
+        if (
+            node.target in PARTS
+            and node.args[1] not in ("halo", *HOST_KINDS)
+            and self.groups[node.args[-1]].size == 1
+        ):  # type: ignore[index]
+            return _copied(env[node.args[0]]), 0  # type: ignore[index]
+        if node.target is operator.getitem:
+            return _copied(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
+        if (
+            self.last_queries
+            and node.target is local_start
+            and any(_sees_most_at_last(user, node) for user in node.users)
+        ):
+            return node.args[0] - local_length(*node.args), 0  # type: ignore[operator,arg-type]
+        call = Operands(env)
+        args, kwargs = call.token(node.args), call.token(node.kwargs)
+        key = (node.target, args, kwargs, call.sizes(), self.groups)
+        effect = _effects.get(key)
+        if effect is None:
+            if len(_effects) >= _MOST_KINDS:
+                _effects.clear()
+            effect = _effects[key] = tried_out(node, call, env, self.memory)
+        storages = [
+            *call.storages,
+            *(Storage(size, self.memory, on_host=there) for size, there in effect.made),
+        ]
+        value = _placed(effect.result, storages)
+        if effect.emptied:
+            for started in call.started:
+                started.clear()
+        return value, effect.rise_bytes
+
+
+class _Part(NamedTuple):
+    """The start or the finish of a step, as what it calls; the latter reads the step itself."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    users: Mapping[fx.Node, None]
+
+    @staticmethod
+    def of(action: str, step: fx.Node) -> _Part:
+        target, settings = called(action, step)
+        first = step if action == "finish" else reads(action, step)[0]
+        return _Part(target, (first, *settings), step.kwargs, step.users)
+
+
+def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
+    """Whether it is causal attention of a part of the queries that begins at `start`; of
+    mirrored parts the first rank's sees most."""
+    return reader.kwargs.get("q_start") is start and "mirrored_in" not in reader.kwargs
+
+
+def _placed(tree: Any, storages: Sequence[Storage]) -> Any:
+    if isinstance(tree, Place):
+        return Value(storages[tree.storage], tree.lie)
+    return (
+        type(tree)(_placed(each, storages) for each in tree)
+        if isinstance(tree, list | tuple)
+        else tree
+    )
+
+
+def _copied(value: Any) -> Any:
+    return Value(value.storage, value.lie) if isinstance(value, Value) else value
+
+
+def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
+    """Values that stand for the operands, which are let go when these are; what a graph saved is
+    there as such."""
+    saved = [x.storage for x in operands if isinstance(x, Value)]
+    storages = {
+        held.outer.untyped_storage()._cdata: held for held in saved if held.outer is not None
+    }
+    values = list[Any]()
+    for x in operands:
+        if not isinstance(x, Tensor):
+            values.append(x)
+            continue
+        storage = x.untyped_storage()
+        held = storages.setdefault(
+            storage._cdata, Storage(storage.nbytes(), memory, x, on_host=is_on_host(x))
+        )
+        values.append(Value(held, lie_of(x)))
+    operands.clear()
+    return values
+
+
+def _handed_over(values: list[Any]) -> list[Any]:
+    """Fake tensors that lie as the values do, which are let go."""
+    results: list[Any] = []
+    for value in values:
+        results.append(
+            lying(value.storage.tensor(value.lie[3]), value.lie)
+            if isinstance(value, Value)
+            else value
+        )
+    return results
+
+
+def _last_uses(order: Sequence[Action]) -> dict[int, list[fx.Node]]:
+    """Place in the order → the nodes whose values nothing reads after it, as generated code lets
+    go of them."""
+    seen: set[fx.Node] = set()
+    found: dict[int, list[fx.Node]] = {}
+    for place in range(len(order) - 1, -1, -1):
+        action, node = order[place]
+        for operand in reads(action, node):
+            if operand not in seen:
+                seen.add(operand)
+                found.setdefault(place, []).append(operand)
+        if action != "start" and not node.users and node.op == "call_function":
+            found.setdefault(place, []).append(node)
+    return found

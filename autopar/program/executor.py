@@ -1,0 +1,559 @@
+"""One rank's run of a program: slice the inputs, run the forward graph, gather the outputs; run the
+backward graph.
+
+The same executor runs on real tensors with process groups and on fake tensors with fake groups, so
+that a trace of its memory is a prediction. Memory discipline: graphs take one list which they
+empty, and free every value after its last use; nothing here holds a value that the graph has been
+given.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.core.collective import HOST_KINDS
+from autopar.core.layout import Layout, local_shape
+from autopar.core.private_folder import private_folder
+from autopar.errors import RuntimeStateError
+from autopar.kernels.bind import bind
+from autopar.kernels.collectives import FIRST, Groups, all_gather, all_reduce, use_groups
+from autopar.kernels.packing import from_bucket, into_bucket
+from autopar.kernels.rows import ON_GPU
+from autopar.ops import linear_cross_entropy
+from autopar.ops.in_place import functional_form
+from autopar.program.program import (
+    LazyGraphModule,
+    Microbatches,
+    Program,
+    ProgramTensor,
+    StagedProgram,
+)
+from autopar.program.splitting import local_part
+from autopar.request import Backend, Batch, Outputs
+
+# --------------------------------------------------------------------------------------------------
+# The backward graph of a call of which some outputs had no part in the loss.
+#
+# A backward graph is linear in its tangents. What follows from absent ones alone is not computed,
+# so that parameters that nothing else reaches have no gradient, as in the plain model, and
+# derivatives that are infinite there do no harm (0 · ∞ is no number). In a sum the other term is
+# left. Where an op takes what follows from absent tangents beside what follows from others in any
+# other way, zeros stand in.
+
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.add.out)
+
+
+def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> fx.Graph:
+    """A copy that takes the same, of which the results that follow from absent tangents alone are
+    None.
+
+    Args:
+        tangents, absent: names of placeholders; of all tangents, and of those whose outputs had no
+            part.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(source, {}))
+    found = _Gone.of(graph, tangents, absent)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _SUMS and node not in found.gone:
+            _keep_one_term(node, found.gone)
+    end = next(iter(reversed(graph.nodes)))
+    end.args = (tuple(None if result in found.gone else result for result in end.args[0]),)
+    for node in reversed(
+        list(graph.nodes)
+    ):  # not by fx's own rule, to which what writes into its operand is never dead
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """What of a pipeline's backward follows from absent tangents alone, so that it is not computed,
+    and not sent.
+
+    Attributes:
+        parameters: that have no gradient. tangents: per stage the outputs, crossing ones too, whose
+            tangents are none. gradients: per stage what came from the stage before and gets no
+            gradient.
+    """
+
+    parameters: frozenset[str]
+    tangents: tuple[frozenset[str], ...]
+    gradients: tuple[frozenset[str], ...]
+
+    @staticmethod
+    def of(program: StagedProgram, absent: Collection[str]) -> Unused:
+        """Where the outputs of these paths had no part in the loss."""
+        trace = program.trace
+        ends = {o.tangent: o.path for o in trace.differentiable}
+        found = _Gone.of(
+            trace.graph, ends, [tangent for tangent, path in ends.items() if path in absent]
+        )
+        names = {node.name for node in found.gone}
+        results = next(iter(reversed(trace.graph.nodes))).args[0]
+        trained = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}  # type: ignore[index]
+        tangents = tuple(
+            frozenset(path for path, name in tangent_names(stage) if name in names)
+            for stage in program.stages
+        )
+        arrived = [frozenset(t.name for t in stage.inputs if t.crosses) for stage in program.stages]
+        gradients = tuple(
+            here & before
+            for here, before in zip(arrived, (frozenset[str](), *tangents), strict=False)
+        )
+        return Unused(
+            frozenset(name for name, node in trained.items() if node in found.gone),
+            tangents,
+            gradients,
+        )
+
+
+def tangent_names(program: Program) -> list[tuple[str, str]]:
+    """Outputs that have a tangent, with the name that it has in the trace; the backward graph
+    takes them after what is saved."""
+    given = [str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"][
+        program.num_saved :
+    ]
+    return list(zip((t.name for t in program.outputs if t.has_gradient), given, strict=False))
+
+
+@dataclass(slots=True)
+class _Gone:
+    """Nodes by what they follow from.
+
+    Attributes:
+        following: from some tangent. gone: from absent tangents alone.
+        parts: of a bucket, and what is made of it as a whole, which of its tensors are gone.
+    """
+
+    following: set[fx.Node] = field(default_factory=set)
+    gone: set[fx.Node] = field(default_factory=set)
+    parts: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(graph: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> _Gone:
+        found = _Gone()
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.target in tangents:
+                found.following.add(node)
+                if node.target in absent:
+                    found.gone.add(node)
+            elif node.op == "call_function":
+                found._follow(node)
+        return found
+
+    def _follow(self, node: fx.Node) -> None:
+        reads = [operand for operand in node.all_input_nodes if operand in self.following]
+        if not reads:
+            return
+        self.following.add(node)
+        if all(operand in self.gone for operand in reads) or self._is_part(node, reads[0]):
+            self.gone.add(node)
+        elif node.target is into_bucket:
+            self.parts[node] = tuple(tensor in self.gone for tensor in node.args[0])  # type: ignore[union-attr]
+        elif len(reads) == 1 and reads[0] in self.parts and node.target is not operator.getitem:
+            self.parts[node] = self.parts[reads[0]]
+
+    def _is_part(self, node: fx.Node, bucket: fx.Node) -> bool:
+        is_taken = node.target is operator.getitem and bucket.target is from_bucket
+        return is_taken and bucket in self.parts and self.parts[bucket][int(node.args[1])]  # type: ignore[arg-type]
+
+
+def _keep_one_term(node: fx.Node, gone: Collection[fx.Node]) -> None:
+    """Of a sum of which a term is gone the other, in memory of its own: what comes after may
+    write into it."""
+    terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
+    left = [term for term in terms if term not in gone]
+    if (len(terms), len(left)) != (2, 1) or node.kwargs.get("alpha", 1) != 1:
+        return
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(
+            _aten.clone.default, (left[0],), {"memory_format": torch.contiguous_format}
+        )
+    copy.meta.update(node.meta)
+    node.replace_all_uses_with(copy)
+
+
+_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+Boxed = Callable[[list[Any]], Any]
+
+
+class Executor:
+    """Runs `program` at the place in the mesh that `groups` describes.
+
+    Args:
+        backend: ``"inductor"`` compiles the graphs at their first run; without a C++ compiler it
+            warns and runs eagerly.
+        batch: whether inputs come whole (``"global"``) or as this rank's part (``"local"``).
+        outputs: whether outputs are gathered (``"full"``) or stay local; the loss is always whole.
+        device: type of the device that the tensors are on, for those that the graphs make
+            themselves.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        groups: Groups,
+        *,
+        backend: Backend = "eager",
+        batch: Batch = "global",
+        outputs: Outputs = "full",
+        device: str = "cpu",
+    ) -> None:
+        self.program, self.groups, self.batch, self.outputs = program, groups, batch, outputs
+        self.device = torch.device(
+            device, torch.cuda.current_device() if device == "cuda" else None
+        )
+        self._backend = usable_backend(backend)
+        if self._backend == "inductor" and any(
+            c.kind in HOST_KINDS for _, _, c in program.collectives
+        ):
+            what = 'the plan has tensors on the hosts, whose copies backend "inductor" does not run'
+            raise RuntimeStateError(what, remedy='use backend="eager", or plan without offload')
+        self._graphs: dict[str, Boxed] = {}
+        index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
+        self._mutated = [index[name] for name in program.mutated]
+
+    def forward(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        keep: bool,
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The outputs, and what backward needs (nothing unless `keep`); mutated buffers are updated
+        in place.
+
+        Args:
+            parameters, buffers: local tensors as the graph sees them.
+            inputs: whole or local, as `batch` says.
+        """
+        # A value that backward needs may share memory with the buffer that is written below.
+        buffers_in = [b.clone() if i in self._mutated else b for i, b in enumerate(buffers)]
+        operands = [*parameters, *buffers_in, *map(self._localize, inputs, range(len(inputs)))]
+        del buffers_in
+        results = list(self._graph("forward" if keep else "inference")(operands))
+        if not keep:
+            self._let_hosts_write()
+        num_outputs, num_mutated = len(self.program.outputs), len(self._mutated)
+        saved = results[num_outputs + num_mutated :]
+        for position, value in zip(
+            self._mutated, results[num_outputs : num_outputs + num_mutated], strict=True
+        ):
+            buffers[position].copy_(value)
+        del results[num_outputs:]
+        for position, border in enumerate(self.program.outputs):
+            # Detached: an output that backward needs must not lead from the saved values back to
+            # the graph that holds them.
+            local = results[position].detach()
+            whole = border.is_loss or (self.outputs == "full" and not border.crosses)
+            results[position] = (
+                gather(local, border.layout, self.groups, border.view) if whole else local
+            )
+            del local
+        return results, saved
+
+    def backward(
+        self,
+        saved: list[Any],
+        tangents: list[Tensor],
+        sums: Sequence[Tensor] = (),
+        *,
+        first: bool = False,
+        absent: frozenset[int] = frozenset(),
+    ) -> list[Tensor]:
+        """One gradient per parameter that has one, then per input that has one, local as the graph
+        sees it.
+
+        Args:
+            saved, tangents: emptied. One tangent per output that has one.
+            absent: places among the tangents of those that are none, for which zeros are passed;
+                gradients that follow from these alone are None.
+            sums: where the program accumulates, one per parameter that has a gradient; added to,
+                and returned as the gradients.
+            first: whether nothing is in `sums` yet: they are written then.
+        """
+        if first and (
+            absent or self._backend != "eager"
+        ):  # not all may be written; or the graph would be compiled a second time
+            for total in sums:
+                total.zero_()
+            first = False
+        saved += tangents
+        saved += sums
+        tangents.clear()
+        return self._settled(list(self._graph("first" if first else "backward", absent)(saved)))
+
+    def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Before the first microbatch: local parameters as `forward` takes them, from those that
+        rest."""
+        return (
+            list(parameters)
+            if self.program.begin is None
+            else list(self._graph("begin")([*parameters]))
+        )
+
+    def new_sums(self) -> list[Tensor]:
+        """What gradients are added to, where the program accumulates, with nothing in it."""
+        sizes, place = [g.size for g in self.groups], [g.coordinate for g in self.groups]
+        shapes = [local_shape(t.view, t.layout, sizes, place) for t in self.program.sums]
+        return [
+            torch.empty(shape, dtype=t.dtype, device=self.device)
+            for shape, t in zip(shapes, self.program.sums, strict=True)
+        ]
+
+    def end(self, sums: list[Tensor]) -> list[Tensor]:
+        """After the last microbatch: gradients as parameters rest, from their sums; `sums` is
+        emptied."""
+        assert self.program.end is not None, "the program accumulates"
+        return self._settled(list(self._graph("end")(sums)))
+
+    def _let_hosts_write(self) -> None:
+        """Parameters on the host may change from here on: what a GPU fetches of them has come.
+        Gradients say so where backward follows."""
+        if self.device.type == "cuda" and any(t.layout.host for t in self.program.parameters):
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _settled(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients that the host may read: those on their way there from a GPU have come."""
+        if self.device.type == "cuda" and any(x is not None and not x.is_cuda for x in gradients):
+            torch.cuda.current_stream(self.device).synchronize()
+        return gradients
+
+    def as_given(self, gradient: Tensor | None, border: ProgramTensor) -> Tensor | None:
+        """The gradient of an input of the batch, which backward returns whole, as the input
+        came."""
+        if gradient is None or self.batch == "global":
+            return gradient
+        return self._part(gradient, border)
+
+    def _localize(self, x: Tensor, position: int) -> Tensor:
+        border = self.program.inputs[position]
+        return x if self.batch == "local" or border.crosses else self._part(x, border)
+
+    def _part(self, x: Tensor, border: ProgramTensor) -> Tensor:
+        sizes, coordinate = [g.size for g in self.groups], [g.coordinate for g in self.groups]
+        return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
+
+    def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Boxed:
+        assert not self.program.orders, "graphs are written in their order before they run"
+        key = f"{phase} without {sorted(absent)}" if absent else phase
+        if key not in self._graphs:
+            bound = bind(self._source(phase, absent), self.groups, self.device.type)
+            if phase == "inference":
+                bound.graph = without_saved(bound.graph, self.program.num_saved)
+            self._graphs[key] = boxed(bound) if self._backend == "eager" else _compiled(bound)
+        return self._graphs[key]
+
+    def _source(self, phase: str, absent: frozenset[int] = frozenset()) -> fx.GraphModule:
+        program = self.program
+        if absent:
+            assert phase == "backward", "sums are written by adding to zeros"
+            given = [name for _, name in tangent_names(program)]
+            return LazyGraphModule(
+                program.backward,
+                without(program.backward.graph, given, [given[place] for place in absent]),
+            )
+        if phase == "first":
+            return _writing(program.backward)
+        source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(
+            phase, program.forward
+        )
+        assert source is not None, "graphs of the step are there where the program accumulates"
+        return source
+
+
+def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:
+    """The whole tensor of `shape` on every rank: partial sums reduced first, then the shards of
+    each dim from the innermost out."""
+    with use_groups(groups):
+        for axis, placement in enumerate(layout.placements):
+            if isinstance(placement, Partial):
+                local = all_reduce(local, placement.reduce_op, axis)
+        for axis in reversed(layout.order):
+            placement = layout.placements[axis]
+            if isinstance(placement, Shard):
+                uneven = shape[placement.dim] % layout.num_shards(
+                    placement.dim, [g.size for g in groups]
+                )
+                local = all_gather(
+                    local, placement.dim, axis, shape[placement.dim] if uneven else None
+                )
+    return local
+
+
+def usable_backend(backend: Backend) -> Backend:
+    """The backend itself; eager, with a warning, where Inductor has no C++ compiler."""
+    if backend not in ("eager", "inductor"):
+        raise RuntimeStateError(
+            f"backend {backend!r} is not known", remedy='use "eager" or "inductor"'
+        )
+    if backend == "inductor" and not any(
+        shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")
+    ):
+        warnings.warn(
+            'backend="inductor" needs a C++ compiler and there is none: running eagerly',
+            stacklevel=2,
+        )
+        return "eager"
+    return backend
+
+
+class _BoxedCode(fx.graph.CodeGen):
+    """Code that takes its placeholders as one list, and empties it, so that no caller keeps them
+    alive."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
+        return f"def forward(self, boxed){maybe_return_annotation}:{unpack}\n    boxed.clear()"
+
+
+def boxed(graph_module: fx.GraphModule) -> Boxed:
+    """The graph module as a function of one list, which it empties."""
+    graph_module.graph.set_codegen(_BoxedCode())
+    graph_module.recompile()
+    return graph_module
+
+
+def use_private_cache() -> None:
+    """Have Inductor keep the code that it compiles, and loads again, in a folder that only the
+    current user can write to.
+
+    Its own default is a folder of a known name among the system's temporary files, where another
+    user may have been first.
+
+    Raises:
+        RuntimeStateError: if the folder cannot be made.
+    """
+    named = os.environ.get(_INDUCTOR_CACHE)
+    wanted = Path(
+        named
+        or Path(tempfile.gettempdir()) / f"autopar-inductor-{getattr(os, 'getuid', os.getpid)()}"
+    )
+    try:
+        found = private_folder(
+            wanted,
+            "code that Inductor compiles",
+            f"name a folder of your own: {_INDUCTOR_CACHE}=FOLDER",
+        )
+    except OSError as error:
+        what, remedy = (
+            f"Inductor's cache cannot be written: {error}",
+            f"name another folder: {_INDUCTOR_CACHE}=FOLDER",
+        )
+        raise RuntimeStateError(what, where=str(wanted), remedy=remedy) from error
+    os.environ[_INDUCTOR_CACHE] = str(found)
+
+
+def _compiled(graph_module: fx.GraphModule) -> Boxed:
+    use_private_cache()
+    compiled: Any = torch.compile(
+        _functional(graph_module), backend="inductor", fullgraph=True, dynamic=False
+    )
+
+    def run(operands: list[Any]) -> Any:
+        values = tuple(operands)
+        operands.clear()
+        return compiled(*values)
+
+    return run
+
+
+def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that writes into no operand by ``out=``, which Dynamo refuses of some strides;
+    Inductor finds by itself where it may."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in graph.nodes:
+        form = functional_form(node.target) if node.op == "call_function" else None
+        if form is not None and form[1]:
+            node.target, without = form
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != without}
+    return fx.GraphModule(graph_module, graph)
+
+
+def _writing(source: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a backward graph that writes sums which it adds to."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(source.graph, {}))
+    for node in graph.nodes:
+        node.target = FIRST.get(node.target, node.target)
+    return LazyGraphModule(source, graph)
+
+
+def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
+    """A copy that makes only outputs and new buffers: a forward graph without a backward."""
+    graph = fx.Graph()
+    results = graph.graph_copy(source, {})
+    graph.output(tuple(results[: len(results) - num_saved]))  # type: ignore[index, arg-type]
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.target in (linear_cross_entropy, ON_GPU[linear_cross_entropy]) and all(
+            user.args[1] == 0 for user in node.users
+        ):
+            node.kwargs = {**node.kwargs, "gradients": False}
+    return graph
+
+
+# --------------------------------------------------------------------------------------------------
+# What a call of stages returns, outputs of the whole batch on every rank, and what backward of a
+# loss outside of the model begins with.
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Of a pipeline's call.
+
+    Attributes:
+        outputs: those that are returned, of the whole batch. how: how they are put together.
+        waits: whether all forwards run first, since backward begins with the user's own loss, or
+            does not come.
+    """
+
+    outputs: tuple[ProgramTensor, ...]
+    how: Microbatches
+    waits: bool
+
+    @property
+    def handed_bytes(self) -> int:
+        """What the stages that make it hand to all others, once a step; a loss is next to
+        nothing, and not counted."""
+        return sum(_bytes(t) for t in self.outputs if not t.is_loss)
+
+
+def is_returned(output: ProgramTensor, outputs: Outputs) -> bool:
+    """Whether several stages, or microbatches, return an output: all with ``"full"``, else the
+    loss."""
+    return outputs == "full" or output.is_loss
+
+
+def parts_of(tangents: Mapping[str, Tensor], how: Microbatches) -> list[dict[str, Tensor]]:
+    """Per microbatch the tangents by output path, from those of the whole batch's outputs."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(how.num)]
+    for path, whole in tangents.items():
+        for mine, value in zip(found, how.tangents(path, whole), strict=True):
+            mine[path] = value
+    return found
+
+
+def _bytes(tensor: ProgramTensor) -> int:
+    size = tensor.dtype.itemsize
+    for length in tensor.shape:
+        size *= length
+    return size

@@ -1,0 +1,565 @@
+"""The lockstep interpreter: all ranks of a program in one process
+(`autopar.program.interpreter`), and what they computed, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from autopar import ops
+from autopar.capture.execute import device_of, placed, promoted, promoted_dtype
+from autopar.capture.normalize.tangents import tangent_of
+from autopar.core.autocast_state import as_written
+from autopar.core.collective import HOST_KINDS, Collective, Kind
+from autopar.core.layout import part_range
+from autopar.core.mesh import Mesh
+from autopar.core.placements import Halo, swapped, window
+from autopar.errors import AutoparError, VerificationError
+from autopar.kernels import collectives as steps
+from autopar.kernels import dispatched
+from autopar.kernels.bound_ops import part_of
+from autopar.kernels.collectives import fake_groups
+from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
+from autopar.ops.experts import Together
+from autopar.ops.in_place import functional_form
+from autopar.program.program import Program, ProgramTensor
+from autopar.program.splitting import join, reduce, split
+from autopar.rules import where_of
+
+# --------------------------------------------------------------------------------------------------
+# Kernels of emitted graphs for lists of ranks: products and the collectives at their borders, one
+# after the other.
+
+ByRank = list[Any]
+Moved = Callable[[Kind, ByRank, Sequence[Any]], ByRank]
+"""What a collective, by its settings, makes of tensors by rank."""
+
+
+def run_kernel(
+    node: fx.Node,
+    operands: Sequence[ByRank | None],
+    biases: ByRank,
+    moved: Moved,
+    in_dtype: Callable[[Any], Any],
+) -> ByRank:
+    """What a kernel's node makes, by rank; product and collective give what they would alone.
+
+    Args:
+        operands: of the node, by rank, as far as they are tensors, in order. biases: of each rank's
+            product, None where it has none.
+        in_dtype: a dtype that is asked for → the one to compute in.
+    """
+    a, b, *others = operands
+    assert a is not None and b is not None, "the factors of a product"
+    if node.target is matmul_reduce_add_rmsnorm:
+        equation, dim, axis, _, n, eps, *dtypes = node.args[4:]
+        parts = moved("reduce_scatter", _products(str(equation), a, b, biases), (dim, "sum", axis))
+        return _normed(parts, others, n, eps, in_dtype(dtypes))
+    *settings, axis, _ = node.args[2:]
+    if KERNELS[node.target] == "all_gather":  # type: ignore[index]
+        equation, operand, dim = settings
+        factors = [a, b]
+        factors[operand] = whole = moved("all_gather", factors[operand], (dim, axis))  # type: ignore[index, call-overload]
+        return list(
+            zip(whole, _products(str(equation), factors[0], factors[1], biases), strict=True)
+        )
+    _, equation, dim = settings
+    products = _products(str(equation), a, b, biases)
+    if others and others[0] is not None:
+        products = [x + product for x, product in zip(others[0], products, strict=True)]
+    return moved("reduce_scatter", products, (dim, "sum", axis))
+
+
+def _normed(
+    parts: ByRank, others: Sequence[ByRank | None], n: Any, eps: Any, dtypes: Sequence[torch.dtype]
+) -> ByRank:
+    """The sums with the residuals, their squares and norms."""
+    residuals, weights = others
+    assert residuals is not None and weights is not None, "a norm has both"
+    (squared_in, *rounded), results = dtypes, []
+    for residual, part, weight in zip(residuals, parts, weights, strict=True):
+        total = residual + part
+        squares = ops.square_sum(total, squared_in)
+        results.append(
+            (total, squares, ops.rms_norm(total, squares, weight, n, eps, squared_in, *rounded))
+        )
+    return results
+
+
+def _products(equation: str, a: ByRank, b: ByRank, biases: ByRank) -> ByRank:
+    """Ranks with the very same factors, and bias, share theirs."""
+    found: dict[tuple[int, ...], Any] = {}
+    each = list(zip(a, b, biases, strict=True))
+    for operands in each:
+        if tuple(map(id, operands)) not in found:
+            found[tuple(map(id, operands))] = ops.dot(equation, *operands)
+    return [found[tuple(map(id, operands))] for operands in each]
+
+
+# --------------------------------------------------------------------------------------------------
+# One communication step within one group of virtual ranks, whose tensors lie in one process.
+
+
+def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> None:
+    """The ranks of a group bring equal shapes; along the dim that is joined the parts of
+    `length`, where that is said."""
+    shapes = [tuple(part.shape) for part in parts]
+    expected = [shapes[0]] * len(shapes)
+    if length is not None:
+        own = [part_range(length, [len(parts)], [index])[1] for index in range(len(parts))]
+        expected = [(*shapes[0][:joined], n, *shapes[0][joined + 1 :]) for n in own]
+    if shapes != expected:
+        raise VerificationError(f"ranks bring different shapes: {shapes}")
+
+
+def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
+    """One communication step within one group.
+
+    Results have the strides of those on real processes (`autopar.kernels.bound_ops`): they are
+    contiguous, and along an axis of size 1 they are the operands. Kernels of ops read strides, so a
+    plan is verified with the strides that it will run with.
+    """
+    size = len(parts)
+    if size == 1:
+        return parts
+    if kind == "slice":
+        return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
+    if kind == "all_reduce":
+        return [reduce(parts, reduce_op).contiguous()] * size
+    if kind == "swap":
+        return [part.contiguous() for part in swapped(parts, dim)]
+    if kind == "reduce_scatter":
+        return _chunks(reduce(parts, reduce_op), dim, size)
+    if dim == to_dim:
+        return parts
+    whole = torch.cat(parts, dim=dim).contiguous()
+    return [whole] * size if kind == "all_gather" else _chunks(whole, to_dim, size)
+
+
+def with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
+    """Each part with what it asks of its neighbours."""
+    lengths = [part.shape[halo.dim] for part in parts]
+    whole = torch.cat(parts, dim=halo.dim)
+    windows = (window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths))
+    return [part.contiguous() for part in windows]
+
+
+def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
+    return [chunk.contiguous() for chunk in x.split(part_of(x.shape[dim], size), dim)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Graphs over lists of ranks, in one process, without process groups.
+#
+# Every node is run once per rank and holds a list of one result per rank; ranks whose operands
+# are the very same tensors share the result. Communication steps act on the whole list, group by
+# group. Graphs are functional, so sharing is safe; an operator that writes into its operand is
+# refused.
+
+Observer = Callable[[str, fx.Node, list[Any]], None]
+Record = tuple[str, str, Collective]
+_TENSORS = 4  # a kernel's first arguments, which are tensors or none
+_KINDS: dict[Any, Kind] = {
+    steps.all_gather: "all_gather",
+    steps.reduce_scatter: "reduce_scatter",
+    steps.all_reduce: "all_reduce",
+    steps.all_to_all: "all_to_all",
+    steps.halo: "halo",
+    steps.swap: "swap",
+    steps.shard: "slice",
+    steps.fetch: "fetch",
+    steps.store: "store",
+}
+
+
+def node_name(node: fx.Node) -> str:
+    """The node in the user's words where it has a key, else its name in the graph."""
+    return str(node.meta.get("key") or node.name)
+
+
+def moved_name(node: fx.Node) -> str:
+    """As `node_name`, of the collective that a node does."""
+    return str(node.meta["kernel"].key) if "kernel" in node.meta else node_name(node)
+
+
+@dataclass(slots=True)
+class Handed:
+    """What an early step made, from its start to its finish, which takes it; `settings` are
+    those of the start."""
+
+    settings: tuple[Any, ...]
+    result: Tensor | None
+
+
+class Ranks:
+    """Runs graphs over lists of ranks, all on one device, and records their communication steps."""
+
+    def __init__(
+        self, mesh: Mesh, dtype: torch.dtype | None, observe: Observer | None, device: torch.device
+    ) -> None:
+        self.mesh, self.dtype, self.observe, self.device = mesh, dtype, observe, device
+        self.ranks = range(mesh.num_devices)
+        self.records: list[Record] = []
+        self._instead: Mapping[Any, Any] = {}
+
+    def __call__(
+        self,
+        graph_module: fx.GraphModule,
+        phase: str,
+        operands: Sequence[list[Any]],
+        instead: Mapping[Any, Any] | None = None,
+    ) -> list[list[Any]]:
+        """The results in the order of the graph's output tuple, each a list by rank.
+
+        Args:
+            instead: by a node's target what runs in its place.
+        """
+        self._instead = instead or {}
+        env: dict[fx.Node, list[Any]] = {}
+        remaining = iter(operands)
+        uses = {node: len(node.users) for node in graph_module.graph.nodes}
+        for node in graph_module.graph.nodes:
+            if node.op == "output":
+                return [
+                    env[result] if isinstance(result, fx.Node) else [result for _ in self.ranks]
+                    for result in node.args[0]
+                ]
+            env[node] = (
+                next(remaining)
+                if node.op == "placeholder"
+                else self._run_node(graph_module, phase, node, env)
+            )
+            if self.observe is not None:
+                self.observe(phase, node, env[node])
+            for operand in node.all_input_nodes:
+                uses[operand] -= 1
+                if not uses[operand]:
+                    del env[operand]
+        raise VerificationError(f"the {phase} graph has no output")
+
+    def _run_node(
+        self,
+        graph_module: fx.GraphModule,
+        phase: str,
+        node: fx.Node,
+        env: Mapping[fx.Node, list[Any]],
+    ) -> list[Any]:
+        try:
+            if node.op == "get_attr":
+                constant = promoted(_attribute(graph_module, node), self.dtype)
+                constant = constant.to(self.device) if isinstance(constant, Tensor) else constant
+                return [constant for _ in self.ranks]
+            if node.target in _KINDS:
+                return self._run_step(phase, node, env, _KINDS[node.target], steps.positional(node))
+            if node.target is steps.start:
+                x, kind, *settings = node.args
+                return [
+                    Handed(node.args[1:], part)
+                    for part in self._run_step(phase, node, env, kind, (x, *settings))
+                ]
+            if node.target is steps.finish:
+                return _handed_over(node, env)
+            if node.target in KERNELS:
+                return self._run_kernel(phase, node, env)
+            if node.target in dispatched.TOGETHER:
+                return self._run_dispatched(phase, node, env)
+            if node.target in steps.PLACES:
+                return [
+                    self._range(rank, *node.args)[steps.PLACES.index(node.target)]
+                    for rank in self.ranks
+                ]
+            return self._run_op(node, env)
+        except (RuntimeError, ValueError, TypeError, IndexError, AutoparError) as error:
+            raise VerificationError(
+                f"{node_name(node)} fails in the {phase} graph: {error}", where=where_of(node)
+            ) from error
+
+    def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        # virtual ranks share tensors that are alike, which none may write into
+        target, without = functional_form(node.target) or (
+            self._instead.get(node.target, node.target),
+            "",
+        )  # type: ignore[arg-type]
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            raise VerificationError("an operator of the program writes into its operand")
+        kwargs = {name: value for name, value in node.kwargs.items() if name != without}
+        args, kwargs = tree_map(lambda a: promoted_dtype(a, self.dtype), (node.args, kwargs))
+        operands = node.all_input_nodes
+        results: dict[tuple[int, ...], Any] = {}
+        by_rank = []
+        for rank in self.ranks:
+            key = tuple(id(env[operand][rank]) for operand in operands)
+            if key not in results:
+                here = fx.node.map_arg((args, kwargs), partial(_of_rank, env, rank))
+                results[key] = tree_map(
+                    lambda x: promoted(x, self.dtype),
+                    target(*here[0], **placed(here[1], self.device)),
+                )
+            by_rank.append(results[key])
+        return by_rank
+
+    def _run_kernel(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        operands = [env[x] if isinstance(x, fx.Node) else None for x in node.args[:_TENSORS]]
+        named = [
+            fx.node.map_arg(dict(node.kwargs), partial(_of_rank, env, rank)) for rank in self.ranks
+        ]
+        biases = [None if any(given.get("starts", ())) else given.get("bias") for given in named]
+        in_dtype = partial(tree_map, partial(promoted_dtype, dtype=self.dtype))
+        return run_kernel(node, operands, biases, partial(self._moved, phase, node), in_dtype)
+
+    def _run_dispatched(
+        self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]
+    ) -> list[Any]:
+        """Experts with their tokens, of all ranks of an axis together; recorded are the rows
+        that were expected."""
+        *operands, split, _, axis, _ = node.args
+        self.records += [(phase, node_name(node), c.collective) for c in node.meta.get("own", ())]
+        result: list[Any] = [None for _ in self.ranks]
+        for group in self.mesh.groups(axis):  # type: ignore[arg-type]
+            ranks = []
+            for rank in group:
+                places = fake_groups(self.mesh, self.mesh.coordinate(rank))
+                given = fx.node.map_arg(tuple(operands), partial(_of_rank, env, rank))
+                ranks.append((*given, dispatched.starts_of(split, axis, places)))  # type: ignore[arg-type]
+            for rank, made in zip(
+                group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True
+            ):  # type: ignore[index]
+                result[rank] = tree_map(lambda x: promoted(x, self.dtype), made)
+        return result
+
+    def _run_step(
+        self,
+        phase: str,
+        node: fx.Node,
+        env: Mapping[fx.Node, list[Any]],
+        kind: Kind,
+        arguments: Sequence[Any],
+    ) -> list[Any]:
+        x, *settings = arguments
+        return self._moved(phase, node, kind, env[x], settings)
+
+    def _moved(
+        self, phase: str, node: fx.Node, kind: Kind, locals: list[Any], settings: Sequence[Any]
+    ) -> list[Any]:
+        """What a step makes of tensors by rank."""
+        if kind in HOST_KINDS:
+            return self._copied(phase, node, kind, locals)
+        *rest, axis = settings
+        reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
+        dim, to_dim = (
+            rest[0] if kind != "all_reduce" else -1,
+            rest[1] if kind == "all_to_all" else -1,
+        )
+        num_bytes = locals[0].numel() * locals[0].element_size()
+        around = Halo(*rest) if kind == "halo" else None
+        halo_bytes = num_bytes // locals[0].shape[dim] * around.length if around else 0
+        dtype = str(locals[0].dtype).removeprefix("torch.")
+        self.records.append(
+            (
+                phase,
+                moved_name(node),
+                Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes, halo_bytes),
+            )
+        )
+        result: list[Any] = [None for _ in self.ranks]
+        for group in self.mesh.groups(axis):
+            parts = [locals[rank] for rank in group]
+            alike = (
+                [part.narrow(dim, 0, 0) for part in parts] if around else parts
+            )  # with halos, parts may differ along the dim
+            check_parts(
+                alike,
+                dim if kind in ("all_gather", "all_to_all") else -1,
+                node.kwargs.get("length"),
+            )
+            results = (
+                with_halos(parts, around) if around else step(kind, parts, dim, to_dim, reduce_op)
+            )
+            for rank, part in zip(group, results, strict=True):
+                result[rank] = part
+        return result
+
+    def _copied(self, phase: str, node: fx.Node, kind: Kind, locals: list[Any]) -> list[Any]:
+        """Between the ranks and their hosts."""
+        dtype, num_bytes = (
+            str(locals[0].dtype).removeprefix("torch."),
+            locals[0].numel() * locals[0].element_size(),
+        )
+        self.records.append(
+            (phase, moved_name(node), Collective(kind, -1, -1, -1, "", dtype, num_bytes))
+        )
+        copies = {id(x): x.clone(memory_format=torch.contiguous_format) for x in locals}
+        return [copies[id(x)] for x in locals]
+
+    def _range(
+        self, rank: int, size: int, splitters: tuple[tuple[int, int], ...]
+    ) -> tuple[int, int]:
+        coordinate = self.mesh.coordinate(rank)
+        return steps.range_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
+
+
+def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+    """What the start of an early step made, once."""
+    results = []
+    for handed in env[node.args[0]]:  # type: ignore[index]
+        if (
+            not isinstance(handed, Handed)
+            or handed.settings != node.args[1:]
+            or handed.result is None
+        ):
+            raise VerificationError(
+                "it finishes what was not started with these settings, or was finished before"
+            )
+        results.append(handed.result)
+        handed.result = None
+    return results
+
+
+def _of_rank(env: Mapping[fx.Node, list[Any]], rank: int, node: fx.Node) -> Any:
+    return env[node][rank]
+
+
+def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = graph_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """What a program computed, joined to full tensors.
+
+    Attributes:
+        outputs: by output path. buffers: new values of mutated buffers, by name.
+        gradients: by parameter name, in the stored shape; of inputs, as
+            `autopar.capture.trace.gradient_name` calls them.
+        records: the communication steps that ran, as (phase, node key, Collective).
+    """
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    records: tuple[Record, ...]
+
+
+def run_lockstep(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor] | Sequence[Tensor],
+    *,
+    tangent: float = 1.0,
+    dtype: torch.dtype | None = None,
+    observe: Observer | None = None,
+    tolerance: float | None = None,
+) -> Lockstep:
+    """Run forward and, where a parameter or an input has a gradient, backward.
+
+    Args:
+        parameters, buffers: full tensors in their stored shapes, by name.
+        inputs: full tensors by path, or in the order of ``program.inputs``.
+        tangent: gradient of the loss; factor of what stands for one where the model has none
+            (`autopar.capture.normalize.tangents`).
+        dtype: promotes every floating tensor, and every floating dtype that a node names, to this
+            one, and complex ones to its complex counterpart.
+        observe: called with (phase, node, results by rank) after each node.
+        tolerance: largest difference between replicas relative to the largest magnitude; by default
+            1e-11 in double precision, else 1e-5 (1e-2 for 16-bit types).
+
+    Raises:
+        VerificationError: where replicas differ, or a node fails; names the node, its module and
+            source.
+    """
+    by_path = (
+        inputs
+        if isinstance(inputs, Mapping)
+        else {t.name: x for t, x in zip(program.inputs, inputs, strict=True)}
+    )
+    values = [parameters[t.name] for t in program.parameters] + [
+        buffers[t.name] for t in program.buffers
+    ]
+    values += [by_path[t.name] for t in program.inputs]
+    borders = (*program.parameters, *program.buffers, *program.inputs)
+    operands = [
+        split(promoted(x, dtype), t.layout, program.mesh, t.view)
+        for x, t in zip(values, borders, strict=True)
+    ]
+    device = device_of(values)
+    run = Ranks(program.mesh, dtype, observe, device)
+    with as_written():
+        results = run(program.forward, "forward", operands)
+        mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
+        first, last = len(program.outputs), len(program.outputs) + len(mutated)
+        outputs = joined(program.forward, results[:first], program.outputs, program.mesh, tolerance)
+        new_buffers = joined(
+            program.forward, results[first:last], mutated, program.mesh, tolerance, first
+        )
+        trained = [*(t for t in program.parameters if t.has_gradient), *program.input_gradients]
+        gradients: dict[str, Tensor] = {}
+        if trained:
+            saved = results[len(results) - program.num_saved :]
+            del results, operands
+            saved += [
+                _tangent(t, program.mesh, tangent, dtype, device)
+                for t in program.outputs
+                if t.has_gradient
+            ]
+            gradients = joined(
+                program.backward,
+                run(program.backward, "backward", saved),
+                trained,
+                program.mesh,
+                tolerance,
+            )
+    return Lockstep(outputs, gradients, new_buffers, tuple(run.records))
+
+
+def _tangent(
+    border: ProgramTensor, mesh: Mesh, scale: float, dtype: torch.dtype | None, device: torch.device
+) -> list[Tensor]:
+    whole = tangent_of(
+        border.name,
+        border.shape,
+        promoted_dtype(border.dtype, dtype),
+        is_loss=border.is_loss,
+        scale=scale,
+    )
+    return split(whole.to(device), border.layout, mesh, border.view)
+
+
+def joined(
+    graph_module: fx.GraphModule,
+    results: Sequence[list[Any]],
+    borders: Sequence[ProgramTensor],
+    mesh: Mesh,
+    tolerance: float | None,
+    offset: int = 0,
+) -> dict[str, Tensor]:
+    """The named full tensors; an error names the node that made the result."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    found = {}
+    for index, (border, locals) in enumerate(zip(borders, results, strict=True)):
+        try:
+            found[border.name] = join(
+                locals, border.layout, mesh, border.shape, _tolerance(locals[0], tolerance)
+            )
+        except (AutoparError, RuntimeError) as error:
+            node = output.args[0][index + offset]
+            raise VerificationError(
+                f"{border.name!r} cannot be joined from {node_name(node)}: {error}",
+                where=where_of(node),
+            ) from error
+    return found
+
+
+def _tolerance(x: Tensor, tolerance: float | None) -> float:
+    if tolerance is not None:
+        return tolerance
+    return {torch.float64: 1e-11, torch.float32: 1e-5}.get(x.dtype.to_real(), 1e-2)

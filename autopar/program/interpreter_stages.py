@@ -1,0 +1,253 @@
+"""The lockstep interpreter for pipelines: all stages and all microbatches, every rank of a stage in
+one process.
+
+Microbatch by microbatch: forward through the stages, then backward through them in reverse.
+Schedules change when a stage works on which microbatch, not what it computes, and each adds up its
+gradients in the order of microbatches, as here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from autopar.capture.execute import device_of, placed, promoted, promoted_dtype
+from autopar.capture.graphs import copied
+from autopar.capture.normalize.tangents import tangent_of
+from autopar.core.autocast_state import as_written
+from autopar.core.layout import local_shape
+from autopar.kernels.collectives import FIRST
+from autopar.ops import random
+from autopar.program.executor import parts_of
+from autopar.program.interpreter import Lockstep, Observer, Ranks, Record, joined
+from autopar.program.program import (
+    LazyGraphModule,
+    Microbatches,
+    Program,
+    ProgramTensor,
+    StagedProgram,
+)
+from autopar.program.splitting import split
+
+Locals = list[Any]  # one tensor per rank of a stage
+
+
+def parts_in(
+    how: Microbatches,
+    inputs: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> list[dict[str, Tensor]]:
+    """The inputs of microbatches; in `dtype`, where one is given, and so is what they are given
+    of the batch."""
+
+    def bound(count: fx.GraphModule) -> fx.GraphModule:
+        graph = copied(count.graph)
+        for node in graph.nodes:
+            node.args, node.kwargs = tree_map(
+                lambda a: promoted_dtype(a, dtype), (node.args, placed(node.kwargs, device))
+            )
+        return LazyGraphModule(count, graph)
+
+    device = device_of(inputs.values())
+    wide = {path: promoted(x, dtype) for path, x in inputs.items()}
+    return how.bound(bound).parts(wide, {name: promoted(x, dtype) for name, x in buffers.items()})
+
+
+def run_staged(
+    program: StagedProgram,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    tangent: float = 1.0,
+    dtype: torch.dtype | None = None,
+    observe: Observer | None = None,
+    tolerance: float | None = None,
+) -> Lockstep:
+    """Run a step of all microbatches; arguments as in `autopar.program.interpreter.run_lockstep`,
+    inputs by path.
+
+    Without a loss, backward begins with the batch's tangents
+    (`autopar.capture.normalize.tangents`), of which each microbatch has its part.
+
+    Raises:
+        VerificationError: where replicas differ, or a node fails; names the node, its module and
+            source.
+    """
+    how = program.microbatches
+    parts = parts_in(how, inputs, buffers, dtype)
+    device = device_of((*parameters.values(), *inputs.values()))
+    tangents = _tangents_of_parts(program, dtype, device, tangent)
+    trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
+    stages = [_Stage(p, parameters, dtype, observe, tolerance, device) for p in program.stages]
+    state = dict(buffers)
+    outputs: dict[str, list[Tensor]] = {}
+    new_buffers: dict[str, Tensor] = {}
+    with as_written():
+        for part, answers in zip(parts, tangents, strict=True):
+            crossing: dict[str, Locals] = {}
+            for stage in stages:
+                own, crossing, changed = stage.forward(part, crossing, state)
+                new_buffers |= changed
+                for path, value in own.items():
+                    outputs.setdefault(path, []).append(value)
+            if random.STATE in new_buffers:
+                state[random.STATE] = new_buffers[random.STATE]
+            returning: dict[str, Locals] = {}
+            for stage in reversed(stages) if trained else ():
+                returning = stage.backward(returning, how.weight * tangent, answers)
+        gradients: dict[str, Tensor] = {}
+        for stage in stages if trained else ():
+            stage.end()
+            for name, value in stage.joined_gradients().items():
+                gradients[name] = gradients[name] + value if name in gradients else value
+    whole = {
+        path: how.join(path, values) for path, values in outputs.items() if path in how.outputs
+    }
+    records: tuple[Record, ...] = tuple(record for stage in stages for record in stage.run.records)
+    return Lockstep(whole, gradients, new_buffers, records)
+
+
+def _tangents_of_parts(
+    program: StagedProgram, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
+) -> list[dict[str, Tensor]]:
+    """Per microbatch, what backward begins with by output path; nothing of a loss, whose tangent
+    is the weight of the microbatch."""
+    ends = [t for t in program.outputs if t.has_gradient and not t.is_loss]
+    whole = {
+        t.name: tangent_of(
+            t.name, t.shape, promoted_dtype(t.dtype, dtype), is_loss=False, scale=scale
+        ).to(device)
+        for t in ends
+    }
+    return parts_of(whole, program.microbatches)
+
+
+class _Stage:
+    """One stage's ranks: its parameters, what waits for backward, and the sum of its gradients."""
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, Tensor],
+        dtype: torch.dtype | None,
+        observe: Observer | None,
+        tolerance: float | None,
+        device: torch.device,
+    ) -> None:
+        self.program, self.dtype, self.tolerance = program, dtype, tolerance
+        self.run = Ranks(program.mesh, dtype, observe, device)
+        self.parameters = [
+            split(promoted(parameters[t.name], dtype), t.layout, program.mesh, t.view)
+            for t in program.parameters
+        ]
+        if program.begin is not None:
+            self.parameters = self.run(program.begin, "step", self.parameters)
+        self.saved: list[Locals] = []
+        self.sums = [self._unset(t) for t in program.sums]
+        self.added = False
+        self.gradients: list[Locals] = []
+
+    def forward(
+        self,
+        part: Mapping[str, Tensor],
+        crossing: Mapping[str, Locals],
+        state: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, Locals], dict[str, Tensor]]:
+        """The model's outputs of this stage, what crosses to the next by path, and new buffers."""
+        p = self.program
+        operands = [*self.parameters]
+        operands += [
+            split(promoted(state[t.name], self.dtype), t.layout, p.mesh, t.view) for t in p.buffers
+        ]
+        for t in p.inputs:
+            operands.append(
+                crossing[t.name]
+                if t.crosses
+                else split(promoted(part[t.name], self.dtype), t.layout, p.mesh, t.view)
+            )
+        results = self.run(p.forward, "forward", operands)
+        mutated = [t for name in p.mutated for t in p.buffers if t.name == name]
+        num = len(p.outputs)
+        self.saved = results[len(results) - p.num_saved :]
+        leaving = {t.name: r for t, r in zip(p.outputs, results, strict=False) if t.crosses}
+        own = [t for t in p.outputs if not t.crosses]
+        outputs = joined(p.forward, results[: len(own)], own, p.mesh, self.tolerance)
+        changed = joined(
+            p.forward, results[num : num + len(mutated)], mutated, p.mesh, self.tolerance, num
+        )
+        return outputs, leaving, changed
+
+    def backward(
+        self, returning: Mapping[str, Locals], weight: float, answers: Mapping[str, Tensor]
+    ) -> dict[str, Locals]:
+        """Adds up gradients; what goes back to the stage before, by path.
+
+        Args:
+            returning: what came back from the stage behind. weight: tangent of the loss. answers:
+                tangents of other outputs.
+        """
+        p = self.program
+        tangents = [
+            returning[t.name] if t.crosses else self._tangent(t, weight, answers)
+            for t in p.outputs
+            if t.has_gradient
+        ]
+        results = self.run(
+            p.backward,
+            "backward",
+            [*self.saved, *tangents, *self.sums],
+            None if self.added else FIRST,
+        )
+        self.added = True
+        num = sum(t.has_gradient for t in p.parameters)
+        self.gradients = results[:num]
+        return {
+            t.name: r
+            for t, r in zip((t for t in p.inputs if t.has_gradient), results[num:], strict=True)
+        }
+
+    def joined_gradients(self) -> dict[str, Tensor]:
+        trained = [t for t in self.program.parameters if t.has_gradient]
+        source = self.program.end or self.program.backward
+        return (
+            joined(source, self.gradients, trained, self.program.mesh, self.tolerance)
+            if trained
+            else {}
+        )
+
+    def end(self) -> None:
+        """After the last microbatch: gradients as parameters rest."""
+        if self.program.end is not None:
+            self.gradients = self.run(self.program.end, "step", self.sums)
+
+    def _unset(self, tensor: ProgramTensor) -> Locals:
+        """A tensor of its own per rank, since it is written into; what is not written spoils the
+        sum."""
+        mesh = self.program.mesh
+        places = map(mesh.coordinate, range(mesh.num_devices))
+        shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
+        return [
+            promoted(
+                torch.full(shape, math.nan, dtype=tensor.dtype, device=self.run.device), self.dtype
+            )
+            for shape in shapes
+        ]
+
+    def _tangent(
+        self, output: ProgramTensor, weight: float, answers: Mapping[str, Tensor]
+    ) -> Locals:
+        mesh = self.program.mesh
+        if not output.is_loss:
+            return split(answers[output.name], output.layout, mesh, output.view)
+        return [
+            torch.full(
+                output.shape, weight, dtype=self.dtype or output.dtype, device=self.run.device
+            )
+        ] * mesh.num_devices

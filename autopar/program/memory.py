@@ -1,0 +1,142 @@
+"""The peak of live tensor bytes of a step: predicted on fake tensors, by the count that measures
+it on real ones (`autopar.program.abstract_executor`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.dynamo.fakes import new_fake_mode
+from autopar.core.autocast_state import as_written
+from autopar.core.layout import local_shape
+from autopar.kernels import host
+from autopar.kernels.collectives import fake_groups
+from autopar.program.abstract_executor import LiveBytes, Rehearsal, Seen
+from autopar.program.program import Program, ProgramTensor
+from autopar.request import Batch, Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Live tensor bytes of one step on one rank, without optimizer state.
+
+    Attributes:
+        peak_bytes: from the start of forward to the end of backward.
+        resident_bytes: parameters, buffers and the batch, before forward.
+        kept_bytes: what lives between forward and backward beyond these, outputs included.
+        final_bytes: what is left after backward beyond these: gradients and outputs.
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+    kept_bytes: int
+    final_bytes: int
+
+
+def trace_peak(
+    program: Program,
+    *,
+    batch: Batch = "global",
+    outputs: Outputs = "full",
+    coordinate: tuple[int, ...] | None = None,
+    train: bool = True,
+) -> PeakMemory:
+    """Predict the memory of a step by running it on fake tensors, as `ParallelModule` does on real
+    ones.
+
+    Of a loss that the user computes of the outputs the gradients that come back are counted, not
+    what computing it takes.
+
+    Args:
+        coordinate: the rank's place in the mesh; by default one that needs as much as any: with the
+            largest part of everything, as the origin has, and the last part of causal attention's
+            queries.
+        train: whether backward runs; else the forward of ``torch.no_grad()``.
+    """
+    return _run(program, LiveBytes(), batch, outputs, coordinate, train)
+
+
+def _run(
+    program: Program,
+    memory: LiveBytes,
+    batch: Batch,
+    outputs: Outputs,
+    coordinate: tuple[int, ...] | None = None,
+    train: bool = True,
+    seen: Seen | None = None,
+) -> PeakMemory:
+    groups = fake_groups(program.mesh, coordinate)
+    place = tuple(group.coordinate for group in groups)
+    executor = Rehearsal(
+        program,
+        groups,
+        memory,
+        batch=batch,
+        outputs=outputs,
+        seen=seen,
+        unread=True,
+        last_queries=coordinate is None,
+    )
+    with new_fake_mode(), memory, as_written():
+        parameters = [_empty(t, program, place) for t in program.parameters]
+        buffers = [_empty(t, program, place) for t in program.buffers]
+        given = [batch == "global" and not t.crosses for t in program.inputs]
+        inputs = [
+            torch.empty(t.shape, dtype=t.dtype) if whole else _empty(t, program, place)
+            for t, whole in zip(program.inputs, given, strict=True)
+        ]
+        resting = parameters  # they rest beside what is gathered of them
+        parameters, sums = executor.begin(resting), executor.new_sums()
+        resident = memory.live_bytes
+        memory.reset_peak()
+        results, saved = executor.forward(parameters, buffers, inputs, keep=train)
+        kept = memory.live_bytes - resident
+        gradients = []
+        if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
+            # autograd, or the schedule, holds tangents until backward ends, and so does this name
+            tangents = [_empty(t, program, place) for t in program.outputs if t.has_gradient]
+            gradients = executor.backward(saved, list(tangents), sums)
+            del tangents
+        final = memory.live_bytes - resident
+        del gradients, sums, resting, results
+    return PeakMemory(memory.peak_bytes, resident, kept, final)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePeak:
+    """The peak of live bytes while one node of a program ran."""
+
+    phase: str
+    node: fx.Node
+    peak_bytes: int
+
+
+def node_peaks(
+    program: Program, *, batch: Batch = "global", outputs: Outputs = "full"
+) -> tuple[NodePeak, ...]:
+    """The peak while each node of a step runs, in order, without optimizer state. Counted as
+    `trace_peak` does, whose peak is the largest of these but for what is sliced before the graphs
+    run and gathered after."""
+    return all_peaks(program, batch=batch, outputs=outputs)[1]
+
+
+def all_peaks(
+    program: Program, *, batch: Batch = "global", outputs: Outputs = "full"
+) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
+    """What `trace_peak` and `node_peaks` say, of one run."""
+    found: list[NodePeak] = []
+    whole = _run(
+        program, LiveBytes(), batch, outputs, seen=lambda *each: found.append(NodePeak(*each))
+    )
+    return whole, tuple(found)
+
+
+def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:
+    shape = local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate)
+    return (
+        host.empty(shape, tensor.dtype)
+        if tensor.layout.host
+        else torch.empty(shape, dtype=tensor.dtype)
+    )

@@ -1,0 +1,451 @@
+"""The peak of a stage under its schedule: the stage's work on fake tensors, in the order and with
+the names held of the real schedule.
+
+What torch's schedules hold in local variables is held here in the same ones: the buffers of the
+last receive, the tensors of the last send. Beyond two microbatches in flight each further one adds
+what it saves, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.capture.dynamo.fakes import new_fake_mode
+from autopar.core.autocast_state import as_written
+from autopar.core.layout import local_shape
+from autopar.kernels import host
+from autopar.kernels.collectives import fake_groups
+from autopar.program.abstract_executor import LiveBytes, Rehearsal, flat, lie_of, lying
+from autopar.program.executor import Returned, parts_of
+from autopar.program.program import Program
+from autopar.program.schedule import Action
+from autopar.program.stage_work import StageWork, outputs_kept
+from autopar.request import Outputs
+
+SIMULATED = 2  # microbatches in flight
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeak:
+    """Live tensor bytes of a stage on one rank, without the optimizer's state and the batch, which
+    is the user's.
+
+    Attributes:
+        peak_bytes: over a step of all microbatches, parameters and buffers included. held_bytes:
+            what each one in flight holds.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+
+
+def trace_stage_peak(
+    program: Program,
+    schedule: str,
+    num_in_flight: int,
+    num_microbatches: int,
+    outputs: Outputs,
+    returned: Returned | None = None,
+) -> StagePeak:
+    """Predict the memory of a stage by running its schedule on fake tensors.
+
+    Args:
+        num_in_flight: of this stage under this schedule. outputs: as in
+            `autopar.runtime.staged_module`.
+        returned: of the whole pipeline; where it waits, outputs are there, whole, from the last
+            forward on, and the gradients by them through all backwards. What computing a loss of
+            them takes is not counted.
+    """
+    waiting = returned if returned is not None and returned.waits else None
+    trained = waiting is None or any(t.has_gradient for t in waiting.outputs)
+    flying = min(num_in_flight, SIMULATED)
+    num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
+    memory = LiveBytes()
+    with new_fake_mode(), as_written():
+        work, tensors = stage_work(program, outputs, memory)
+        parts, given = batch_of(program, num)
+        with memory:
+            memory.register(x for part in parts for x in part.values())
+            batch_bytes = memory.live_bytes  # the user's: parts are views of the batch
+            memory.register((*tensors, *given.values()))
+            parts = [{**part, **given} for part in parts]
+            parameters, buffers = (
+                tensors[: len(program.parameters)],
+                tensors[len(program.parameters) :],
+            )
+            collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
+            work.begin((), parameters, buffers, parts, 1.0, keep=trained)
+            held = _held(work, memory, sends=schedule == "gpipe" and waiting is None)
+            work.clear()
+            memory.reset_peak()
+            work.begin(collected, parameters, buffers, parts, 1.0, keep=trained)
+            if waiting is not None:
+                _forwards_first(work, num, num_microbatches - num, waiting, trained=trained)
+            else:
+                if schedule == "gpipe":
+                    _gpipe(work, num, num_microbatches - num)
+                else:
+                    _one_forward_one_backward(work, num, flying, num_microbatches - num)
+                joined = put_together(work)
+                work.finish()
+                del joined
+    return StagePeak(memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held, held)
+
+
+def batch_of(program: Program, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The inputs of `num` microbatches by path, those of each, and those that all are given."""
+    own = [t for t in program.inputs if not t.crosses]
+    parts = [
+        {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if not t.given}
+        for _ in range(num)
+    ]
+    return parts, {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if t.given}
+
+
+def stage_work(
+    program: Program, outputs: Outputs, memory: LiveBytes
+) -> tuple[StageWork, list[Tensor]]:
+    """The stage's work on one rank, its parameters and buffers."""
+    groups = fake_groups(program.mesh)
+    place = tuple(group.coordinate for group in groups)
+    executor = Rehearsal(
+        program, groups, memory, outputs="full" if outputs == "full" else "local", last_queries=True
+    )
+    tensors = (*program.parameters, *program.buffers)
+    shapes = [local_shape(t.view, t.layout, program.mesh.shape, place) for t in tensors]
+    empty = [
+        (host.empty if t.layout.host else torch.empty)(shape, dtype=t.dtype)
+        for t, shape in zip(tensors, shapes, strict=True)
+    ]
+    return StageWork(program, executor, torch.device("cpu")), empty
+
+
+def _held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
+    """What one microbatch holds after its forward; under GPipe what it sent is held until the
+    end."""
+    before = memory.live_bytes
+    work.arriving(0)
+    work.forward(0)
+    sent = work.leaving(0)
+    if not sends:
+        sent = []
+    held = memory.live_bytes - before
+    del sent
+    return held
+
+
+def put_together(work: StageWork) -> list[Tensor]:
+    """Tensors as large as the batch's outputs, which are put together from those that were
+    collected; a loss is a number in any case."""
+    counted = [values if values[0].dim() else values[:1] for values in work.outputs.values()]
+    return [
+        torch.empty(sum(x.numel() for x in values), dtype=values[0].dtype, device=work.device)
+        for values in counted
+    ]
+
+
+def _collected(work: StageWork, num_more: int) -> None:
+    """What microbatches that are not simulated leave until the step ends: outputs, which lie as
+    those of the first one do."""
+    shared = {x.untyped_storage()._cdata for x in work.read_by_all()}
+    for _ in range(num_more):
+        made: dict[int, Tensor] = {}
+        for values in filter(None, work.outputs.values()):
+            storage = values[0].untyped_storage()
+            if storage._cdata in shared:
+                values.append(values[0])
+                continue
+            base = made.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
+            values.append(lying(base, lie_of(values[0])))
+
+
+def _forwards_first(
+    work: StageWork, num: int, num_more: int, returned: Returned, *, trained: bool
+) -> None:
+    """As `autopar.program.transfers` and `autopar.runtime.outer_loss`, with what they hold."""
+    for number in range(num):
+        if number == num - 1:
+            _collected(work, num_more)
+        work.arriving(number)
+        work.forward(number)
+        sent = work.leaving(number)
+    del sent
+    made = {
+        path: returned.how.join(path, values).contiguous() for path, values in work.outputs.items()
+    }
+    work.outputs.clear()
+    for t in returned.outputs:  # those of other stages
+        if t.name not in made:
+            made[t.name] = torch.empty(t.shape, dtype=t.dtype, device=work.device)
+    if trained:
+        tangents = {
+            t.name: torch.empty(t.shape, dtype=t.dtype, device=work.device)
+            for t in returned.outputs
+            if t.has_gradient
+        }
+        work.answer(parts_of(tangents, returned.how)[:num])
+        for number in range(num):
+            work.arriving_back(number)
+            work.backward(number)
+            sent = work.leaving_back(number)
+        del sent
+    work.finish()
+
+
+# The names below are those of torch's schedules, for what they hold.
+
+
+def _gpipe(work: StageWork, num: int, num_more: int) -> None:
+    fwd_sends_to_wait, bwd_sends_to_wait = [], []
+    for number in range(num):
+        if number == num - 1:
+            _collected(work, num_more)
+        ops = work.arriving(number)
+        work.forward(number)
+        ops = work.leaving(number)
+        fwd_sends_to_wait.append(ops)
+    for number in range(num):
+        ops = work.arriving_back(number)
+        work.backward(number)
+        ops = work.leaving_back(number)
+        bwd_sends_to_wait.append(ops)
+
+
+def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: int) -> None:
+    fwd_sends: list[Tensor] = []
+    bwd_sends: list[Tensor] = []
+    send_work: list[
+        Tensor
+    ] = []  # of the last send that was fired alone: gloo's holds what it has sent
+    forwarded = 0
+    for forwarded in range(1, warmup + 1):
+        fwd_recvs = work.arriving(forwarded - 1)
+        work.forward(forwarded - 1)
+        fwd_sends = work.leaving(forwarded - 1)
+        send_work = fwd_sends if forwarded < warmup else send_work
+    _collected(work, num_more)
+    for number in range(num):
+        bwd_recvs = work.arriving_back(number)
+        work.backward(number)
+        bwd_sends = work.leaving_back(number)
+        if forwarded < num:
+            fwd_recvs = work.arriving(forwarded)
+            work.forward(forwarded)
+            fwd_sends = work.leaving(forwarded)
+            forwarded += 1
+        else:
+            send_work = bwd_sends
+    del fwd_recvs, fwd_sends, bwd_recvs, bwd_sends, send_work
+
+
+# --------------------------------------------------------------------------------------------------
+# The peak of a rank that holds several stages, its chunks: what each piece of a chunk's work
+# adds, put together in the rank's order.
+#
+# Chunks share no tensor but parameters and buffers that both read. So each is measured alone on
+# fake tensors, and what lives at a moment is the sum: parameters and buffers, what a step holds
+# of each chunk, and per microbatch what has arrived, what waits for backward, and what is being
+# sent (`autopar.program.transfers` says how long).
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """Bytes over what is live before a piece of work: at its peak, and after it."""
+
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMemory:
+    """What a chunk's work adds on one rank.
+
+    Attributes:
+        resting: parameter, buffer or what microbatches are given → its bytes. mutated: the buffers
+            that it changes.
+        begin, finish: of a step. received, received_back: buffers of a microbatch for what arrives,
+            in forward and in backward.
+        forward, backward: on one microbatch. backward_beside: where what forward sent is still
+            held.
+        sent: what is freed when that is let go before backward. sent_late: after it. returned: the
+            same of the gradients that are sent.
+        collected: what a microbatch leaves until the step ends: outputs. joined: what they are of
+            the batch's, put together then.
+    """
+
+    resting: Mapping[str, int]
+    mutated: tuple[str, ...]
+    begin: Rise
+    finish: Rise
+    received: int
+    received_back: int
+    forward: Rise
+    backward: Rise
+    backward_beside: Rise
+    sent: int
+    sent_late: int
+    returned: int
+    collected: int
+    joined: int
+
+
+def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
+    """Measure a chunk's work on fake tensors."""
+    memory = LiveBytes()
+    with new_fake_mode(), as_written():
+        work, tensors = stage_work(program, outputs, memory)
+        parts, given = batch_of(program, 2)
+        parts = [{**part, **given} for part in parts]
+        with memory:
+            memory.register((*tensors, *(x for part in parts for x in part.values())))
+            found = _Measured(work, memory)
+            num = len(program.parameters)
+            collected = {t.name for t in outputs_kept(program, outputs, num_microbatches=2)}
+            for _ in range(2):  # what a graph makes once is there the second time
+                measured = found.step(tensors[:num], tensors[num:], parts, collected)
+    names = [t.name for t in (*program.parameters, *program.buffers)]
+    resting = {name: x.untyped_storage().nbytes() for name, x in zip(names, tensors, strict=True)}
+    resting |= {path: x.untyped_storage().nbytes() for path, x in given.items()}
+    return ChunkMemory(resting, program.mutated, **measured)
+
+
+class _Measured:
+    def __init__(self, work: StageWork, memory: LiveBytes) -> None:
+        self._work, self._memory = work, memory
+
+    def step(
+        self,
+        parameters: Sequence[Any],
+        buffers: Sequence[Any],
+        parts: Sequence[Any],
+        collected: set[str],
+    ) -> dict[str, Any]:
+        work = self._work
+        found: dict[str, Any] = {}
+        found["begin"], _ = self._rise(
+            lambda: work.begin(collected, parameters, buffers, parts, 1.0, keep=True)
+        )
+        before = self._memory.live_bytes
+        for number, beside in enumerate((False, True)):
+            rise, received = self._rise(partial(work.arriving, number))
+            found["received"] = rise.after
+            del received
+            found["forward"], _ = self._rise(partial(work.forward, number))
+            sent = work.leaving(number)
+            if not beside:
+                found["sent"] = self._freed(sent)
+            rise, received = self._rise(partial(work.arriving_back, number))
+            found["received_back"] = rise.after
+            del received
+            found["backward_beside" if beside else "backward"], _ = self._rise(
+                partial(work.backward, number)
+            )
+            if beside:
+                found["sent_late"] = self._freed(sent)
+            found["returned"] = self._freed(work.leaving_back(number))
+        found["collected"] = (self._memory.live_bytes - before) // 2
+        before = self._memory.live_bytes
+        joined = put_together(work)
+        found["joined"] = (self._memory.live_bytes - before) // 2
+        del joined
+        work.outputs.clear()
+        found["finish"], gradients = self._rise(work.finish)
+        del gradients
+        return found
+
+    def _rise(self, run: Callable[[], Any]) -> tuple[Rise, Any]:
+        before = self._memory.live_bytes
+        self._memory.reset_peak()
+        result = run()
+        return Rise(self._memory.peak_bytes - before, self._memory.live_bytes - before), result
+
+    def _freed(self, tensors: list[Any]) -> int:
+        before = self._memory.live_bytes
+        tensors.clear()
+        return before - self._memory.live_bytes
+
+
+def rank_peak(
+    chunks: Mapping[int, ChunkMemory], actions: Sequence[Action], num_microbatches: int
+) -> int:
+    """The peak of a step in bytes, parameters and buffers included, without the optimizer's state
+    and the batch.
+
+    Args:
+        chunks: stage → its memory. actions: of the rank; those of other stages count nothing.
+    """
+    return _Replay(chunks).run(actions, num_microbatches)
+
+
+class _Replay:
+    def __init__(self, chunks: Mapping[int, ChunkMemory]) -> None:
+        self._chunks = chunks
+        self._live = self._peak = 0
+        self._sent: dict[
+            tuple[int, str], int
+        ] = {}  # the microbatch whose tensors a stage is sending
+        self._late: set[tuple[int, int]] = set()  # whose backward has run while they were
+
+    def run(self, actions: Sequence[Action], num_microbatches: int) -> int:
+        resting: dict[str, int] = {}
+        for chunk in self._chunks.values():
+            resting |= chunk.resting
+        self._add(sum(resting.values()))
+        changed: set[str] = set()
+        for chunk in self._chunks.values():
+            self._add(sum(chunk.resting[name] for name in chunk.mutated if name in changed))
+            changed |= {*chunk.mutated}
+            self._rise(chunk.begin)
+        for kind, stage, microbatch in actions:
+            if stage in self._chunks:
+                self._act(self._chunks[stage], kind, stage, microbatch)
+        for stage, phase in list(self._sent):
+            self._let_go(stage, phase)
+        self._add(sum(chunk.joined for chunk in self._chunks.values()) * num_microbatches)
+        for chunk in self._chunks.values():
+            self._rise(chunk.finish)
+        return self._peak
+
+    def _act(self, chunk: ChunkMemory, kind: str, stage: int, microbatch: int) -> None:
+        what, _, phase = kind.rpartition(" ")
+        if what == "receive":
+            self._add(chunk.received if phase == "forward" else chunk.received_back)
+        elif what == "send":
+            self._let_go(stage, phase)
+            self._sent[stage, phase] = microbatch
+        elif phase == "forward":
+            self._rise(chunk.forward)
+        elif self._sent.get((stage, "forward")) == microbatch:
+            self._late.add((stage, microbatch))
+            self._rise(chunk.backward_beside)
+        else:
+            self._rise(chunk.backward)
+
+    def _let_go(self, stage: int, phase: str) -> None:
+        """What was sent last."""
+        microbatch = self._sent.pop((stage, phase), None)
+        if microbatch is not None:
+            chunk = self._chunks[stage]
+            late = (stage, microbatch) in self._late
+            self._add(
+                -(
+                    chunk.returned
+                    if phase == "backward"
+                    else chunk.sent_late
+                    if late
+                    else chunk.sent
+                )
+            )
+
+    def _add(self, num_bytes: int) -> None:
+        self._rise(Rise(num_bytes, num_bytes))
+
+    def _rise(self, rise: Rise) -> None:
+        self._peak = max(self._peak, self._live + rise.peak)
+        self._live += rise.after

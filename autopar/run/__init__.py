@@ -1,1 +1,0 @@
-"""Running a program: the module, its parameters, process groups, memory, and the lockstep interpreter."""

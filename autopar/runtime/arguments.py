@@ -1,0 +1,429 @@
+"""Between a call of the model and the flat tensors of a program: arguments taken apart, results put
+together.
+
+Paths name leaves as the program does: keyword arguments by name, positional ones by number
+(``input_ids``, ``past.0``).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture.calls import check_call
+from autopar.capture.tensor_kinds import unusual_kind
+from autopar.capture.trees import flatten_with_paths, paths_in
+from autopar.core.layout import local_shape
+from autopar.errors import CallError, RuntimeStateError
+from autopar.kernels.collectives import Groups
+from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.runtime.guards import AsksForGradient, Misfit
+from autopar.runtime.rank_consistency import check_batch, check_parts
+
+log = logging.getLogger("autopar")
+
+
+class Arguments:
+    """Takes a call's arguments apart, and checks them.
+
+    Args:
+        signature: of the model's forward; with it an argument may come by position or by name, in
+            any order.
+        defaults: of it, as `defaults_of` gives them; a call that passes one is the call that leaves
+            it out.
+        batch: whether tensors come whole (``"global"``) or as the part that belongs to `groups`'
+            coordinate.
+    """
+
+    def __init__(
+        self,
+        program: Program | StagedProgram,
+        signature: inspect.Signature | None,
+        batch: Literal["global", "local"],
+        groups: Groups,
+        device_type: str,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._spec, self._signature, self._device_type, self._settings = (
+            program.in_spec,
+            signature,
+            device_type,
+            program.settings,
+        )
+        self._is_whole, self._num_calls, self._told_of_gpu = batch == "global", 0, False
+        self._remedy = _REMEDY if self._is_whole else _OF_PARTS
+        args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
+        self._paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
+        self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
+        self._defaults, self._names = defaults, list[str]()
+        canonical = self._canonical(args, kwargs)
+        if canonical is not None:
+            self._order, self._canonical_spec = pytree.tree_flatten(canonical)
+            self._names = list(canonical)
+        positions = {path: position for position, path in enumerate(self._paths)}
+        self._inputs = [
+            (positions[tensor.name], tensor, _expected(tensor, batch, groups))
+            for tensor in program.inputs
+        ]
+
+    def __deepcopy__(self, memo: Any) -> Arguments:
+        return copy.copy(
+            self
+        )  # what it holds is never changed; torch warns of specs of calls that are copied
+
+    def tensors(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
+    ) -> list[Tensor]:
+        """The program's input tensors, in its order.
+
+        That every rank passes the same whole batch, or the same part where the plan does not split
+        it, is made sure of in calls 1, 2, 4, 8 and so on: what makes batches differ does so soon.
+
+        Raises:
+            CallError: where the model itself does not take such arguments.
+            Misfit: where structure, shape, dtype or a plain value differs from what the program was
+                made for.
+            RuntimeStateError: where the device, or an argument of another kind does; where ranks of
+                the mesh `devices` pass different batches.
+        """
+        tensors = self._tensors(args, kwargs)
+        self._num_calls += 1
+        if self._num_calls & (self._num_calls - 1) == 0:
+            names = [tensor.name for _, tensor, _ in self._inputs]
+            if self._is_whole:
+                check_batch(names, tensors, devices)
+            else:
+                layouts = [tensor.layout for _, tensor, _ in self._inputs]
+                check_parts(names, tensors, layouts, devices)
+        return tensors
+
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The arguments in words, which are the same on all ranks that call alike: of a part
+        that fits, they tell the whole tensor."""
+        canonical = self._canonical(args, kwargs)
+        given = (args, kwargs) if canonical is None else self._with_defaults(canonical)
+        leaves, parts = (
+            flatten_with_paths(given)[0],
+            {} if self._is_whole else self._parts(args, kwargs),
+        )
+        return ", ".join(f"{path} = {_told(x, parts.get(id(x)))}" for path, x in leaves)
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+        """By id of each argument that has the shape of this rank's part the shape of the whole."""
+        try:
+            leaves = self._leaves(args, kwargs)
+        except (CallError, Misfit):  # which the call itself reports
+            return {}
+        given = ((leaves[position], tensor, shape) for position, tensor, shape in self._inputs)
+        return {
+            id(x): tensor.shape
+            for x, tensor, shape in given
+            if isinstance(x, Tensor) and tuple(x.shape) == shape
+        }
+
+    def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the program was made for such arguments."""
+        try:
+            self._tensors(args, kwargs)
+        except Misfit:
+            return False
+        return True
+
+    def as_whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with tensors of the whole batch in place of this rank's parts, whose values are
+        none.
+
+        Raises:
+            Misfit: as `tensors`, plain values and gradients apart; of parts alone nothing tells the
+                whole.
+        """
+        if self._is_whole:
+            return args, kwargs
+        self._checked(self._leaves(args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        parts = {
+            id(self._leaves(args, kwargs)[position]): tensor for position, tensor, _ in self._inputs
+        }
+        whole = [_of_shape(parts[id(x)].shape, x) if id(x) in parts else x for x in leaves]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(whole, spec)
+        return found
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        leaves = self._leaves(args, kwargs)
+        self._check_settings(leaves)
+        tensors = self._checked(leaves)
+        self._check_known(leaves)
+        self._check_asking(tensors)
+        return tensors
+
+    def _check_asking(self, tensors: Sequence[Tensor]) -> None:
+        for (_, tensor, _), value in zip(self._inputs, tensors, strict=True):
+            if forward_ad.unpack_dual(value).tangent is not None:
+                what = (
+                    f"argument {tensor.name!r} has a forward-mode tangent: programs have"
+                    " derivatives by backward only"
+                )
+                raise RuntimeStateError(
+                    what, remedy="differentiate by backward, or call the plain model"
+                )
+            if value.requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
+                raise AsksForGradient(
+                    f"argument {tensor.name!r} requires a gradient, which the program does not"
+                    " compute",
+                    remedy="detach it, or let the one in example_inputs require a gradient, too",
+                )
+
+    def _check_settings(self, leaves: Sequence[Any]) -> None:
+        for position, made_for in self._settings.items():
+            given = leaves[position]
+            if isinstance(made_for, Tensor):
+                continue  # of its shape first: `_check_known`
+            if not _same_setting(given, made_for):
+                kind = (
+                    Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
+                )  # of an object nothing tells one from another
+                raise kind(
+                    f"argument {self._paths[position]!r} is {_shown(given)}, the program was made"
+                    f" for {_shown(made_for)}",
+                    remedy=(
+                        "pass what the program was made for, or compile the model for this"
+                        " call, too"
+                    ),
+                )
+
+    def _check_known(self, leaves: Sequence[Any]) -> None:
+        """Of the inputs that forward reads: on a GPU it waits for them, as the plain model does."""
+        for position, made_for in self._settings.items():
+            if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
+                what = (
+                    f"argument {self._paths[position]!r}, whose values forward reads, holds others"
+                    " than the program was made for"
+                )
+                raise Misfit(what, remedy="pass those, or compile the model for this call, too")
+
+    def _checked(self, leaves: Sequence[Any]) -> list[Tensor]:
+        tensors = []
+        for position, tensor, shape in self._inputs:
+            value = leaves[position]
+            if not isinstance(value, Tensor):
+                raise Misfit(
+                    f"argument {tensor.name!r} is {type(value).__name__}, not a tensor",
+                    remedy=self._remedy,
+                )
+            _check_kind(tensor.name, value)
+            if tuple(value.shape) != shape or value.dtype != tensor.dtype:
+                part = "" if self._is_whole else f", this rank's part of {tensor.shape}"
+                what = (
+                    f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program"
+                    f" takes {tensor.dtype} {shape}{part}"
+                )
+                raise Misfit(what, remedy=self._remedy)
+            if value.device.type != self._device_type:
+                raise RuntimeStateError(
+                    f"argument {tensor.name!r} is on {value.device}, the mesh on"
+                    f" {self._device_type}",
+                    remedy=f"move the batch to {self._device_type}",
+                )
+            value = value.resolve_conj().resolve_neg()  # ranks send memory as it is
+            tensors.append(value if value.device.type != "cuda" else self._here(value, tensor.name))
+        return tensors
+
+    def _here(self, value: Tensor, name: str) -> Tensor:
+        """On this process' GPU, since each of several may have moved its batch to ``"cuda"``
+        before it had one of its own."""
+        own = torch.device("cuda", torch.cuda.current_device())
+        if value.device == own:
+            return value
+        if not self._told_of_gpu:
+            self._told_of_gpu = True
+            of_place = (
+                "int(os.environ['LOCAL_RANK'])"
+                if "LOCAL_RANK" in os.environ
+                else value.device.index
+            )
+            log.warning(
+                "%s is on %s, and this process computes on %s: each call copies it there; call"
+                " torch.cuda.set_device(%s) before all else",
+                name,
+                value.device,
+                own,
+                of_place,
+            )
+        return value.to(own)
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec == self._spec:
+            return leaves
+        canonical = self._canonical(args, kwargs)
+        if canonical is not None and self._canonical_spec is not None:
+            reordered, spec = pytree.tree_flatten(self._with_defaults(canonical))
+            if spec == self._canonical_spec:
+                return [
+                    value
+                    for _, value in sorted(
+                        zip(self._order, reordered, strict=True), key=lambda pair: pair[0]
+                    )
+                ]
+        if self._signature is not None:
+            check_call(self._signature, args, kwargs)
+        got = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
+        raise Misfit(
+            f"called with arguments {got}, the program was made for {self._paths}",
+            remedy=self._remedy,
+        )
+
+    def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Arguments by the names of the signature, None where they do not fit it."""
+        if self._signature is None:
+            return None
+        try:
+            bound = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
+        return {
+            n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v
+            for n, v in bound.items()
+        }
+
+    def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The same call with just the arguments that the program's has, where defaults account
+        for the others."""
+        more = [name for name in given if name not in self._names]
+        if any(
+            name not in self._defaults or not _is_same(given[name], self._defaults[name])
+            for name in more
+        ):
+            return given
+        if any(name not in given and name not in self._defaults for name in self._names):
+            return given
+        return {
+            name: given[name] if name in given else self._defaults[name] for name in self._names
+        }
+
+
+def defaults_of(model: nn.Module) -> dict[str, Any]:
+    """Those of its forward that are plain values. Where forward is wrapped, or a hook is called
+    before it, either may put in what it likes for an argument that is left out: there None alone,
+    which says as much."""
+    forward: Any = model.forward
+    is_bare = not hasattr(forward, "__wrapped__") and not model._forward_pre_hooks_with_kwargs
+    parameters = inspect.signature(forward).parameters.values()
+    found = {
+        p.name: p.default
+        for p in parameters
+        if p.default is None or (is_bare and p.default is not p.empty)
+    }
+    return {
+        name: x
+        for name, x in found.items()
+        if all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(x))
+    }
+
+
+def _check_kind(name: str, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        what = f"argument {name!r} is a DTensor, the program takes plain tensors"
+        remedy = (
+            "pass x.full_tensor(), called on every rank, or compile the module that it comes from"
+            " with outputs='full'"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+    kind = unusual_kind(value)
+    if kind is not None:
+        raise RuntimeStateError(
+            f"argument {name!r} is {kind.name}, the program takes plain tensors", remedy=kind.remedy
+        )
+
+
+def _is_same(given: Any, default: Any) -> bool:
+    leaves, spec = pytree.tree_flatten(given)
+    wanted, same = pytree.tree_flatten(default)
+    return spec == same and all(map(_same_setting, leaves, wanted))
+
+
+def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+    )
+
+
+def _same_setting(given: Any, made_for: Any) -> bool:
+    """Plain values must be equal, and of one type, which may decide a dtype; other objects have
+    no equality to rely on."""
+    if type(given) is not type(made_for):
+        return False
+    return (
+        not isinstance(made_for, _PLAIN)
+        or given == made_for
+        or (given != given and made_for != made_for)
+    )  # NaN is itself here
+
+
+def _told(value: Any, whole: tuple[int, ...] | None) -> str:
+    if not isinstance(value, Tensor):
+        return _shown(value)
+    asks = " that requires a gradient" if value.requires_grad else ""
+    return (
+        f"{str(value.dtype).removeprefix('torch.')}"
+        f" {tuple(value.shape) if whole is None else whole}{asks}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes"
+_OF_PARTS = (
+    'example_inputs are the whole batch, of which with batch="local" each rank passes its part'
+    " (pm.input_layouts): pass such parts"
+)
+
+
+class Results:
+    """Puts a program's outputs and constants into the structure that the model returns."""
+
+    def __init__(self, program: Program | StagedProgram) -> None:
+        self._spec, self._constants = program.out_spec, program.constants
+        paths = paths_in(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
+        positions = {path: position for position, path in enumerate(paths)}
+        self._positions = [positions[tensor.name] for tensor in program.outputs]
+
+    def __deepcopy__(self, memo: Any) -> Results:
+        return copy.copy(
+            self
+        )  # what it holds is never changed; torch warns of specs of calls that are copied
+
+    def build(self, outputs: Sequence[Any]) -> Any:
+        leaves: Mapping[int, Any] = {
+            **self._constants,
+            **dict(zip(self._positions, outputs, strict=True)),
+        }
+        return pytree.tree_unflatten(
+            [leaves[position] for position in range(self._spec.num_leaves)], self._spec
+        )
+
+
+def _expected(tensor: ProgramTensor, batch: str, groups: Groups) -> tuple[int, ...]:
+    if batch == "global":
+        return tensor.shape
+    return local_shape(
+        tensor.shape, tensor.layout, [g.size for g in groups], [g.coordinate for g in groups]
+    )

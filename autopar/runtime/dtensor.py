@@ -1,0 +1,347 @@
+"""`HeldTensor`: a parameter, its gradient, or what torch computed of these, of which a script reads
+and writes what the whole tensor has.
+
+A DTensor alone computes most of it, and what it does not is wrong silently or refused in torch's
+words: ``item()`` reads this rank's local value, a write into a slice of a split dim goes into a
+copy, random numbers are the same in every part, plain tensors and DTensors of other meshes are not
+taken beside it, and some ops have no rule. Here
+
+    a number that is read          is that of the whole tensor (`full_tensor`)
+    a plain tensor beside it       counts as replicated; that it is the same on all ranks is looked
+                                   at, as batches are
+    lists for one kernel           run mesh by mesh, plain tensors by themselves
+    a draw                         is made of the whole tensor, of which the mesh's first rank
+                                   decides
+    what DTensor has no rule for,  is computed of whole tensors, and every rank keeps its part; the
+                                   log says so once for each function
+    and writes into part of one
+
+Each of these is collective: every rank has to do it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from autopar.errors import RuntimeStateError
+from autopar.runtime import gather_fallback
+from autopar.runtime.dtensor_checkpoints import (
+    has_stages,
+    is_of_one_stage,
+    reduce_whole,
+    refuse_parts,
+)
+from autopar.runtime.gather_fallback import (
+    ACCESS,
+    ASIDE,
+    OF_SEVERAL,
+    VIEW_ATTRIBUTES,
+    VIEWS,
+    computes_in_place,
+    draws,
+    is_of_elements,
+    tensors_in,
+    written_by,
+)
+from autopar.runtime.outputs import READS
+from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_consistency import Beside
+
+_ORIGIN = "_autopar_origin"
+_beside = Beside()
+
+
+class HeldTensor(DTensor):
+    """A DTensor that torch's functions take as the whole tensor; made by `held` of one that is
+    there."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As of the whole tensor, with results of this class.
+
+        Raises:
+            RuntimeStateError: where tensors of one stage alone are taken together, or plain tensors
+                beside it differ between ranks.
+        """
+        kwargs, name = kwargs or {}, func.__name__
+        if name in ACCESS:
+            return _accessed(func, args, kwargs)
+        if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
+            with announced(f"computes {name.strip('_')} of values of all ranks", mesh):
+                return cls._taken(func, types, args, kwargs)
+        return cls._taken(func, types, args, kwargs)
+
+    @classmethod
+    def _taken(cls, func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+        """As `__torch_function__`."""
+        name = func.__name__
+        if func in READS or name == "__format__":
+            return gather_fallback.read(func, args, kwargs)
+        if (
+            is_of_elements(name)
+            and not (has_stages() and name in OF_SEVERAL)
+            and _are_alike(args, kwargs)
+        ):  # most of an optimizer's step
+            first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
+            found, refusal = _by_dtensor(func, types, args, kwargs, first)
+            if refusal is None:
+                for x in found if isinstance(found, tuple | list) else (found,):
+                    held(x)
+                return found
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        leaves = tensors_in((args, kwargs))
+        if name == "storage":  # asked for by safetensors; torch itself has untyped ones
+            refuse_parts("a distributed tensor has no storage of its own", "safetensors")
+        if (
+            name == "data_ptr"
+        ):  # by which scripts tell tied parameters from others; a wrapper has none
+            return args[0]._local_tensor.data_ptr()
+        if name in ASIDE:
+            return _shown(_disabled(func, types, args, kwargs), leaves)
+        if name in OF_SEVERAL:
+            _refuse_one_stage(name, leaves)
+        if name.startswith(
+            "_amp_foreach_"
+        ):  # DTensor's own, which tells all ranks of what is not finite
+            return gather_fallback.by_mesh(
+                func, args, kwargs, lambda a, k: _disabled(func, types, a, k)
+            )
+        if name.startswith(("_foreach_", "_fused_")):
+            return gather_fallback.by_mesh(
+                func, args, kwargs, lambda a, k: _computed(func, types, a, k)
+            )
+        return _computed(func, types, args, kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """The whole tensor; every rank calls it, if it is in parts."""
+        if all(placement.is_replicate() for placement in self._spec.placements):
+            return super().full_tensor(**kwargs)
+        with announced(f"gathers a tensor of shape {tuple(self.shape)}", self._spec.mesh):
+            return super().full_tensor(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor.
+
+        Raises:
+            RuntimeStateError: if this process has not the whole of it.
+        """
+        return reduce_whole(self, protocol)
+
+    def __copy__(self) -> Any:
+        return held(_as_dtensor(self, lambda: copy.copy(self)))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return held(_as_dtensor(self, lambda: DTensor.__deepcopy__(self, memo)))
+
+
+for _supported in (
+    torch_optimizer._foreach_supported_types,
+    _foreach_utils._foreach_supported_types,
+):
+    _supported.append(HeldTensor)
+
+
+def held(value: Any) -> Any:
+    """The same tensor, taken as the whole one from now on; as it is where it is no DTensor."""
+    if type(value) is DTensor:
+        value.__class__ = HeldTensor
+    return value
+
+
+def parted_as(like: DTensor, value: Tensor) -> Any:
+    """This rank's part of a whole tensor, that lies as `like` does."""
+    made = torch.empty_like(like.detach(), dtype=value.dtype)
+    gather_fallback.put(made, value.detach())
+    return held(made)
+
+
+def _mesh_of_sums(args: Any) -> DeviceMesh | None:
+    """The mesh of the first argument that is of terms, one on each rank, which what is computed
+    may have to add up."""
+    for given in args:
+        x = given[0] if isinstance(given, tuple | list) and given else given
+        if type(x) is HeldTensor:
+            for (
+                placement
+            ) in x._spec.placements:  # a loop: every op of an optimizer's step comes here
+                if placement.is_partial():
+                    return x._spec.mesh
+    return None
+
+
+def _are_alike(args: Any, kwargs: Any) -> bool:
+    """Whether all tensors are of this class, on one mesh, and none of them is a copy of a part."""
+    mesh = None
+    for given in (*args, *kwargs.values()):
+        for x in given if isinstance(given, tuple | list) else (given,):
+            if type(x) is HeldTensor:
+                own = x._spec.mesh
+                if _ORIGIN in vars(x) or (mesh is not None and own is not mesh and own != mesh):
+                    return False
+                mesh = own
+            elif isinstance(x, Tensor):
+                return False
+    return mesh is not None and "out" not in kwargs
+
+
+def _by_dtensor(
+    func: Any, types: Iterable[type], args: Any, kwargs: Any, written: Sequence[Any]
+) -> tuple[Any, str | None]:
+    """What DTensor computes, or why it does not: in words, since an exception holds on to all that
+    the failed call was given.
+
+    Args:
+        written: what it may write into. Where something of that is written, a refusal is raised:
+            nothing else may try again.
+    """
+    targets = [x for x in written if isinstance(x, DTensor)]
+    before = [x._local_tensor._version for x in targets]
+    try:
+        return _disabled(func, types, args, kwargs), None
+    except (torch.OutOfMemoryError, RuntimeStateError):
+        raise
+    except (RuntimeError, ValueError, AssertionError) as refusal:
+        if before != [x._local_tensor._version for x in targets]:
+            raise
+        return None, str(refusal)
+
+
+def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+    leaves = tensors_in((args, kwargs))
+    written = written_by(func, args, kwargs)
+    origins = [x for x in written if _ORIGIN in vars(x)]
+    mesh = gather_fallback.mesh_of((*written, *leaves))
+    if mesh is None:  # plain tensors alone, of a list that was taken apart
+        return _disabled(func, types, args, kwargs)
+    _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
+    if origins:
+        return _written_through(func, args, kwargs, origins[0])
+    # of parts that are not one box DTensor computes some functions silently wrong (LBFGS's
+    # flattened vectors among them)
+    in_any_order = not any(
+        isinstance(p, _StridedShard) for x in leaves if isinstance(x, DTensor) for p in x.placements
+    )
+    into_plain = any(
+        not isinstance(x, DTensor) for x in written
+    )  # it takes in whole tensors, and gradients go through it
+    if (
+        into_plain
+        or draws(func)
+        or ((written or not in_any_order) and not computes_in_place(func, args, kwargs))
+    ):
+        return _known(
+            _shown(gather_fallback.compute(func, args, kwargs, mesh), leaves), func, args, kwargs
+        )
+    taken, named = gather_fallback.beside(args, kwargs, mesh)
+    found, refusal = _by_dtensor(func, types, taken, named, written)
+    if refusal is not None:
+        found = gather_fallback.compute(func, args, kwargs, mesh, refusal)
+    return _known(_shown(found, leaves), func, args, kwargs)
+
+
+def _known(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    return (
+        _with_origin(found, func, args, kwargs)
+        if func.__name__ in VIEWS and isinstance(args[0], DTensor)
+        else found
+    )
+
+
+def _disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+    return DTensor.__torch_function__(func, types, args, kwargs)
+
+
+def _accessed(func: Any, args: Any, kwargs: Any) -> Any:
+    """An attribute: gradients are held, too, and views know what they are of."""
+    with DisableTorchFunctionSubclass():
+        found = func(*args, **kwargs)
+    if isinstance(found, DTensor):
+        name = getattr(func.__self__, "__name__", "")
+        found = held(found)
+        return _with_origin(found, func, args, kwargs) if name in VIEW_ATTRIBUTES else found
+    return found
+
+
+def _shown(found: Any, given: list[Tensor]) -> Any:
+    """What came of it, held; what is the user's own stays as it is."""
+    known = {id(x) for x in given}
+    for x in tensors_in(found):
+        if id(x) not in known:
+            held(x)
+    return found
+
+
+def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Views, each of which knows what it is of where it is a copy, since a split dim was taken
+    apart or its tensor is one."""
+    of = args[0]
+    several = isinstance(found, tuple | list)
+    for place, view in enumerate(found if several else [found]):
+        if not isinstance(view, DTensor) or view is of:
+            continue
+        held(view)
+        if (
+            _ORIGIN in vars(of)
+            or view._local_tensor.untyped_storage()._cdata
+            != of._local_tensor.untyped_storage()._cdata
+        ):
+            setattr(view, _ORIGIN, (of, func, args[1:], kwargs, place if several else None))
+    return found
+
+
+def _written_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
+    """A write into a view that is a copy goes into what it is of."""
+    chain, of = list[Any](), view
+    while _ORIGIN in vars(of):
+        chain.append(vars(of)[_ORIGIN])
+        of = chain[-1][0]
+    result = of.detach().full_tensor().clone()
+    seen = result
+    for _, made, rest, named, place in reversed(chain):
+        seen = made(seen, *rest, **named)
+        seen = seen if place is None else seen[place]
+    gather_fallback.compute(func, args, kwargs, of.device_mesh, into={id(view): seen})
+    gather_fallback.put(of, result)
+    gather_fallback.put(view, seen)
+    return view
+
+
+def _refuse_one_stage(name: str, leaves: list[Tensor]) -> None:
+    if len(leaves) > 1 and any(
+        isinstance(x, DTensor) and is_of_one_stage(x.device_mesh) for x in leaves
+    ):
+        raise RuntimeStateError(
+            f"{name.strip('_')} of parameters or gradients of several would take those of this"
+            " rank's stage alone, as torch's clip_grad_norm_ does",
+            remedy=(
+                "pm.clip_grad_norm_(max_norm) counts every parameter of every stage once,"
+                " pm.clip_grad_norm_(float('inf')) is the norm"
+            ),
+        )
+
+
+def _as_dtensor(value: HeldTensor, do: Any) -> Any:
+    origin = value.__dict__.pop(_ORIGIN, None)
+    value.__class__ = DTensor
+    try:
+        return do()
+    finally:
+        value.__class__ = HeldTensor
+        if origin is not None:
+            setattr(value, _ORIGIN, origin)

@@ -1,0 +1,112 @@
+"""The whole values of what a compiled module holds, whichever ranks and stages have their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_flatten
+
+from autopar.errors import RuntimeStateError
+from autopar.runtime.device_mesh import around
+from autopar.runtime.rank_comm import of_all, rank
+
+if TYPE_CHECKING:
+    from autopar.runtime.parameter_module import Holder
+
+
+def whole_values(
+    holder: Holder, names: Collection[str] | None = None, *, rank0_only: bool = True
+) -> dict[str, Tensor]:
+    """Gather whole values on the host, under all names that the model has for them.
+
+    Every rank calls it. Tied parameters share one tensor.
+
+    Args:
+        holder: the compiled module.
+        names: parameters and saved buffers; by default all of them.
+        rank0_only: whether the other ranks get an empty dict.
+
+    Returns:
+        Plain tensors on the CPU, by name.
+
+    Raises:
+        RuntimeStateError: on all ranks, if values are missing, or torch cannot join one.
+    """
+    holder.check_values()
+    held = {
+        owner: own
+        for owner, own in holder.same_names().items()
+        if names is None or any(name in names for name in own)
+    }
+    everywhere = of_all(held)
+    _check_joined({own[0]: holder.stored(own[0]) for own in held.values()})
+    found = dict[str, Tensor]()
+    for owner in dict.fromkeys(owner for each in everywhere for owner in each):
+        holders = [number for number, each in enumerate(everywhere) if owner in each]
+        value = _whole(holder.stored(held[owner][0])) if owner in held else None
+        wanting = {0} if rank0_only else set(range(len(everywhere)))
+        if wanting - set(holders):  # it is of a stage that some of these ranks do not have
+            box = [value if rank() == holders[0] else None]
+            dist.broadcast_object_list(box, src=holders[0])
+            value = box[0]
+        if rank() in wanting and value is not None:
+            own = everywhere[holders[0]][owner]
+            found |= {name: value for name in own if names is None or name in names}
+    return found
+
+
+def extra_states(model: nn.Module) -> dict[str, object]:
+    """What modules add to a state dict by ``get_extra_state``, by its name there."""
+    base = nn.Module.get_extra_state
+    return {
+        f"{path}._extra_state" if path else "_extra_state": module.get_extra_state()
+        for path, module in model.named_modules(remove_duplicate=False)
+        if getattr(type(module), "get_extra_state", base) is not base
+    }
+
+
+def is_same(one: object, other: object) -> bool:
+    """Whether two extra states are the same."""
+    (mine, spec), (its, other_spec) = tree_flatten(one), tree_flatten(other)
+    return spec == other_spec and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        for a, b in zip(mine, its, strict=True)
+    )
+
+
+def _check_joined(held: Mapping[str, Tensor]) -> None:
+    """Refuse, on all ranks, what torch 2.11 cannot join: tensors that are split inside a dim, as
+    the heads of a fused projection are."""
+    if torch.__version__ >= (2, 12):
+        return
+    apart = [
+        name
+        for name, x in held.items()
+        if isinstance(x, DTensor) and any(isinstance(p, _StridedShard) for p in x.placements)
+    ]
+    if found := sorted({name for of_one in of_all(apart) for name in of_one}):
+        what = f"torch {torch.__version__} cannot join {found[0]!r}, which is split inside a dim"
+        remedy = (
+            "write weights by autopar.save_weights, states by autopar.Checkpoints, or use a newer "
+            "torch"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+
+
+def _whole(stored: Tensor) -> Tensor:
+    """A copy of the whole tensor on the CPU."""
+    value = stored.detach()
+    if not isinstance(value, DTensor):
+        return value.cpu().clone()
+    local, mesh = value.to_local(), value.device_mesh
+    if local.device.type != mesh.device_type:  # it rests on the host, which NCCL does not reach
+        on_device = local.to(mesh.device_type)
+        value = around(on_device, mesh, value.placements, value.shape, value.stride())
+    whole = value.full_tensor()
+    return whole.cpu() if whole.device.type != "cpu" else whole.clone()

@@ -1,0 +1,273 @@
+"""Functions of torch's computed of whole tensors, on every rank, of which each keeps its part:
+what `HeldTensor` falls back on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import swap_tensors
+from torch.utils._pytree import tree_map
+
+from autopar.errors import RuntimeStateError
+from autopar.runtime.device_mesh import around
+from autopar.runtime.rank_comm import rank
+
+# --------------------------------------------------------------------------------------------------
+# What functions of torch's do with a DTensor, by name: what they write, whether they draw, and of
+# which DTensor alone is right.
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ACCESS = _names("__get__ __set__ __delete__")
+ASIDE = _names(  # they compute nothing of elements, or leave that to autograd
+    """untyped_storage storage data_ptr size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex
+    is_conj is_neg is_inference element_size get_device is_shared is_pinned __len__ register_hook register_post_accumulate_grad_hook
+    retain_grad backward grad requires_grad_ has_names dim_order"""  # noqa: E501
+)
+VIEWS = _names(
+    """__getitem__ select narrow chunk split tensor_split hsplit vsplit dsplit unbind view reshape flatten unflatten t transpose swapaxes
+    swapdims permute movedim moveaxis squeeze unsqueeze expand expand_as view_as reshape_as diagonal detach unfold ravel adjoint"""  # noqa: E501
+)
+VIEW_ATTRIBUTES = _names("data T mT H mH real imag")
+OF_SEVERAL = _names("_foreach_norm stack cat concat hstack vstack")  # by which tensors become one
+_DRAWS = _names(
+    """normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_ trunc_normal_ rand_like randn_like randint_like
+    bernoulli dropout alpha_dropout feature_dropout multinomial poisson normal kaiming_uniform_ kaiming_normal_ xavier_uniform_
+    xavier_normal_ orthogonal_ sparse_ rrelu gumbel_softmax"""  # noqa: E501
+)
+# DTensor computes each element of these where it lies, whatever the placements; of other writes
+# some go into copies (`index_add_`).
+_ELEMENTWISE = _names(
+    """add sub subtract rsub mul multiply div divide true_divide truediv floor_divide remainder fmod lerp addcmul addcdiv zero fill copy
+    clone detach clamp clamp_min clamp_max clip abs neg negative sqrt rsqrt sign sgn square reciprocal pow exp exp2 expm1 log log2 log10
+    log1p sigmoid tanh relu erf sin cos floor ceil round trunc frac nan_to_num masked_fill where eq ne gt ge lt le isnan isinf isfinite
+    logical_and logical_or logical_not logical_xor maximum minimum zeros_like ones_like full_like empty_like to type double float half
+    bfloat16 cpu contiguous bool and or xor invert"""  # noqa: E501
+)
+_TURNS = _names(
+    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_"
+)  # what a tensor is seen as, not its elements
+_REDUCTIONS = _names("sum norm vector_norm mean max min amax amin")
+_OPERATORS = _names(
+    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__"
+    " __ior__ __ixor__"
+)
+_NO_WRITE = _names("requires_grad_ share_memory_")
+_ALONE = (
+    _ELEMENTWISE
+    | {f"{name}_" for name in _ELEMENTWISE}
+    | _OPERATORS
+    | {f"__{name}__" for name in _ELEMENTWISE}
+)
+
+
+def is_of_elements(name: str) -> bool:
+    """Whether DTensor alone is right wherever all tensors are DTensors of one mesh."""
+    return name in _ALONE or name.startswith(("_foreach_", "_fused_"))
+
+
+def draws(func: Any) -> bool:
+    """Whether it draws random numbers."""
+    return func.__name__ in _DRAWS
+
+
+def computes_in_place(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether DTensor computes it where elements lie, so that writes reach their target, and
+    parts may be in any order."""
+    name = func.__name__
+    if name.startswith(("_foreach_", "_fused_")) or name in _TURNS:
+        return True
+    if name in _REDUCTIONS:  # of all elements
+        return len(args) == 1 and "dim" not in kwargs and "axis" not in kwargs
+    bare = name.strip("_")
+    is_operator = name.startswith("__") and name.endswith("__")
+    return bare in _ELEMENTWISE or (is_operator and bare[0] in "ir" and bare[1:] in _ELEMENTWISE)
+
+
+def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that it writes into."""
+    name = func.__name__
+    if isinstance(kwargs.get("out"), Tensor):
+        return [kwargs["out"]]
+    if not (
+        name in _OPERATORS
+        or name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITE)
+    ):
+        return []
+    first = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
+    return (
+        [first]
+        if isinstance(first, Tensor)
+        else [x for x in first if isinstance(x, Tensor)]
+        if isinstance(first, tuple | list)
+        else []
+    )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those in arguments or results of such a function."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [x for each in value for x in tensors_in(each)]
+    return (
+        [x for each in value.values() for x in tensors_in(each)] if isinstance(value, dict) else []
+    )
+
+
+log = logging.getLogger("autopar")
+
+_told: set[str] = set()
+
+
+def mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    """That of the first of them that has one."""
+    return next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
+
+
+def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+    """Arguments on one mesh: plain tensors as replicated ones, in the same memory, those of
+    other meshes whole."""
+    return tree_map(lambda x: _on(x, mesh), args), tree_map(lambda x: _on(x, mesh), kwargs)
+
+
+def read(func: Any, args: Any, kwargs: Any) -> Any:
+    """A number, or whatever is no tensor, of whole tensors.
+
+    Raises:
+        RuntimeStateError: within `torch.tensor`, which reads numbers where no collective can run.
+    """
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+        what = (
+            "torch.tensor of values that are computed of parameters or gradients, of which each"
+            " rank has its part"
+        )
+        raise RuntimeStateError(
+            what, remedy="torch.stack([...]) of them, or torch.tensor([float(x) for x in ...])"
+        )
+    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -> Any:
+    """A function of lists of tensors, one of which belongs to each place, run for the tensors of
+    each mesh, and for plain ones."""
+    lists = [
+        x
+        for x in (*args, *kwargs.values())
+        if isinstance(x, tuple | list) and any(isinstance(y, Tensor) for y in x)
+    ]
+    keys = [x.device_mesh if isinstance(x, DTensor) else None for x in lists[0]] if lists else []
+    meshes = list(dict.fromkeys(keys))
+    if len(meshes) < 2:
+        return run(args, kwargs)
+    found: list[Any] = [None] * len(keys)
+    nothing = True
+    for mesh in meshes:
+        places = [place for place, key in enumerate(keys) if key == mesh]
+
+        def of(x: Any, mesh: Any = mesh, places: list[int] = places) -> Any:
+            if isinstance(x, tuple | list) and len(x) == len(keys):
+                return [x[place] for place in places]
+            return _whole(x) if mesh is None else x
+
+        part = run(tuple(of(x) for x in args), {name: of(x) for name, x in kwargs.items()})
+        nothing = nothing and part is None
+        for place, value in zip(places, part or (), strict=False):
+            found[place] = value
+    return None if nothing else tuple(found)
+
+
+def compute(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    mesh: DeviceMesh,
+    refusal: str | None = None,
+    into: Mapping[int, Tensor] | None = None,
+) -> Any:
+    """What it gives for whole tensors, as replicated ones; what it writes into is written.
+
+    Args:
+        mesh: on which results lie. refusal: of DTensor's, which is why; the log says so.
+        into: by id of an argument the whole tensor that stands for it, to be written.
+    """
+    written = {id(x): x for x in written_by(func, args, kwargs)}
+    stands: dict[int, Tensor] = dict(into or {})
+
+    def stand(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if id(x) not in stands:
+            stands[id(x)] = _whole(x).clone() if id(x) in written else _whole(x)
+        return stands[id(x)]
+
+    whole_args, whole_kwargs = tree_map(stand, args), tree_map(stand, kwargs)
+    found = func(*whole_args, **whole_kwargs)
+    outside = (
+        torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext()
+    )  # it writes so itself
+    if refusal is not None and func.__name__ not in _told:
+        _told.add(func.__name__)
+        if rank() == 0:
+            reason = refusal.strip().split("\n")[0]
+            log.warning(
+                "torch's %s of parameters or gradients gathers them whole on every rank: %s",
+                func.__name__,
+                reason,
+            )
+    drawn = draws(func)
+    for key, target in written.items():
+        if isinstance(target, DTensor) and not (into and key in into):
+            with outside:
+                put(target, stands[key], drawn=drawn)
+    if len(written) == 1 and found is not None:
+        return next(iter(written.values()))
+    return None if found is None else tree_map(lambda x: _replicated(x, mesh, drawn), found)
+
+
+def put(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
+    """Write the whole `value` into a tensor, of which each rank has its part; with `drawn` the
+    mesh's first rank's."""
+    value = _replicated(value.to(target.dtype), target.device_mesh, drawn)
+    if value.shape != target.shape:  # it was turned in place (`t_`)
+        value.__class__ = type(target)
+        swap_tensors(target, value)
+        return
+    with DisableTorchFunctionSubclass():
+        if any(p.is_partial() for p in target.placements):
+            target._local_tensor, target._spec = value._local_tensor, value._spec
+        else:
+            DTensor.copy_(target, value.redistribute(target.device_mesh, target.placements))
+
+
+def _on(x: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(x, DTensor):
+        return x if x.device_mesh == mesh else _replicated(_whole(x), mesh)
+    return _replicated(x, mesh) if isinstance(x, Tensor) else x
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _replicated(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        return x
+    everywhere = [Replicate()] * mesh.ndim
+    if drawn:
+        return distribute_tensor(x.detach(), mesh, everywhere)
+    return around(
+        x, mesh, everywhere, x.shape, x.stride()
+    )  # numbers of steps of what is on the host are there, too

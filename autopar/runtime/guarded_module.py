@@ -1,0 +1,265 @@
+"""`Compiled`: a module that is called, of which calls its program is for, and which others go to
+another program."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.trace import Constant, KnownBuffer
+from autopar.core.autocast_state import autocast_around
+from autopar.errors import RuntimeStateError
+from autopar.program.program import ProgramTensor
+from autopar.runtime.arguments import Arguments
+from autopar.runtime.gradients import refuse_tracing, refuse_transforms
+from autopar.runtime.guards import (
+    AsksForGradient,
+    Frozen,
+    KnownBuffers,
+    Misfit,
+    OtherMode,
+    Unfrozen,
+    Variant,
+)
+from autopar.runtime.parameter_module import Holder
+from autopar.runtime.plain_model import PlainModel
+from autopar.runtime.rank_agreement import announced
+
+
+class Compiled(Holder):
+    """Takes the calls that its program was made for: of one mode, under one autocast, of a model
+    that stays as it was.
+
+    Args:
+        tensors, devices, model, elsewhere, world: as of `Holder`.
+        both_modes: whether the program serves train and eval alike; else a call in the other mode
+            is an error.
+        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+
+    Attributes:
+        variants: of other modes and shapes, where there may be some. only_forward: whether memory
+            was planned for a forward alone.
+        is_for_inference: whether that was asked for.
+
+    Raises:
+        MeshError, RuntimeStateError: as `Holder`.
+    """
+
+    _arguments: Arguments
+
+    def __init__(
+        self,
+        tensors: Sequence[ProgramTensor],
+        devices: DeviceMesh,
+        model: nn.Module,
+        elsewhere: Collection[str] = (),
+        world: DeviceMesh | None = None,
+        *,
+        both_modes: bool = False,
+        shared: Compiled | None = None,
+    ) -> None:
+        super().__init__(tensors, devices, model, elsewhere, world, shared=shared)
+        self.only_forward = self.is_for_inference = False
+        self._is_variant, self._title = shared is not None, type(model).__name__
+        self._captured_mode, self._made_under = (
+            None if both_modes else model.training,
+            autocast_around(devices.device_type),
+        )
+        self._frozen: Frozen | None = None
+        self._known_buffers = KnownBuffers(())
+        self._left: PlainModel | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; of stages for the whole batch, and with gradients enabled
+        backward has run.
+
+        Raises:
+            RuntimeStateError: on arguments, a mode or parameters that neither the program nor
+                another of `variants` is made for, and where it is traced. RankError: on all ranks,
+                if they do not call alike.
+        """
+        refuse_tracing(args)
+        if self._is_variant:  # its call is announced
+            return self._called(args, kwargs)
+        with announced(
+            lambda: self._told(args, kwargs), self._world, self._steps.take(self.parameters())
+        ):
+            return self._called(args, kwargs)
+
+    def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """A call in words, which are the same on all ranks that call alike."""
+        both = self._captured_mode is None  # then it makes no difference
+        mode = "" if both else f" in {'training' if self.training else 'evaluation'} mode"
+        gradients = "" if torch.is_grad_enabled() else " without gradients"
+        return f"calls {self._title}{mode}{gradients} with {self._arguments.told(args, kwargs)}"
+
+    @abc.abstractmethod
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns."""
+
+    def _stand_for_all(
+        self, model: nn.Module, attributes: Iterable[Constant], shared: Compiled | None
+    ) -> None:
+        """Show plain attributes of all modules, and watch what the user may do to the model; last,
+        since what this module has of its own goes before."""
+        attributes = tuple(attributes)
+        constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
+        self._frozen = Frozen(model, constants, None if shared is None else shared._frozen)
+        self._known_buffers = KnownBuffers(
+            each for each in attributes if isinstance(each, KnownBuffer)
+        )
+        if shared is None:
+            self._left = PlainModel(model, dict(self.named_parameters()))
+        for path, module in model.named_modules(remove_duplicate=False):
+            part = self._container(path)
+            part.stand_for(module)
+            part.training = module.training
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What torch's DistributedDataParallel asks of a module that it wraps, and torch.jit of
+        each that it records.
+
+        Raises:
+            RuntimeStateError: always, where it would fail on distributed parameters without a word
+                of why.
+        """
+        what = (
+            "a compiled module is not wrapped in DistributedDataParallel, nor recorded by"
+            " torch.jit: it shares out batches and adds up gradients itself"
+        )
+        remedy = (
+            "call it as it is; with accelerate use autopar.Accelerator, in the place of"
+            " transformers' Trainer autopar.Trainer"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+
+    def is_made_here(self) -> bool:
+        """Whether the program was made under the autocast that is active now."""
+        return autocast_around(self.device_mesh.device_type) == self._made_under
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
+        """Whether the program was made for such a call in that mode, and for a backward, where
+        one may follow."""
+        fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
+        return fits and not (self.only_forward and torch.is_grad_enabled()) and not self._unfrozen()
+
+    def _unfrozen(self) -> str:
+        """The name of a parameter that trains now, and was frozen when the program was made,
+        where another program could be; else empty."""
+        return ""
+
+    def _taken(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
+    ) -> list[Tensor] | Misfit:
+        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as
+        `_check_call`, `Arguments.tensors`, and where random numbers begin differently on different
+        ranks."""
+        self._compare_state()
+        try:
+            self._check_call()
+            return self._arguments.tensors(args, kwargs, devices)
+        except Misfit as misfit:
+            if isinstance(misfit, AsksForGradient) and self.is_for_inference:
+                what = f"{misfit.what}: it was made for inference"
+                raise RuntimeStateError(
+                    what, remedy="call it under torch.no_grad, or compile without inference=True"
+                ) from None
+            return misfit
+
+    def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns where this program was not made for the call.
+
+        Raises:
+            RuntimeStateError: also where its parameters were converted, for which no other program
+                is made.
+        """
+        for name, stored in self._names.items():
+            if (held := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
+                self._storages[stored].local(held)  # says so
+        if self.variants is None:
+            raise misfit
+        variant = self.variants.find(
+            self,
+            self.training,
+            args,
+            kwargs,
+            lambda: self._arguments.as_whole(args, kwargs),
+            misfit,
+        )
+        self._set_up(variant)
+        return variant(*args, **kwargs)
+
+    def _set_up(self, variant: Variant) -> None:
+        """What the user set here holds there, too: tensors that were put in the place of others."""
+        if not isinstance(variant, Compiled):
+            return
+        for path, there in variant.named_modules():
+            here = self.get_submodule(path)
+            for mine, theirs in (
+                (here._parameters, there._parameters),
+                (here._buffers, there._buffers),
+            ):
+                theirs.update(
+                    {
+                        name: mine[name]
+                        for name in theirs
+                        if name in mine and mine[name] is not theirs[name]
+                    }
+                )
+
+    def _check_call(self) -> None:
+        """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not
+        made for, or under a transform of torch.func, or while weights are missing."""
+        refuse_transforms()
+        self.check_values()
+        if self._frozen is not None:
+            self._frozen.check(self._container)
+            self._known_buffers.check(dict(self.named_buffers(remove_duplicate=False)).get)
+        if self._left is not None:
+            self._left.check(self)
+        if self._captured_mode is not None and self.training != self._captured_mode:
+            mode = "train" if self._captured_mode else "eval"
+            what = f"the program was made in {mode} mode, which this model computes differently"
+            raise OtherMode(what, remedy="compile the model once in each mode")
+        now = autocast_around(self.device_mesh.device_type)
+        if now != self._made_under:
+            raise RuntimeStateError(
+                f"called under {now}, compiled under {self._made_under}: a program's casts are"
+                " its own",
+                remedy=(
+                    "compile and call the model under the same torch.autocast, or use it inside the"
+                    " model's forward"
+                ),
+            )
+        if name := self._unfrozen():
+            raise _thawed(name, Unfrozen)
+
+    def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
+        """Whether one of these parameters gets a gradient.
+
+        Raises:
+            RuntimeStateError: where one was frozen when the program was made and is not now.
+        """
+        pairs = list(zip(parameters, tensors, strict=True))
+        for parameter, tensor in pairs:
+            if parameter.requires_grad and not tensor.requires_grad:
+                raise _thawed(tensor.name)
+        return any(p.requires_grad and t.has_gradient for p, t in pairs)
+
+
+def _thawed(name: str, kind: type[RuntimeStateError] = RuntimeStateError) -> RuntimeStateError:
+    """The error of a parameter that trains, for which the program computes no gradient."""
+    what = f"parameter {name!r} was frozen when the program was made and is not now"
+    return kind(
+        what,
+        remedy=(
+            "set requires_grad before autopar.compile, and compile for training (without"
+            " inference=True)"
+        ),
+    )

@@ -1,0 +1,189 @@
+"""The factor with which backward begins where it runs inside the call.
+
+Stages, and a stage that works through several microbatches, run backward inside the call. The
+user's `loss.backward()` comes later, and only it says what the loss was multiplied by, for example
+by `torch.amp.GradScaler`. Gradients are linear in that factor, called the tangent, as long as no
+value overflows or underflows. So a call assumes a factor, and backward compares it with the
+tangent:
+
+    equal                           the gradients are published as they are
+    another one, wide exponents     the gradients are multiplied by the ratio, which is exact up to
+                                    rounding
+    another one, float16            the step runs again with the tangent, and further calls assume
+                                    it
+
+float16 has 5 bits of exponent, so that a gradient that underflowed cannot be multiplied back, and
+an overflow at the assumed factor says nothing about the true one. The other dtypes have 8 bits or
+more, and the same holds for them only if a factor is beyond 2**64.
+
+A gradient scaler changes its scale once in thousands of steps, so few steps run twice. Without a
+scaler none does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autopar.capture.trace import Trace
+from autopar.errors import RuntimeStateError
+from autopar.runtime.rank_comm import rank
+
+log = logging.getLogger("autopar")
+
+_WIDE = 64.0  # exponent of 2 up to which a factor is safe for dtypes with 8 bits of exponent
+_ROUNDING = 1e-5  # relative; far below the precision of float16
+# repeated steps in a row after which the log says so; a scaler that begins with a large scale takes
+# fewer
+_MANY = 20
+
+
+def computes_in_fp16(trace: Trace) -> bool:
+    """Whether a value of the graph is in float16."""
+    values = (leaf for node in trace.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
+    return any(isinstance(x, Tensor) and x.dtype == torch.float16 for x in values)
+
+
+class LossScale:
+    """The factor that calls of one module and its variants assume.
+
+    Attributes:
+        given: by the user, as ``pm.loss_scale``.
+    """
+
+    def __init__(self) -> None:
+        self._given = 1.0
+        self._seen: float | None = None  # the tangent of the last step that ran again
+        self._num_repeats = 0  # in a row
+
+    @property
+    def given(self) -> float:
+        """What the user says that losses are multiplied by."""
+        return self._given
+
+    @given.setter
+    def given(self, value: float) -> None:
+        if not (isinstance(value, int | float | Tensor) and math.isfinite(value) and value > 0):
+            raise RuntimeStateError(
+                f"loss_scale={value!r} is no factor of a loss",
+                remedy="set a positive number, as scaler.get_scale()",
+            )
+        self._given, self._seen = float(value), None
+
+    @property
+    def assumed(self) -> float:
+        """What the next call begins backward with."""
+        return self._given if self._seen is None else self._seen
+
+    def learn(self, tangent: float) -> None:
+        """A step ran again with this factor; further calls assume it."""
+        if tangent == 0.0 or not math.isfinite(tangent):
+            return
+        self._seen = tangent
+        self._num_repeats += 1
+        if self._num_repeats == _MANY and rank() == 0:
+            log.warning(
+                "each of the last %d steps ran twice, because its loss was multiplied by another"
+                " factor than the one before: multiply inside the model's forward, or set"
+                " pm.loss_scale to the whole factor before each call",
+                _MANY,
+            )
+
+    def confirm(self) -> None:
+        """A step did not have to run again."""
+        if self._num_repeats < _MANY:
+            self._num_repeats = 0
+
+
+def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
+    """Whether gradients of a backward that began with one factor, times the ratio, are those of
+    the other."""
+    if assumed == tangent:
+        return True
+    if is_fp16:
+        return math.isclose(assumed, tangent, rel_tol=_ROUNDING)
+    if tangent == 0.0 or not math.isfinite(tangent):
+        return True
+    return max(abs(math.log2(abs(x))) for x in (assumed, tangent)) <= _WIDE
+
+
+# --------------------------------------------------------------------------------------------------
+# Overflows that gradient scalers find, shared by the stages of a pipeline.
+#
+# `torch.amp.GradScaler` skips a step and lowers its scale where a gradient has an infinite or
+# undefined value. A DTensor's gradient says so on all ranks of its mesh, and the mesh of a stage
+# has the ranks of that stage alone. Other stages would take the step, with another scale from
+# then on. So what any stage finds is told to all, once for each optimizer whose gradients are
+# checked, where the scaler gathers what it found: `GradScaler._unscale_grads_`, through which
+# both `unscale_` and steps of fused optimizers go. torch's own `ShardedGradScaler` does the same
+# there.
+#
+# The check is collective. Every rank has to call the scaler for the same optimizers in the same
+# order, as every rank runs the same script.
+
+_GROUPS: dict[
+    tuple[int, ...], tuple[dist.ProcessGroup, str]
+] = {}  # ranks of a pipeline → their group, and the type of its devices
+
+
+def share_overflows(group: dist.ProcessGroup, device_type: str) -> None:
+    """Let all ranks of a pipeline know what gradient scalers find on one of them, from now on."""
+    _GROUPS[tuple(dist.get_process_group_ranks(group))] = group, device_type
+    if not hasattr(torch.amp.GradScaler._unscale_grads_, "__wrapped__"):
+        torch.amp.GradScaler._unscale_grads_ = _sharing(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _sharing(unscale: Any) -> Any:
+    @functools.wraps(unscale)
+    def unscale_and_share(
+        scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        found: dict[torch.device, Tensor] = unscale(
+            scaler, optimizer, inv_scale, found_inf, *args, **kwargs
+        )
+        for group, device_type in _live_groups():
+            _share(found, found_inf, group, device_type)
+        return found
+
+    return unscale_and_share
+
+
+def _share(
+    found: dict[torch.device, Tensor], found_inf: Tensor, group: dist.ProcessGroup, device_type: str
+) -> None:
+    """Write into `found`, by device, what any rank of the group has found; a rank without
+    gradients takes part, too."""
+    here = [x.to(device_type).clamp(max=1.0) for x in found.values()]
+    told = torch.stack(
+        [
+            sum(here, torch.zeros((), device=device_type)),
+            torch.tensor(float(bool(here)), device=device_type),
+        ]
+    )
+    dist.all_reduce(told, dist.ReduceOp.MAX, group)
+    if not found and bool(told[1]):
+        found[found_inf.device] = found_inf
+    for each in found.values():
+        each.copy_(told[0])
+
+
+def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:
+    """Those of pipelines whose process groups were not destroyed."""
+    for ranks, (group, _) in [*_GROUPS.items()]:
+        if not dist.is_initialized() or not _is_known(group):
+            del _GROUPS[ranks]
+    return [*_GROUPS.values()]
+
+
+def _is_known(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # torch says so of a group that was destroyed
+        return False

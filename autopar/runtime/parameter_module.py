@@ -1,0 +1,345 @@
+"""`Holder`: a module that holds a program's parameters and buffers under the model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.core.layout import Layout
+from autopar.errors import MeshError, RuntimeStateError
+from autopar.ops import random
+from autopar.program.program import ProgramTensor
+from autopar.runtime.dtensor import held
+from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
+from autopar.runtime.full_state import extra_states, is_same, whole_values
+from autopar.runtime.guards import Unset, Variants
+from autopar.runtime.module_shell import Part, Standing, likeness
+from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
+from autopar.runtime.parameters import Storage
+from autopar.runtime.rank_comm import by_all, of_all, rank, share_cores, tell_of_hosts
+from autopar.runtime.rank_consistency import share_weights
+from autopar.runtime.rng import Drawing
+from autopar.runtime.tensor_guards import watch_data
+
+
+class Holder(Drawing):
+    """Parameters as DTensors, buffers, and their state dict, under the model's names.
+
+    Args:
+        tensors: parameters and buffers that the program reads.
+        devices: the mesh that they lie on.
+        model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
+        world: the whole mesh, where `devices` is a part of it.
+        elsewhere: names that only other ranks' programs read, which are not held here. What no
+            program reads is held replicated.
+        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+
+    Raises:
+        MeshError: where a parameter is on a device of another kind. RuntimeStateError: where the
+            model is not the program's.
+    """
+
+    _unset: Unset
+    _steps: Steps
+
+    def __init__(
+        self,
+        tensors: Sequence[ProgramTensor],
+        devices: DeviceMesh,
+        model: nn.Module,
+        elsewhere: Collection[str] = (),
+        world: DeviceMesh | None = None,
+        *,
+        shared: Holder | None = None,
+    ) -> None:
+        super().__init__()
+        self.variants: Variants | None = None
+        self.device_mesh, self._world = devices, world or devices
+        self._num_axes = len(devices.shape)
+        self._storages = {t.name: Storage.of(t, devices) for t in tensors}
+        self._names: dict[str, str] = {}
+        self._extra_states = extra_states(model)
+        if shared is None:
+            share_weights(model, self._world)
+        self._make_parts(model)
+        self._register(
+            model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere, shared
+        )
+        self._of_other_stages = frozenset(elsewhere)
+        for module in self.modules():
+            module.__dict__["_lacks_some"] = bool(elsewhere)
+        if any(t.name == random.STATE for t in tensors):
+            known = None if shared is None else shared._state_to_draw_from()
+            self.hold_buffer(
+                random.STATE, self._first_state() if known is None else known, persistent=False
+            )
+        on_meta = self._names_on_meta(model) if shared is None else []
+        self._unset = Unset({name: self.stored(name) for name in on_meta})
+        told = (
+            of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
+        )
+        self._awaits_values = any(told)  # of all ranks, since looking at it is collective
+        self.training = model.training
+        self.register_state_dict_post_hook(_state_dict_hook)
+        self.register_load_state_dict_pre_hook(_load_state_dict_hook)
+        self._steps = Steps() if shared is None else shared._steps
+        watch_optimizers(self.parameters(), self._steps)
+        watch_data(self.parameters())
+        if shared is None:
+            watch_replaced(model.parameters())
+        if devices.device_type != "cpu" and any(t.layout.host for t in tensors):
+            share_cores()
+            tell_of_hosts()
+
+    def train(self, mode: bool = True) -> Holder:
+        """Set the mode of the whole."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def check_values(self) -> None:
+        """Raises RuntimeStateError where parameters or buffers, of any rank, were on meta and
+        have been given no values."""
+        if not self._awaits_values:
+            return
+        if self._world.size() == 1:
+            self._unset.check(self.stored)
+        else:
+            by_all(lambda: self._unset.check(self.stored), "the compiled module")
+        self._awaits_values = False
+
+    def _register(
+        self,
+        model: nn.Module,
+        known: Mapping[str, ProgramTensor],
+        elsewhere: Collection[str],
+        shared: Holder | None,
+    ) -> None:
+        """Parameters and buffers under the model's names, in its order; tied ones are one
+        object. `shared` has them already."""
+        made: dict[int, tuple[Any, str]] = {}
+        if shared is not None:  # what no program of this model reads is where it is already
+            named = {
+                name
+                for of in (model.named_parameters, model.named_buffers)
+                for name, _ in of(remove_duplicate=False)
+            }
+            elsewhere = {
+                *elsewhere,
+                *(name for name in named if name not in shared._names and name not in known),
+            }
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if prefix + name in elsewhere:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = self._parameter(prefix + name, parameter, known, shared)
+                stored, self._names[prefix + name] = made[id(parameter)]
+                self._container(path).hold_parameter(name, stored)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if prefix + name in elsewhere:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = self._buffer(prefix + name, buffer, known, shared)
+                stored, self._names[prefix + name] = made[id(buffer)]
+                self._container(path).hold_buffer(
+                    name, stored, persistent=name not in module._non_persistent_buffers_set
+                )
+
+    def _names_on_meta(self, model: nn.Module) -> list[str]:
+        """Of what is held here; but for saved booleans, of which nothing says whether they were
+        read (`autopar.runtime.guards`)."""
+        on_meta = {
+            name: x
+            for name, x in (*model.named_parameters(), *model.named_buffers())
+            if x.is_meta and name in self._names
+        }
+        saved = self.state_dict()
+        return [name for name, x in on_meta.items() if x.dtype != torch.bool or name not in saved]
+
+    def _container(self, path: str) -> Standing:
+        return cast(Standing, self.get_submodule(path))
+
+    def _make_parts(self, model: nn.Module) -> None:
+        """One for each name of a module, of its class, with what it has set to None."""
+        classes: dict[type[nn.Module], type[Part]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            here: Standing = self
+            if path:
+                above, _, name = path.rpartition(".")
+                alike = classes.get(type(module)) or classes.setdefault(
+                    type(module), likeness(type(module))
+                )
+                here = object.__new__(alike)
+                Part.__init__(here)
+                self._container(above).hold_module(name, here)
+            for kind in ("_modules", "_parameters", "_buffers"):
+                getattr(here, kind).update(
+                    {name: None for name, x in getattr(module, kind).items() if x is None}
+                )
+
+    def _parameter(
+        self,
+        name: str,
+        full: nn.Parameter,
+        known: Mapping[str, ProgramTensor],
+        shared: Holder | None,
+    ) -> tuple[nn.Parameter, str]:
+        storage = self._storage(name, full, known)
+        if shared is not None:
+            shared.check_same(name, storage)
+            return shared.get_parameter(name), storage.tensor.name
+        trains = full.requires_grad and (name not in known or known[name].requires_grad)
+        made = held(nn.Parameter(storage.distribute(full.detach()), requires_grad=trains))
+        if self._world.size() > self.device_mesh.size():
+            of_one_stage(made.device_mesh)
+        return made, storage.tensor.name
+
+    def _buffer(
+        self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None
+    ) -> tuple[Tensor, str]:
+        """A replicated buffer is a plain tensor, a sharded one a DTensor."""
+        storage = self._storage(name, full, known)
+        if shared is not None:
+            shared.check_same(name, storage)
+            return shared.get_buffer(name), storage.tensor.name
+        stored = storage.distribute(full.detach())
+        return (
+            stored.to_local() if storage.tensor.layout.is_replicated else stored
+        ), storage.tensor.name
+
+    def check_same(self, name: str, other: Storage) -> None:
+        """Raises RuntimeStateError where what bears that name here is not here, or does not rest
+        as `other` says."""
+        own = self._storages.get(self._names.get(name, ""))
+        if own is None or (own.placements, own.stored_shape, own.tensor.layout.host) != (
+            other.placements,
+            other.stored_shape,
+            other.tensor.layout.host,
+        ):
+            here = "on another stage" if own is None else f"as {own.tensor.layout}"
+            what = (
+                f"{name!r} rests {here}, and a program for the other mode, or another batch, has it"
+                f" as {other.tensor.layout}"
+            )
+            raise RuntimeStateError(
+                what, remedy="compile the model for that call, and load_state_dict into it"
+            )
+
+    def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
+        """How it is stored; what the program does not read is replicated."""
+        shape = tuple(full.shape)
+        tensor = known.get(name) or ProgramTensor(
+            name, shape, shape, full.dtype, Layout.replicated(self._num_axes)
+        )
+        if tensor.shape != shape or tensor.dtype != full.dtype:
+            raise RuntimeStateError(
+                f"{name!r} is {full.dtype} {shape}, the program was made for {tensor.dtype}"
+                f" {tensor.shape}",
+                remedy="plan for this model, or build the model as it was when it was planned",
+            )
+        if full.device.type not in ("meta", "cpu", self.device_mesh.device_type):
+            raise MeshError(
+                f"{name!r} is on {full.device}, the mesh on {self.device_mesh.device_type}",
+                remedy=(
+                    f"move the model to cpu or {self.device_mesh.device_type}, or leave it on meta"
+                ),
+            )
+        return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
+
+    def same_names(self) -> dict[str, list[str]]:
+        """Of each parameter and buffer the name that the program has for it → all that the model
+        has for it, that one first, of those in its state dict."""
+        found: dict[str, list[str]] = {}
+        for name in self.state_dict():
+            if name in self._names:
+                found.setdefault(self._names[name], []).append(name)
+        return {
+            owner: sorted(names, key=lambda name: name != owner) for owner, names in found.items()
+        }
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Gather the whole state on the host; every rank calls it.
+
+        Args:
+            rank0_only: whether the other ranks get an empty dict, which spares them the memory.
+
+        Returns:
+            Plain tensors on the CPU under all the model's names, tied ones included:
+            ``model.load_state_dict`` of the plain model takes them. They are copies.
+
+        Raises:
+            RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot join one
+                that is split inside a dim.
+        """
+        found: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
+        return found if rank0_only and rank() else found | self._extra_states
+
+    def extra_state_names(self) -> Collection[str]:
+        """Of what modules add to a state dict by ``get_extra_state``, which is as it was when
+        the model was compiled."""
+        return self._extra_states.keys()
+
+    def resting(self, name: str) -> Layout:
+        """How what bears a name of the model rests, over the dims that graphs see."""
+        return self._storages[self._names[name]].tensor.layout
+
+    def stored(self, name: str) -> Tensor:
+        """What bears a name of the model."""
+        path, _, leaf = name.rpartition(".")
+        module = self.get_submodule(path)
+        return module.get_parameter(leaf) if leaf in module._parameters else module.get_buffer(leaf)
+
+
+def holder_of(module: nn.Module) -> Holder:
+    """The compiled module; of one that was planned at its first call, what stands behind it.
+
+    Raises:
+        RuntimeStateError: where it is none.
+    """
+    found = module if isinstance(module, Holder) else module._modules.get("module")
+    if not isinstance(found, Holder):
+        what = f"{type(module).__name__} is not compiled, or was not called yet"
+        raise RuntimeStateError(
+            what, remedy="pass what autopar.compile(model, example_inputs=batch) returned"
+        )
+    return found
+
+
+def _state_dict_hook(
+    module: Holder, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for name in module._names:
+        if prefix + name in state:
+            state[prefix + name] = held(checkpointable(state[prefix + name]))
+    state.update((prefix + name, value) for name, value in module._extra_states.items())
+
+
+def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Full tensors become this rank's part, and what other stages hold is left out; torch
+    reports shapes that differ."""
+    for name, stored in module._names.items():
+        value, storage = state.get(prefix + name), module._storages[stored]
+        if (
+            isinstance(value, DTensor)
+            or not isinstance(value, Tensor)
+            or tuple(value.shape) != storage.tensor.shape
+        ):
+            continue
+        if isinstance(module.stored(name), DTensor):
+            state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))
+    for name in module._of_other_stages:
+        state.pop(prefix + name, None)
+    for name, value in module._extra_states.items():
+        if prefix + name in state and not is_same(state.pop(prefix + name), value):
+            what = (
+                f"{name!r} is another one than when the model was compiled, and the program has"
+                " what it was then"
+            )
+            raise RuntimeStateError(what, remedy="load it into the plain model, and compile that")

@@ -1,0 +1,154 @@
+"""Parameters, buffers and outputs as DTensors, in their storage layouts
+(`autopar.core.stored_placements`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.core.layout import local_shape
+from autopar.core.stored_placements import resting, stored_dims
+from autopar.errors import RuntimeStateError
+from autopar.kernels import host
+from autopar.program.program import ProgramTensor
+from autopar.program.splitting import local_part
+from autopar.runtime.device_mesh import around, joined_axes
+from autopar.runtime.guards import blank
+from autopar.runtime.tensor_guards import refuse_given_data
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How one parameter, buffer or output lies on this rank.
+
+    Attributes:
+        devices: the program's mesh. seen: the mesh that its DTensor names, `devices` or one in
+            which some axes are one dim.
+        graph_shape: local shape over the dims of `view`, as graphs see it.
+        stored_shape: local shape over the dims of `shape`, as the DTensor holds it.
+    """
+
+    tensor: ProgramTensor
+    devices: DeviceMesh
+    seen: DeviceMesh
+    placements: tuple[Placement, ...]
+    graph_shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: ProgramTensor, devices: DeviceMesh) -> Storage:
+        mesh_shape, coordinate = tuple(devices.shape), devices.get_coordinate()
+        local = local_shape(tensor.view, tensor.layout, mesh_shape, coordinate)
+        stored = tuple(
+            math.prod(local[d] for d in group) for group in stored_dims(tensor.shape, tensor.view)
+        )
+        at = resting(tensor.shape, tensor.view, tensor.layout, mesh_shape)
+        return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
+
+    def distribute(self, full: Tensor) -> DTensor:
+        """This rank's part of a full tensor, copied to where it rests; blank
+        (`autopar.runtime.guards`) where `full` is on meta."""
+        if self.tensor.layout.host:
+            return self.wrap(self._on_host(full))
+        device = torch.device(self.devices.device_type, _device_index(self.devices))
+        if full.is_meta:
+            return self.wrap(blank(torch.empty(self.stored_shape, dtype=full.dtype, device=device)))
+        part = local_part(
+            full,
+            self.tensor.layout,
+            tuple(self.devices.shape),
+            self.tensor.view,
+            self.devices.get_coordinate() or (),
+        )
+        return self.wrap(part.detach().to(device).clone(memory_format=torch.contiguous_format))
+
+    def _on_host(self, full: Tensor) -> Tensor:
+        """This rank's part in the host's memory, page-locked where a GPU fetches it."""
+        local = host.empty(self.stored_shape, full.dtype, pinned=self.devices.device_type == "cuda")
+        if full.is_meta:
+            blank(local)
+        else:
+            part = local_part(
+                full,
+                self.tensor.layout,
+                tuple(self.devices.shape),
+                self.tensor.view,
+                self.devices.get_coordinate() or (),
+            )
+            local.copy_(part.detach().reshape(self.stored_shape))
+        return local
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The DTensor around a local tensor of either local shape, without a copy."""
+        stride = tuple(math.prod(self.tensor.shape[d + 1 :]) for d in range(len(self.tensor.shape)))
+        return around(
+            local.reshape(self.stored_shape), self.seen, self.placements, self.tensor.shape, stride
+        )
+
+    def local(self, stored: Tensor) -> Tensor:
+        """The local tensor as graphs see it, a view.
+
+        Raises:
+            RuntimeStateError: where the tensor was converted to another dtype or moved since the
+                program was made, was given data, or is another one, which does not rest as this
+                says.
+        """
+        refuse_given_data(self.tensor.name, stored)
+        local = stored.to_local() if isinstance(stored, DTensor) else stored
+        expected = "cpu" if self.tensor.layout.host else self.devices.device_type
+        if local.dtype != self.tensor.dtype or local.device.type != expected:
+            raise RuntimeStateError(
+                f"{self.tensor.name!r} is {local.dtype} on {local.device.type}, the program was"
+                f" made for {self.tensor.dtype} on {expected}",
+                remedy=(
+                    "convert the model before autopar.compile, and leave the compiled module as"
+                    " it is"
+                ),
+            )
+        if local.shape != self.stored_shape or not self._is_of(stored):
+            raise self._of_another_form(stored)
+        return local.view(self.graph_shape)
+
+    def _is_of(self, stored: Tensor) -> bool:
+        """Whether the local tensor is this rank's part of it; a plain tensor is whole."""
+        if stored.shape != self.tensor.shape:
+            return False
+        if not isinstance(stored, DTensor) or stored.placements == self.placements:
+            return True
+        both = zip(self.placements, stored.placements, strict=False)
+        return all(
+            size == 1 or mine == its
+            for size, (mine, its) in zip(self.seen.shape, both, strict=False)
+        )
+
+    def _of_another_form(self, stored: Tensor) -> RuntimeStateError:
+        name, kind = (
+            self.tensor.name,
+            f"a DTensor {stored.placements}" if isinstance(stored, DTensor) else "a plain tensor",
+        )
+        wanted = (
+            "that is whole on each rank"
+            if self.tensor.layout.is_replicated
+            else f"that is a DTensor {self.placements}"
+        )
+        return RuntimeStateError(
+            f"{kind} of shape {tuple(stored.shape)} stands for {name!r}, which the program takes as"
+            f" one of {self.tensor.shape} {wanted}",
+            remedy=(
+                f"compute it of what pm.get_parameter({name!r}) is; or"
+                " torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements)"
+                " of that p; or give pm itself the values: pm.load_state_dict"
+            ),
+        )
+
+
+def _device_index(devices: DeviceMesh) -> int | None:
+    if devices.device_type == "cpu":
+        return None
+    return int(getattr(torch, devices.device_type).current_device())

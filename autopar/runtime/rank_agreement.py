@@ -1,0 +1,372 @@
+"""That all ranks do the same, operation by operation.
+
+Before an operation in which all ranks communicate, each rank adds a number that follows from its
+record (`Call`) to a sum in the process group's store. The last rank sees whether the sum is that of
+equal records. If it is, all ranks go on. If not, each reads the records of the others and raises an
+error that names the ranks that differ; no rank is inside of a collective then. A rank waits for the
+others here, in Python: it says so after a while, it notices that a process has ended, and it waits
+no longer than the process group's time limit.
+
+A rank sends the store one message without an answer and one with it. All but the last wait for one
+more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+from autopar.errors import RankError
+from autopar.runtime.rank_differences import (
+    Call,
+    Differences,
+    End,
+    Ends,
+    Tally,
+    at_exit,
+    at_termination,
+    find_line,
+    why_it_ends,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Waiting for a key of a store in a thread, so that the one that asks takes signals meanwhile.
+
+_NO_LIMIT = timedelta(days=20)  # the longest that a store takes, in milliseconds of 32 bits
+
+
+class Waiter:
+    """Waits for one key at a time.
+
+    Args:
+        store: of its own, since a store that waits takes no other question.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        store.set_timeout(_NO_LIMIT)
+        self._store = store
+        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[str, bytes | RuntimeError]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, key: str) -> None:
+        """Begin to wait for a key. One that was asked for before has to come first."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="autopar-waits", daemon=True)
+            self._thread.start()
+        self._asked.put(key)
+
+    def answer(self, key: str, within_s: float) -> bytes | None:
+        """The value of the key, or None if it has not come within so many seconds.
+
+        Raises:
+            DistError: if the store does not answer.
+        """
+        while True:
+            try:
+                found, value = self._answers.get(timeout=within_s)
+            except queue.Empty:
+                return None
+            if found != key:  # of a wait that was interrupted
+                continue
+            if isinstance(value, RuntimeError):
+                raise value
+            return value
+
+    def close(self) -> None:
+        """End the thread, if what it waits for is there."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (key := self._asked.get()) is not None:
+            try:
+                self._answers.put((key, self._store.get(key)))
+            except RuntimeError as error:
+                self._answers.put((key, error))
+
+
+log = logging.getLogger("autopar")
+TELL_AFTER_S = 10.0  # of waiting
+_LOOK_EACH_S = 0.2
+_READ_WITHIN_S = 3.0  # how long a rank that fails, or ends, waits for the others to learn of it
+_KEPT = 8  # records of each rank
+_GO, _STOP = b"go", b"stop"
+
+
+class Agreement:
+    """Of all ranks of a process group.
+
+    Args:
+        store: that they share, used by nothing else.
+        rank, num_ranks: this process and how many there are.
+        limit_s: how long to wait for others.
+
+    Attributes:
+        num_failures: how often ranks did not agree. It is equal on all ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, limit_s: float) -> None:
+        self._store, self._rank, self._num_ranks, self._limit_s = store, rank, num_ranks, limit_s
+        self._call = Call.of(0, "has done nothing yet", "", None)
+        self._ends, self._waiter = Ends(store, rank, num_ranks), Waiter(store.clone())
+        self._differences, self._tally = Differences(rank, num_ranks), Tally(num_ranks)
+        self._failed_at, self.num_failures = -_READ_WITHIN_S, 0
+
+    def begin(self, what: str, stepped: bool | None = None, *, is_aside: bool = False) -> None:
+        """Wait until all ranks are about to do the same.
+
+        Args:
+            what: this rank does, after "rank 1": "runs backward".
+            stepped: as of `Call`. is_aside: whether it comes between others only at times.
+
+        Raises:
+            RankError: on all ranks, if they are not.
+        """
+        self._call = call = Call.of(
+            self._call.number + 1, what, find_line() or self._call.line, stepped
+        )
+        try:
+            if not self._exchange(call):
+                raise self._failure(call)
+            if call.number == 1:  # all are there
+                self._ends.meet()
+        except dist.DistError as error:
+            raise self._without_store(error) from error
+        if not is_aside:
+            self._differences.follow(call)
+
+    def name_ended(self, error: BaseException) -> None:
+        """Look for what was behind an error of a collective.
+
+        Raises:
+            RankError: if another rank has ended.
+        """
+        self._failed_at = time.monotonic()
+        while time.monotonic() < self._failed_at + _READ_WITHIN_S:
+            try:
+                found = self._ends.find()
+            except dist.DistError as reason:
+                raise self._without_store(reason) from error
+            if found:
+                raise self._differences.of_ended(found, self._call) from error
+            time.sleep(_LOOK_EACH_S)  # its connection closes before its process is gone
+
+    def close(self) -> None:
+        """Let the others know that this process ends, and give them time to read it."""
+        number, self._failed_at = self._call.number + 1, math.inf
+        try:
+            self._ends.record(why_it_ends())
+            self._stop(number)
+            self._ends.wait_until(lambda rank: self._has_failed(rank, number), _READ_WITHIN_S)
+            waiting = [rank for rank in range(self._num_ranks) if self._has_failed(rank, number)]
+            if waiting:
+                log.error("%s", self._differences.left(waiting, self._call))
+        except RuntimeError as error:  # whoever could read it has no store any more
+            log.debug("the store is gone before this process: %s", error)
+        self._waiter.close()
+
+    def terminate(self) -> bool:
+        """At SIGTERM: whether to end by it.
+
+        Raises:
+            RankError: if it comes because another rank has failed.
+        """
+        if time.monotonic() - self._failed_at < _READ_WITHIN_S:
+            return False  # on its way out with an error of its own
+        try:
+            found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
+            if not found:
+                self._ends.record(End("it was ended by SIGTERM", "alone"))
+                self._stop(self._call.number + 1)
+                return True
+        except dist.DistError as error:
+            raise self._without_store(error) from error
+        self._failed_at = time.monotonic()
+        raise self._differences.of_ended(found, self._call)
+
+    def leave(self) -> None:
+        """Give up what runs here, where the process group is gone."""
+        self._waiter.close()
+
+    def _exchange(self, call: Call) -> bool:
+        """Whether all ranks are here with equal records."""
+        self._write(call)
+        total = self._store.add(f"sum {call.number}", self._tally.packed(call))
+        if self._tally.count(total) == self._num_ranks:
+            is_agreed = self._tally.agrees(total, call)
+            self._store.set(f"go {call.number}", _GO if is_agreed else _STOP)
+            return is_agreed
+        try:
+            return self._wait(call, is_first=self._tally.count(total) == 1)
+        except BaseException as reason:  # an interrupt: it is not here any more
+            said = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
+            self._write(Call.of(call.number, said, call.line, call.stepped))
+            self._withdraw(call)
+            raise
+
+    def _wait(self, call: Call, *, is_first: bool) -> bool:
+        """Wait for the last rank, or until one has ended or the time is over; whether all agree."""
+        key, began, is_told = f"go {call.number}", time.monotonic(), not is_first
+        self._waiter.ask(key)
+        if is_first:  # all ranks are past the one before, so past reading of the one before that
+            for old in (f"sum {call.number - 2}", f"go {call.number - 2}"):
+                self._store.delete_key(old)
+        while (answer := self._waiter.answer(key, _LOOK_EACH_S)) is None:
+            waited = time.monotonic() - began
+            if not is_told and waited > TELL_AFTER_S:
+                is_told = True
+                log.warning(
+                    "%s", self._differences.waiting(self._calls(), call, waited, self._limit_s)
+                )
+            is_over = waited > self._limit_s or bool(self._ends.gone())
+            if is_over and not self._store.check([key]):
+                self._stop(call.number)
+        return answer == _GO
+
+    def _failure(self, call: Call) -> RankError:
+        """The error of this rank, when the others have theirs."""
+        self._failed_at, self.num_failures = time.monotonic(), self.num_failures + 1
+        error = self._differences.of(self._calls(), self._ends.find(), call, self._limit_s)
+        self._withdraw(call)
+        self._store.set(f"failed {call.number} {self._rank}", "")
+        self._ends.wait_until(lambda rank: self._has_failed(rank, call.number), _READ_WITHIN_S)
+        return error
+
+    def _without_store(self, error: dist.DistError) -> RankError:
+        self._failed_at = time.monotonic()
+        if gone := self._ends.gone():
+            return self._differences.of_ended(gone, self._call)
+        reason = str(error).strip().split("\n")[0]
+        said = f"the process that holds the process group's store does not answer: {reason}"
+        remedy = "see why that process, rank 0 or the launcher, has ended"
+        return RankError(f"{said}; rank {self._rank} {self._call}", remedy=remedy)
+
+    def _has_failed(self, rank: int, number: int) -> bool:
+        return bool(self._store.check([f"failed {number} {rank}"]))
+
+    def _withdraw(self, call: Call) -> None:
+        """Be no longer one of those that are there, so that no rank that comes later goes on."""
+        self._store.add(f"sum {call.number}", -self._tally.packed(call))
+        self._stop(call.number)
+
+    def _stop(self, number: int) -> None:
+        self._store.set(f"go {number}", _STOP)
+
+    def _write(self, call: Call) -> None:
+        self._store.set(f"call {self._rank} {call.number % _KEPT}", call.dumps())
+
+    def _calls(self) -> dict[int, Call]:
+        """The last operation of each rank that is not later than this one's."""
+        found = {}
+        for rank in range(self._num_ranks):
+            keys = [
+                f"call {rank} {number % _KEPT}"
+                for number in (self._call.number, self._call.number - 1)
+            ]
+            calls = [Call.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+            calls = [each for each in calls if each.number <= self._call.number]
+            if calls:
+                found[rank] = max(calls, key=lambda each: each.number)
+        return found
+
+
+class announced:
+    """A context in which all ranks do one thing together; of one rank it is nothing.
+
+    Args:
+        what: this rank does, in words as of `Call`, or what makes them.
+        devices: that take part. If these are not all of the process group, nothing is compared.
+        stepped, is_aside: as of `Agreement.begin`.
+
+    Raises:
+        RankError: at its begin, on all ranks, if they do different things; inside, if a collective
+            fails because another rank has ended.
+    """
+
+    def __init__(
+        self,
+        what: str | Callable[[], str],
+        devices: DeviceMesh | None = None,
+        stepped: bool | None = None,
+        *,
+        is_aside: bool = False,
+    ) -> None:
+        self._what, self._devices, self._stepped, self._is_aside = what, devices, stepped, is_aside
+        self._agreement: Agreement | None = None
+
+    def __enter__(self) -> None:
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if num_ranks == 1 or (self._devices is not None and self._devices.size() != num_ranks):
+            return
+        self._agreement = _of_group(num_ranks)
+        if self._agreement is not None:
+            what = self._what if isinstance(self._what, str) else self._what()
+            self._agreement.begin(what, self._stepped, is_aside=self._is_aside)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        of_collective = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        )
+        if of_collective and error is not None and self._agreement is not None:
+            self._agreement.name_ended(error)
+        return False
+
+
+def num_failures() -> int:
+    """How often the ranks did different things."""
+    return sum(agreement.num_failures for _, agreement in _newest if agreement is not None)
+
+
+_newest: list[tuple[dist.ProcessGroup | None, Agreement | None]] = []
+
+
+def _of_group(num_ranks: int) -> Agreement | None:
+    """That of the default process group; None where its ranks are no processes."""
+    group = dist.group.WORLD
+    if not _newest or _newest[-1][0] is not group:
+        for _, before in _newest[-1:]:
+            if before is not None:
+                before.leave()
+        _newest.append((group, None if dist.get_backend() == "fake" else _make(num_ranks)))
+    return _newest[-1][1]
+
+
+def _make(num_ranks: int) -> Agreement:
+    whole = _get_default_store()
+    limit_s = whole.timeout.total_seconds()
+    store = dist.PrefixStore(f"autopar {len(_newest)}", whole.clone())
+    made = Agreement(store, dist.get_rank(), num_ranks, limit_s)
+    if not any(before for _, before in _newest):
+        at_exit(_close)
+        at_termination(_terminate)
+    return made
+
+
+def _close() -> None:
+    for _, agreement in _newest[-1:]:
+        if agreement is not None:
+            agreement.close()
+
+
+def _terminate() -> bool:
+    agreement = _newest[-1][1] if _newest else None
+    return True if agreement is None else agreement.terminate()

@@ -1,0 +1,273 @@
+"""That all ranks begin with the same values, where a program counts on it: weights, and batches
+that every rank passes whole."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.core.layout import Layout
+from autopar.core.placements import splits
+from autopar.errors import RuntimeStateError
+from autopar.runtime.rank_comm import of_all_alike
+
+log = logging.getLogger("autopar")
+
+
+def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
+    """Where parameters or buffers differ between ranks, give all those of the mesh's first rank, in
+    place, and say so.
+
+    Raises:
+        RuntimeStateError: where some ranks have a value and others only its shape, or shapes or
+            dtypes differ.
+    """
+    if devices.size() == 1:
+        return
+    tensors = dict(_tensors(model))
+    every = _gathered("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
+    found = [dict(facts) for facts in every]
+    names = dict.fromkeys(
+        name for facts in found for name in facts
+    )  # of all ranks, in one order: what follows is collective
+    different = [name for name in names if len({facts.get(name) for facts in found}) > 1]
+    if not different:
+        return
+    if any(facts.get(name) is None for name in different for facts in found):
+        raise RuntimeStateError(
+            f"{different[0]!r} has values on some ranks and is missing or on meta on others",
+            remedy=(
+                "build the model alike on every rank: with weights, or on meta and then"
+                " load_state_dict into what compile returns"
+            ),
+        )
+    other = next(
+        (name for name in different if len({facts[name][:2] for facts in found}) > 1), None
+    )
+    if other is not None:
+        said = " and ".join(
+            dict.fromkeys(f"{facts[other][1]} {facts[other][0]}" for facts in found)
+        )
+        remedy = "build the model alike on every rank: the same configuration and dtype"
+        raise RuntimeStateError(f"{other!r} is {said} on different ranks", remedy=remedy)
+    source = _ranks(devices)[0]
+    for name in different:
+        value = tensors[name].detach()
+        received = value.to(devices.device_type).contiguous()
+        dist.broadcast(received, source)
+        with torch.no_grad():
+            value.copy_(received)
+    if dist.get_rank() == source:
+        log.warning(
+            "%d parameters or buffers differ between ranks, %r the first: all take rank %d's (seed"
+            " every rank alike to build them so)",
+            len(different),
+            different[0],
+            source,
+        )
+
+
+def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceMesh) -> None:
+    """That a batch that every rank passes whole is the same on all of them.
+
+    Raises:
+        RuntimeStateError: on every rank, naming what differs.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    every = _gathered("batch", [_digest(x) for x in values], devices)
+    different = [
+        name for name, *digests in zip(names, *every, strict=True) if len(set(digests)) > 1
+    ]
+    if different:
+        raise RuntimeStateError(
+            f"ranks were given different batches: {', '.join(map(repr, different))}",
+            remedy=(
+                "pass every rank the same batch, of which it takes its part; or compile with"
+                ' batch="local" and pass each rank its part (pm.sampler and pm.input_layouts say'
+                " which)"
+            ),
+        )
+
+
+def check_parts(
+    names: Sequence[str], values: Sequence[Tensor], layouts: Sequence[Layout], devices: DeviceMesh
+) -> None:
+    """Refuse parts of a batch that differ on ranks between which the plan does not split them.
+
+    Args:
+        names: of the inputs.
+        values: this rank's part of each input.
+        layouts: how each whole input lies over the mesh.
+        devices: the mesh that the model runs on.
+
+    Raises:
+        RuntimeStateError: on every rank, naming the ranks and the inputs.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    sharing = [_group_sharers(layout, devices) for layout in layouts]
+    if not any(sharing):
+        return
+    digests = [_digest(x) if groups else None for x, groups in zip(values, sharing, strict=True)]
+    facts = dict(zip(_ranks(devices), _gathered("batch", digests, devices), strict=True))
+    different: dict[tuple[int, ...], list[str]] = {}
+    for place, (name, groups) in enumerate(zip(names, sharing, strict=True)):
+        for group in groups:
+            if len({facts[rank][place] for rank in group}) > 1:
+                different.setdefault(group, []).append(name)
+    if different:
+        ranks, inputs = next(iter(different.items()))
+        raise RuntimeStateError(
+            f"ranks {list(ranks)} were given different batches: {', '.join(map(repr, inputs))}, "
+            "which the plan does not split between these ranks",
+            remedy=(
+                "pass these ranks the same tensors (pm.input_layouts says which axes split an"
+                ' input); or compile with batch="global" and the whole batch as example_inputs, and'
+                " pass every rank the whole batch"
+            ),
+        )
+
+
+def check_random_state(state: int, devices: DeviceMesh) -> None:
+    """Refuse random numbers that would begin differently on different ranks.
+
+    Args:
+        state: what the random numbers of this rank follow from.
+        devices: the mesh that the model runs on.
+
+    Raises:
+        RuntimeStateError: on every rank, naming those that differ from the first.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    ranks, states = _ranks(devices), _gathered("random state", state, devices)
+    different = [rank for rank, each in zip(ranks, states, strict=True) if each != states[0]]
+    if different:
+        raise RuntimeStateError(
+            f"ranks {different} have another random state than rank {ranks[0]}",
+            remedy=(
+                "set the same on every rank: pm.manual_seed(seed) or pm.random_state = state; "
+                "each rank draws the numbers of its own part by itself"
+            ),
+        )
+
+
+class Beside:
+    """Plain tensors that scripts compute with beside parameters, which count as the same on all
+    ranks.
+
+    Looked at as batches are, for each function and shapes in calls 1, 2, 4, 8 and so on.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls: Counter[tuple[str, tuple[torch.Size, ...]]] = Counter()
+
+    def check(self, function: str, given: Sequence[Tensor], devices: DeviceMesh) -> None:
+        """Raises RuntimeStateError on every rank where they differ; a loss, which has a
+        gradient, is `check_tangents`' to look at."""
+        given = [x for x in given if not x.requires_grad and not x.is_meta]
+        if not given or devices.size() == 1 or dist.get_world_size() != devices.size():
+            return
+        key = function, tuple(x.shape for x in given)
+        self._num_calls[key] += 1
+        if self._num_calls[key] & (self._num_calls[key] - 1):
+            return
+        every = _gathered(
+            f"tensor beside parameters in {function}", [_digest(x) for x in given], devices
+        )
+        if any(digests != every[0] for digests in every):
+            what = (
+                f"ranks give {function} different tensors beside a parameter or gradient, of which"
+                " each has its part"
+            )
+            raise RuntimeStateError(
+                what,
+                remedy=(
+                    "compute with the same tensor on every rank: seed alike what draws it"
+                    " (torch.manual_seed)"
+                ),
+            )
+
+
+def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: DeviceMesh) -> None:
+    """That what backward begins with is the same on all ranks: gradients of a loss that each of
+    them computed of whole outputs.
+
+    Args:
+        returned: outputs by name, with the gradient of the loss by each, None where it has no part
+            in the loss; an empty tensor where the output is no whole one.
+
+    Raises:
+        RuntimeStateError: on every rank, naming what differs.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    every = _gathered(
+        "gradients of outputs", [None if x is None else _digest(x) for _, x in returned], devices
+    )
+    different = [
+        name or "the result"
+        for (name, _), *digests in zip(returned, *every, strict=True)
+        if len(set(digests)) > 1
+    ]
+    if different:
+        raise RuntimeStateError(
+            "ranks computed different losses of the same outputs: their gradients by"
+            f" {', '.join(different)} differ",
+            remedy=(
+                "compute the same loss on every rank: of the same labels, and with the same seed"
+                " where it draws random numbers; or let the model compute its loss"
+            ),
+        )
+
+
+def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]:
+    """Group the ranks that have the same part of a tensor.
+
+    Args:
+        layout: how the whole tensor lies over the mesh.
+        devices: the mesh.
+
+    Returns:
+        The ranks of each group of more than one.
+    """
+    whole = [axis for axis, placement in enumerate(layout.placements) if not splits(placement)]
+    others = [axis for axis in range(devices.mesh.ndim) if axis not in whole]
+    parts = math.prod(devices.mesh.shape[axis] for axis in others)
+    groups = devices.mesh.permute(*others, *whole).reshape(parts, -1).tolist()
+    return [tuple(group) for group in groups if len(group) > 1]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
+    """Shape, dtype, and of the values in their order; None where there are none."""
+    if x.is_meta:
+        return None
+    shape, dtype = tuple(x.shape), str(x.dtype)
+    x = (
+        x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
+    )  # of one dim, reshape leaves strides as they are
+    return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
+def _gathered(what: str, fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
+    """Of the mesh's ranks, in its order."""
+    facts = of_all_alike(f"compares its {what}", fact)
+    return [facts[rank] for rank in _ranks(devices)]
+
+
+def _ranks(devices: DeviceMesh) -> list[int]:
+    return [int(rank) for rank in devices.mesh.flatten()]

@@ -1,0 +1,448 @@
+"""What ranks that differ are told: which of them differ, what each did, and what to do."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import linecache
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import parent_process, util
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RankError
+
+# --------------------------------------------------------------------------------------------------
+# What a rank does, as others read it: a record of each operation in which all ranks take part.
+
+_LIBRARIES = (
+    str(Path(__file__).parents[1]) + "/",
+    str(Path(torch.__file__).parent) + "/",
+    *(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "purelib", "platlib")),
+)
+_MOST = 600  # characters of a record: what is beyond these still counts in its digest
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation of one rank.
+
+    Attributes:
+        number: how many there were, this one included. It is equal on all ranks.
+        what: the operation in words, after "rank 1": "runs backward".
+        line: the user's line, empty if there is none.
+        digest: of `what`, from 0 to 2**32 - 1; equal operations have equal digests.
+        stepped: whether an optimizer has stepped since the module's last call; None if this rank
+            has nothing to train.
+    """
+
+    number: int
+    what: str
+    line: str
+    digest: int
+    stepped: bool | None = None
+
+    @classmethod
+    def of(cls, number: int, what: str, line: str, stepped: bool | None) -> Call:
+        """Make the record of an operation."""
+        digest = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=4).digest(), "big")
+        return cls(
+            number, what if len(what) <= _MOST else f"{what[:_MOST]} …", line, digest, stepped
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> Call:
+        """Read what `dumps` wrote."""
+        return cls(*json.loads(text))
+
+    def dumps(self) -> str:
+        """Write the record as text."""
+        return json.dumps([self.number, self.what, self.line, self.digest, self.stepped])
+
+    def __str__(self) -> str:
+        steps = {
+            True: " after a step of the optimizer",
+            False: " without a step of the optimizer before it",
+            None: "",
+        }[self.stepped]
+        return f"{self.what}{steps}{f' at {self.line}' if self.line else ''}"
+
+
+def find_line() -> str:
+    """Find the line of the user's code that is running.
+
+    Returns:
+        ``file.py:12: code`` of the innermost frame outside of libraries, or an empty string.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class Tally:
+    """A sum by which ranks see that all of them have come and that their operations are equal.
+
+    Its 62 bits have fields for how many ranks have come, how many of them say that an optimizer has
+    stepped, how many that none has, and for the sum of digests, which get the bits that are left.
+
+    Args:
+        num_ranks: how many there are.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks, self._bits = num_ranks, num_ranks.bit_length()
+        self._digest_bits = max(1, min(32, 62 - 4 * self._bits))
+
+    def packed(self, call: Call) -> int:
+        """What one rank adds."""
+        fields = (1 << self._bits | (call.stepped is True)) << self._bits | (call.stepped is False)
+        return fields << (self._digest_bits + self._bits) | self._digest(call)
+
+    def count(self, total: int) -> int:
+        """How many ranks have come."""
+        return total >> (self._digest_bits + 3 * self._bits)
+
+    def agrees(self, total: int, call: Call) -> bool:
+        """Whether all ranks have added what is equal to `call`."""
+        digests = total & ((1 << (self._digest_bits + self._bits)) - 1)
+        stepped, not_stepped = (
+            total >> (self._digest_bits + n * self._bits) & ((1 << self._bits) - 1) for n in (2, 1)
+        )
+        return digests == self._num_ranks * self._digest(call) and not (stepped and not_stepped)
+
+    def _digest(self, call: Call) -> int:
+        return call.digest & ((1 << self._digest_bits) - 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# How the processes of other ranks end, as far as this one can know.
+#
+# A process that ends by itself leaves a record of why. One that is killed cannot; the others on
+# its machine see that it is not there any more. On other machines the launcher ends them, or they
+# wait for as long as the process group's time limit says.
+
+_POLL_S = 0.02
+_KILLED = "it was killed (by the system if memory ran out), or left by os._exit"
+
+
+class End(NamedTuple):
+    """How a rank's process ended.
+
+    Attributes:
+        why: in words, a sentence.
+        kind: ``"alone"`` of what began on this rank, ``"after"`` of an error that tells of another
+            rank, ``"quiet"`` of no error.
+    """
+
+    why: str
+    kind: Literal["alone", "after", "quiet"]
+
+
+class Ends:
+    """The ends of all ranks' processes.
+
+    Args:
+        store: that all ranks share.
+        rank, num_ranks: this process and how many there are.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self._others = (
+            store,
+            rank,
+            [n for n in range(num_ranks) if n != rank],
+        )
+        self._processes: dict[int, tuple[str, ...]] = {}
+        store.set(f"process {rank}", json.dumps(_identity()))
+
+    def record(self, end: End) -> None:
+        """Let the others know that this process ends."""
+        self._store.set(f"ended {self._rank}", json.dumps(end))
+
+    def find(self) -> dict[int, End]:
+        """Find the ranks whose processes have ended; if any began it, those alone."""
+        found = {rank: end for rank in self._others if (end := self._end_of(rank)) is not None}
+        first = {rank: end for rank, end in found.items() if end.kind != "after"}
+        return first or found
+
+    def meet(self) -> None:
+        """Learn of all processes, after all ranks have made this object."""
+        found = self._store.multi_get([f"process {rank}" for rank in self._others])
+        for rank, text in zip(self._others, found, strict=True):
+            self._processes[rank] = tuple(json.loads(text))
+
+    def gone(self) -> dict[int, End]:
+        """Find the processes on this machine that are not there any more, without the store."""
+        known = self._processes.items()
+        return {rank: End(_KILLED, "alone") for rank, each in known if not _is_running(each)}
+
+    def wait_until(self, has_read: Callable[[int], bool], limit_s: float) -> None:
+        """Wait until each other rank has read something or ended.
+
+        Args:
+            has_read: whether a rank has.
+            limit_s: seconds after which this returns at any rate.
+        """
+        deadline, waiting = time.monotonic() + limit_s, list(self._others)
+        while waiting and time.monotonic() < deadline:
+            waiting = [
+                rank for rank in waiting if not has_read(rank) and self._end_of(rank) is None
+            ]
+            if waiting:
+                time.sleep(_POLL_S)
+
+    def _end_of(self, rank: int) -> End | None:
+        is_missing = not _is_running(
+            self._process(rank)
+        )  # before the record is looked for, which a process leaves before it ends
+        if self._store.check([f"ended {rank}"]):
+            return End(*json.loads(self._store.get(f"ended {rank}")))
+        return End(_KILLED, "alone") if is_missing else None
+
+    def _process(self, rank: int) -> tuple[str, ...]:
+        if rank not in self._processes and self._store.check([f"process {rank}"]):
+            self._processes[rank] = tuple(json.loads(self._store.get(f"process {rank}")))
+        return self._processes.get(rank, ())
+
+
+def why_it_ends() -> End:
+    """Why this process is about to end."""
+    error = getattr(
+        sys, "last_value", None
+    )  # of an exception that nobody caught; sys.exit leaves none
+    if error is None and parent_process() is not None:  # where an error is not left either
+        return End("its process came to its end, and its own messages say why", "quiet")
+    if error is None:
+        return End("it came to the end of its script, or called sys.exit", "quiet")
+    said = str(error).strip().split("\n")[0]
+    return End(
+        f"it raised {type(error).__name__}{f': {said}' if said else ''}",
+        "after" if isinstance(error, RankError) else "alone",
+    )
+
+
+def at_exit(action: Callable[[], None]) -> None:
+    """Call `action` when this process ends by itself, but not in processes that it forks."""
+    util.Finalize(
+        None, action, exitpriority=100
+    )  # atexit does not run in processes that multiprocessing starts
+
+
+def at_termination(action: Callable[[], bool]) -> None:
+    """Call `action` at SIGTERM, if neither the script nor a library takes that signal.
+
+    Args:
+        action: returns whether the process is to end by the signal. The script raises its errors.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
+        return
+    process = os.getpid()
+
+    def take(*_: Any) -> None:
+        if os.getpid() != process or action():  # a forked process has no part in it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, take)
+
+
+def _identity() -> tuple[str, ...]:
+    """Where this process is, its number and when it started; empty if the system does not say."""
+    try:
+        return (_here(), str(os.getpid()), _state(os.getpid())[1])
+    except OSError:  # no Linux: nothing tells whether a process of that number is the same one
+        return ()
+
+
+@functools.cache
+def _here() -> str:
+    """The machine as it is now, and the namespace of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _state(process: int) -> tuple[str, str]:
+    """Its state, a letter, and when it started."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _is_running(identity: tuple[str, ...]) -> bool:
+    """Whether a process is there; True where this machine cannot know."""
+    if not identity or identity[0] != _here():
+        return True
+    try:
+        state, started = _state(int(identity[1]))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX" and started == identity[2]
+
+
+_MOST_SHOWN = 4
+_ALIKE = (
+    "call the model, backward, optimizer.step(), save and load in the same order and equally often "
+    "on every rank, with batches of the same shapes and dtypes: also at the end of an epoch "
+    "(drop_last=True), and to evaluate or to save"
+)
+
+
+def _unlike(what: str, ranks: Sequence[int] = ()) -> RankError:
+    """The error of ranks that do different things."""
+    return RankError(what, remedy=_ALIKE, ranks=ranks)
+
+
+class Differences:
+    """Of the ranks of a process group, as this one tells of them.
+
+    Args:
+        rank, num_ranks: this one and how many there are.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._last: Call | None = None
+        self._followed: set[tuple[int, int, bool | None]] = set()
+
+    def follow(self, call: Call) -> None:
+        """Note an operation in which all ranks agreed: after the one before it is expected."""
+        self._followed.add(self._step(call))
+        self._last = call
+
+    def of(
+        self, calls: Mapping[int, Call], ended: Mapping[int, End], own: Call, limit_s: float
+    ) -> RankError:
+        """The error of ranks that do not agree.
+
+        Args:
+            calls: the last operation of each rank that has one.
+            ended: the ranks whose processes have ended.
+            own: this rank's operation. limit_s: for how long a rank may wait.
+        """
+        here = {rank: call for rank, call in calls.items() if call.number == own.number}
+        groups = self._groups(here)
+        if len(groups) > 1 and (len(here) == self._num_ranks or not ended):
+            return self._of_groups(groups, here)
+        if ended:
+            return self.of_ended(ended, own)
+        late = [rank for rank in range(self._num_ranks) if rank not in here]
+        late = late or [self._rank]  # the others have given up before this one came
+        did = f"rank {self._rank} {own}{self._last_of(late, calls)}"
+        what = f"{_ranks(late)} did not come within {limit_s:g} s: {did}"
+        remedy = (
+            "see what it does there; if it needs longer, call "
+            "torch.distributed.init_process_group(timeout=...) before autopar.compile"
+        )
+        return RankError(what, remedy=remedy, ranks=late)
+
+    def of_ended(self, ended: Mapping[int, End], own: Call) -> RankError:
+        """The error where processes have ended; arguments as of `of`."""
+        (first, end), *_ = ended.items()
+        more = (
+            f", as did {_ranks([rank for rank in ended if rank != first])}"
+            if len(ended) > 1
+            else ""
+        )
+        what = (
+            f"rank {first} has ended: {end.why}{more}; rank {self._rank} {own}{self._before(own)}"
+        )
+        remedy = (
+            _ALIKE
+            if end.kind == "quiet"
+            else f"see the messages of rank {first}; the other ranks cannot go on without it"
+        )
+        return RankError(what, remedy=remedy, ranks=list(ended))
+
+    def left(self, waiting: Sequence[int], own: Call) -> str:
+        """That others fail because this rank ends, after `own`."""
+        fail = "fails" if len(waiting) == 1 else "fail"
+        return f"rank {self._rank} ends, and {_ranks(waiting)} {fail} without it; last it {own}"
+
+    def waiting(self, calls: Mapping[int, Call], own: Call, waited_s: float, limit_s: float) -> str:
+        """That this rank waits, and for whom; arguments as of `of`."""
+        late = [
+            rank
+            for rank in range(self._num_ranks)
+            if rank not in calls or calls[rank].number < own.number
+        ]
+        waits = f"rank {self._rank} has waited {waited_s:.0f} s for {_ranks(late)}"
+        return f"{waits}, of at most {limit_s:.0f} s: it {own}{self._last_of(late, calls)}"
+
+    def _of_groups(self, groups: Sequence[Sequence[int]], calls: Mapping[int, Call]) -> RankError:
+        others = self._others(groups, calls)
+        before = self._before(calls[groups[0][0]])
+        if not others:
+            shown = "; ".join(
+                f"{_ranks(ranks)} {calls[ranks[0]]}" for ranks in groups[:_MOST_SHOWN]
+            )
+            return _unlike(f"ranks do different things: {shown}{before}")
+        first = next(ranks[0] for ranks in groups if ranks[0] not in others)
+        shown = "; ".join(
+            f"{_ranks(ranks)} {calls[ranks[0]]}"
+            for ranks in groups[:_MOST_SHOWN]
+            if ranks[0] in others
+        )
+        than = f"rank {first}" if self._num_ranks == 2 else "the others"
+        does = "does something" if len(others) == 1 else "do something"
+        what = f"{_ranks(others)} {does} else than {than}: {shown}; rank {first} {calls[first]}"
+        return _unlike(f"{what}{before}", others)
+
+    def _groups(self, calls: Mapping[int, Call]) -> list[list[int]]:
+        """Ranks that do the same, the largest group first."""
+        digests = {call.digest for call in calls.values()}
+        found: dict[object, list[int]] = {}
+        for rank, call in sorted(calls.items()):
+            key = call.digest if len(digests) > 1 else call.stepped
+            if key is not None:  # with nothing to train, a rank differs from none by its steps
+                found.setdefault(key, []).append(rank)
+        return sorted(found.values(), key=lambda ranks: -len(ranks))
+
+    def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, Call]) -> list[int]:
+        """The ranks that differ from most, else from what is expected; none if neither tells."""
+        num_ranks = sum(map(len, groups))
+        if 2 * len(groups[0]) > num_ranks:
+            return sorted(rank for ranks in groups[1:] for rank in ranks)
+        strange = [
+            rank
+            for ranks in groups
+            for rank in ranks
+            if self._step(calls[rank]) not in self._followed
+        ]
+        return sorted(strange) if len(strange) < num_ranks else []
+
+    def _step(self, call: Call) -> tuple[int, int, bool | None]:
+        return (0 if self._last is None else self._last.digest, call.digest, call.stepped)
+
+    def _before(self, own: Call) -> str:
+        alike = self._last is not None and self._last.number < own.number
+        return (
+            f"; until then all ranks did the same, the last time where each {self._last.what}"
+            if alike and self._last
+            else ""
+        )
+
+    def _last_of(self, late: Iterable[int], calls: Mapping[int, Call]) -> str:
+        others = [rank for rank in late if rank in calls and rank != self._rank]
+        said = [f"rank {rank}: {calls[rank]}" for rank in others[:_MOST_SHOWN]]
+        return f"; the last of {', of '.join(said)}" if said else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -1,0 +1,319 @@
+"""`StagedModule`: a pipeline's stages on this rank, or one stage that works through microbatches,
+as an ordinary `nn.Module`.
+
+A call takes the whole batch and runs the schedule, forward and backward of all microbatches; what
+it returns is what the model returns for the batch, on every rank: with ``outputs="full"``, or of
+one stage in one microbatch, every output, else the loss and None for the others, since parts of
+microbatches have no place in a whole tensor. `loss.backward()` then publishes the gradients that
+are there already. The loss is the one differentiable output, and what comes after it must be
+linear. Where the user multiplies the loss, as gradient scalers do, and the graph computes in
+float16, the step runs again when the factor changes (`autopar.runtime.loss_scaling`); a user who
+sets `loss_scale` to the factor before the call spares that.
+
+Of a model that returns no loss a call runs all forwards and returns whole outputs, and `backward`
+of whatever the user computes of them runs all backwards (`autopar.program.transfers`), on every
+rank alike; `loss_scale` has no part in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from autopar.errors import RuntimeStateError
+from autopar.kernels.bind import bind
+from autopar.ops import random
+from autopar.program.executor import Executor
+from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.program.stage_work import StageWork, outputs_kept
+from autopar.request import Backend, Batch, Outputs
+from autopar.runtime.arguments import Arguments, Results, defaults_of
+from autopar.runtime.device_mesh import agree, check_shape, groups_of, stage_devices
+from autopar.runtime.gradients import clip_over_stages
+from autopar.runtime.guarded_module import Compiled
+from autopar.runtime.guards import Misfit, Variant
+from autopar.runtime.loss_scaling import LossScale, share_overflows
+from autopar.runtime.module_shell import Standing
+from autopar.runtime.outer_loss import Answered, Published, ScaledStep
+from autopar.runtime.outputs import parted, refusing
+from autopar.runtime.parameters import Storage
+from autopar.runtime.pipeline_runtime import StageCalls
+from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_comm import rank
+
+log = logging.getLogger("autopar")
+_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class StagedModule(Compiled):
+    """The stages of `program` that this rank runs, mostly one; it holds the parameters of those
+    only.
+
+    Args:
+        devices: the whole mesh. model: gives values, names and the train/eval flag; it may be on
+            meta, and is not kept.
+
+    Attributes:
+        loss_scale: the factor by which the user multiplies losses before backward (see the module
+            docstring).
+        rank: this one's place along the pipeline's axis.
+
+    Raises:
+        MeshError: where the program was made for another mesh. RuntimeStateError: where ranks hold
+            different plans; on ``batch="local"``.
+    """
+
+    def __init__(
+        self,
+        program: StagedProgram,
+        devices: DeviceMesh,
+        model: nn.Module,
+        *,
+        batch: Batch = "global",
+        outputs: Outputs = "full",
+        backend: Backend = "eager",
+        both_modes: bool = False,
+        shared: Compiled | None = None,
+    ) -> None:
+        check_shape(devices, program.mesh)
+        if batch != "global":
+            what = (
+                f"batch={batch!r}: a plan with microbatches takes whole batches, of which each"
+                " stage takes its parts"
+            )
+            raise RuntimeStateError(what, remedy='pass batch="global"')
+        agree(program.plan_hash, "plan", devices)
+        own, group, self.rank = stage_devices(devices, program.axis)
+        self._num_ranks = 1 if group is None else group.size()
+        stages = {
+            n: program.stages[n] for n in range(self.rank, len(program.stages), self._num_ranks)
+        }
+        held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
+        self._draws = random.STATE in held
+        on_all_ranks = {random.STATE, *program.microbatches.count_buffers}
+        held |= {
+            t.name: t for stage in program.stages for t in stage.buffers if t.name in on_all_ranks
+        }
+        here = {name for t in held.values() for name in (t.name, *t.aliases)}
+        every = {
+            name
+            for s in program.stages
+            for t in (*s.parameters, *s.buffers)
+            for name in (t.name, *t.aliases)
+        }
+        super().__init__(
+            tuple(held.values()),
+            own,
+            model,
+            elsewhere=every - here,
+            world=devices,
+            both_modes=both_modes,
+            shared=shared,
+        )
+        self.program, self._scale = program, LossScale()
+        self.world_mesh, self._group = devices, group
+        groups = groups_of(own)
+        kept = [
+            t
+            for stage in program.stages
+            for t in outputs_kept(stage, outputs, program.microbatches.num)
+        ]
+        self._kept = [t for t in program.outputs if t.name in {each.name for each in kept}]
+        self._presented = {
+            t.name: Storage.of(t, own) for t in kept if outputs == "dtensor" and not t.is_loss
+        }
+        works: dict[int, StageWork] = {}
+        for number, stage in stages.items():
+            executor = Executor(
+                stage,
+                groups,
+                backend=backend,
+                batch=batch,
+                outputs=outputs,
+                device=devices.device_type,
+            )
+            works[number] = StageWork(stage, executor, executor.device)
+        trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
+        self._is_trained = bool(trained)
+        self._may_train = (
+            shared is None or self._is_trained
+        )  # in another mode what a trained model returns may have no gradient
+        self._held = _held_by(stages.values(), trained)
+        signature, defaults = inspect.signature(model.forward), defaults_of(model)
+        self._arguments = Arguments(
+            program, signature, batch, groups, devices.device_type, defaults
+        )
+        self._results = Results(program)
+        self._how = program.microbatches.bound(
+            lambda graph: bind(graph, groups, devices.device_type)
+        )
+        left_out = [t.name for t in program.outputs if t not in self._kept]
+        if outputs not in ("full", "loss") and left_out and rank() == 0:
+            num = program.microbatches.num
+            why = f"the batch runs in {num} microbatches" if num > 1 else "the last stage makes it"
+            log.warning(
+                '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not'
+                " wanted",
+                _told(program, left_out),
+                why,
+            )
+        self._calls = StageCalls(
+            program,
+            works,
+            self._how,
+            self._kept,
+            self._held,
+            self._storages,
+            group,
+            self.rank,
+            devices,
+        )
+        if group is not None:
+            share_overflows(group, devices.device_type)
+        self._stand_for_all(model, program.attributes, shared)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        """A copy among the same processes."""
+        memo[id(self._group)] = self._group
+        return super().__deepcopy__(memo)
+
+    @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns for the whole batch; with gradients enabled, backward has run.
+
+        Raises:
+            RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
+        """
+        values = self._taken(args, kwargs, self.world_mesh)
+        if isinstance(values, Misfit):
+            return self._elsewhere(values, args, kwargs)
+        parts = self._how.parts(
+            {t.name: x for t, x in zip(self.program.inputs, values, strict=True)},
+            self._local_buffers(),
+        )
+        parameters = [self.get_parameter(t.name) for t in self._held]
+        trained = (
+            torch.is_grad_enabled() and self._is_trained
+        )  # a stage that trains nothing takes part all the same
+        if torch.is_grad_enabled() and self._may_train:
+            self._trains(parameters, self._held)
+        outputs = (
+            self._waiting(parts, parameters)
+            if trained and self._how.loss is None
+            else self._stepped(parts, parameters, keep=trained)
+        )
+        self._count_draws()
+        for name, storage in self._presented.items():
+            outputs[name] = storage.wrap(outputs[name])
+        if self._how.loss is not None:
+            refused = [t.name for t in self._kept if t.requires_grad and not t.is_loss]
+            outputs |= {
+                name: refusing(name, outputs[name], outputs[self._how.loss]) for name in refused
+            }
+        return self._results.build(
+            [
+                parted(x) if (x := outputs.get(t.name)) is not None else None
+                for t in self.program.outputs
+            ]
+        )
+
+    def _count_draws(self) -> None:
+        """Where no stage of this rank draws random numbers, their state goes on as it does where
+        one does."""
+        if not self._draws and random.STATE in self._buffers:
+            with torch.no_grad():
+                self.get_buffer(random.STATE).add_(self._how.num)
+
+    def _stepped(
+        self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool
+    ) -> dict[str, Tensor]:
+        """The outputs; with `keep`, backward has run, too."""
+        buffers, loss = self._local_buffers(), self._how.loss
+        with torch.autocast(self.device_mesh.device_type, enabled=False):
+            if not keep:
+                return self._calls.step(parts, buffers, parameters, scale=1.0, keep=False)[0]
+            step = ScaledStep(self._calls, self._scale, parts, buffers, parameters)
+            outputs, gradients = step.run()
+        if loss is not None:
+            anchor = torch.empty(
+                0, requires_grad=True
+            )  # a rank whose parameters are all frozen calls backward, too
+            outputs[loss] = Published.apply(
+                self._calls, step, [outputs[loss]], gradients, anchor, *parameters
+            )
+        return outputs
+
+    def _waiting(
+        self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """The outputs, through which backward goes."""
+        anchor = torch.empty(0, device=self.device_mesh.device_type, requires_grad=True)
+        found = Answered.apply(self._calls, parts, self._local_buffers(), anchor, *parameters)
+        return dict(zip((t.name for t in self._kept), found, strict=True))
+
+    def _local_buffers(self) -> dict[str, Tensor]:
+        """Of this rank's stages, by name."""
+        named = {
+            t.name
+            for stage in self.program.stages
+            for t in stage.buffers
+            if t.name in self._storages
+        }
+        return {name: self._storages[name].local(self.get_buffer(name)) for name in sorted(named)}
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward, 1 unless the user sets it.
+
+        Raises:
+            RuntimeStateError: where it is set to what is no positive number.
+        """
+        return self._scale.given
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._scale.given = value
+
+    def _set_up(self, variant: Variant) -> None:
+        super()._set_up(variant)
+        if isinstance(variant, StagedModule):
+            variant._scale = self._scale
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model, all stages, is at most
+        `max_norm`; returns the norm before.
+
+        A parameter that several stages hold counts once.
+        """
+        elsewhere = self._calls.exchange.counted_elsewhere()
+        parameters = [
+            (p, self._names[name] not in elsewhere) for name, p in self.named_parameters()
+        ]
+        with announced(f"clips the gradients of {self._title}", self.world_mesh):
+            return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
+
+
+def _told(program: StagedProgram, names: Sequence[str]) -> str:
+    """That outputs come as None, by place and path."""
+    places = {t.name: number for number, t in enumerate(program.outputs)}
+    shown = ", ".join(
+        f"output {places[name]} ({name})" if not name.isdecimal() else f"output {name}"
+        for name in names[:3]
+    )
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{shown}{more} {'comes' if len(names) == 1 else 'come'} as None"
+
+
+def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
+    """The parameters of these stages, each once; one that has a gradient in any stage of the
+    model has one here."""
+    found = {t.name: t for stage in stages for t in stage.parameters}
+    return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())

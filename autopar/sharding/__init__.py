@@ -1,0 +1,33 @@
+"""Rules applied to nodes: clusters that share a decision, folded into classes, with their
+strategies."""
+
+from autopar.sharding.clusters import Cluster, Member, Ref, clusters_of, pattern_of
+from autopar.sharding.enumerate import ClusterClass, ClusterStrategy, apart, classes_of
+from autopar.sharding.resolve_constraints import (
+    Forced,
+    Starts,
+    frozen_starts,
+    group_of,
+    layer_of,
+    resolve,
+    together,
+)
+
+__all__ = [
+    "Cluster",
+    "ClusterClass",
+    "ClusterStrategy",
+    "Forced",
+    "Member",
+    "Ref",
+    "Starts",
+    "apart",
+    "classes_of",
+    "clusters_of",
+    "frozen_starts",
+    "group_of",
+    "layer_of",
+    "pattern_of",
+    "resolve",
+    "together",
+]

@@ -1,0 +1,500 @@
+"""Nodes merged into clusters: the decisions of a trace.
+
+Terms. A *cluster* is a set of nodes that share one decision, with no redistribution inside. A
+*pattern* is a node key in which the indices of repeated layers are written ``{0}``, ``{1}``, ….
+
+When is a node merged into the cluster of a producer? Only where no choice is lost that could pay:
+the node is no contraction or lookup (before these, a gathered operand can pay for itself); on every
+axis, whatever placement the producer can give, the node accepts, and where it reads several tensors
+of the cluster, whatever they can be together (of samples that are split the mean is a partial sum,
+which cannot be taken from them); and what it makes is no larger than what it reads, so that
+redistributing its result is never dearer than redistributing its operand; its own operands leave it
+no choice (a tensor made like another may lie in any way, and several such would multiply the
+cluster's strategies); it reads nothing that the cluster may read with a halo or mirrored, which
+would be another layout; and where the cluster is made of nothing, as zeros or a range is, it reads
+nothing else: such tensors are whole on every device, and what else it read would have to be whole
+beside them. A contraction can be the first node of a cluster, with followers. Where what backward
+reads of one memory is more than it holds (a tensor and a view of it), views are not merged into
+what makes that, nor others into views that backward reads: what is made together is kept together,
+and counted twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import ops
+from autopar.analysis.work import is_view
+from autopar.capture.trace import Trace
+from autopar.core.placements import Mirrored, Special, adds_up
+from autopar.ops import random
+from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
+
+# --------------------------------------------------------------------------------------------------
+# Which tensors of a trace lie in the same memory, and where more is kept for backward than that
+# memory holds.
+
+Ref = tuple[str, int]  # a tensor: node name, result index
+
+
+class Storages:
+    """The memory that the tensors of a trace lie in, by the tensor that it was made for.
+
+    A view of what is kept, kept as well, takes no memory, but counts as a tensor; where each may be
+    made again by itself, a plan that keeps one of them and makes the others again is counted as
+    what it is.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[Ref, Ref] = {}
+        self._free: dict[Ref, int] = {}  # bytes of a memory less those of what is kept in it
+        self._viewing: set[str] = set()
+
+    def add(self, name: str, call: Call, reads: Sequence[Ref]) -> None:
+        """A node, after those that it reads."""
+        views = (
+            bool(reads)
+            and is_view(call.target)
+            and (call.target is not operator.getitem or reads[0][0] in self._viewing)
+        )
+        self._viewing |= {name} if views else set()
+        for result, info in enumerate(call.outputs):
+            self._owner[name, result] = (
+                self._owner.get(reads[0], reads[0]) if views else (name, result)
+            )
+            self._free.update({} if views else {(name, result): size_of(info)})
+
+    def keep(self, kept: Mapping[Ref, TensorInfo]) -> None:
+        """What backward reads of forward's tensors."""
+        for ref, info in kept.items():
+            owner = self._owner.get(ref, ref)
+            self._free[owner] = self._free.get(owner, 0) - size_of(
+                info
+            )  # what the model is given rests: a view of it takes none
+
+    def is_view(self, name: str) -> bool:
+        """Whether a node's results lie in its operand's memory."""
+        return name in self._viewing
+
+    def are_full(self, refs: Sequence[Ref]) -> bool:
+        """Whether more is kept in the memory of one of these than it holds."""
+        return any(self._free.get(self._owner.get(ref, ref), 0) < 0 for ref in refs)
+
+
+def size_of(info: TensorInfo) -> int:
+    """Bytes of a whole tensor."""
+    return info.dtype.itemsize * math.prod(info.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Options of several nodes together on one mesh axis, with no redistribution between them.
+
+Assignment = dict[Ref, Placement]  # on one axis
+Node = tuple[
+    Sequence[Ref], Sequence[Ref], Iterable[AxisOption]
+]  # what it reads, what it makes, how it may
+
+
+def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
+    """Every consistent choice of one option per node, in topological order, as tensor →
+    placement."""
+    found: list[Assignment] = [{}]
+    for reads, makes, options in nodes:
+        options = tuple(options)
+        found = [
+            joined
+            for state in found
+            for option in options
+            if (joined := _joined(state, reads, makes, option)) is not None
+        ]
+    return found
+
+
+def _joined(
+    state: Assignment, reads: Sequence[Ref], makes: Sequence[Ref], option: AxisOption
+) -> Assignment | None:
+    """None where the option reads a tensor otherwise than it lies."""
+    joined = dict(state)
+    if any(
+        joined.setdefault(ref, placement) != placement
+        for ref, placement in zip(reads, option.inputs, strict=True)
+    ):
+        return None
+    joined.update(zip(makes, option.outputs, strict=True))
+    return joined
+
+
+HEADS = frozenset(
+    (
+        ops.dot,
+        ops.attention,
+        ops.attention_backward,
+        ops.embedding,
+        ops.embedding_backward,
+        ops.experts,
+        ops.experts_backward,
+        ops.flex_attention,
+        ops.flex_attention_backward,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten.convolution_backward.default,
+    )
+)
+_PRODUCTS = HEADS | {
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div.Tensor,
+    random.masked_scale,
+    ops.rms_product,
+    ops.rms_norm_backward,
+    ops.rms_weight_gradient,
+}
+_INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
+
+
+def pattern_of(key: str) -> tuple[str, tuple[int, ...]]:
+    """A node key's pattern and the layer indices in it: ``layers.3.mlp/dot/…`` →
+    ``layers.{0}.mlp/dot/…``, (3,)."""
+    module, slash, rest = key.partition("/")
+    indices = tuple(int(m) for m in _INDEX.findall(module))
+    counter = itertools.count()
+    escaped = module.replace("{", "{{").replace("}", "}}")
+    return _INDEX.sub(lambda _: f"{{{next(counter)}}}", escaped) + slash + rest, indices
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node of a cluster: its call, and the tensors it reads and makes."""
+
+    node: str
+    key: str
+    pattern: str
+    call: Call
+    reads: tuple[Ref, ...]
+    makes: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes that share one decision (see the module docstring).
+
+    Attributes:
+        operands: tensors read from outside, each once. results: tensors read outside.
+        indices: the layer indices of this instance.
+    """
+
+    members: tuple[Member, ...]
+    operands: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    phase: str
+    indices: tuple[int, ...]
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What equal instances have in common."""
+        local = {ref: i for i, ref in enumerate(self.operands)}
+        names = {m.node: i for i, m in enumerate(self.members)}
+        reads = tuple(
+            tuple(local.get(r, (names.get(r[0]), r[1])) for r in m.reads) for m in self.members
+        )
+        results = tuple((names[n], i) for n, i in self.results)
+        calls = tuple((m.pattern, m.call.key) for m in self.members)
+        return (calls, reads, results, len(self.indices))
+
+
+@dataclass
+class _Graph:
+    """Working view of the trace's compute nodes."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+    phase: dict[str, str] = field(default_factory=dict)
+    indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    readers: dict[Ref, list[str]] = field(default_factory=dict)
+    options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
+    specially: dict[str, frozenset[Ref]] = field(
+        default_factory=dict
+    )  # what a node may read with a halo or mirrored
+    position: dict[str, int] = field(default_factory=dict)
+    from_nothing: set[str] = field(
+        default_factory=set
+    )  # nodes that depend on no tensor from outside the graph
+    storages: Storages = field(default_factory=Storages)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether backward reads what a node of forward makes."""
+        read = (reader for ref in self.members[name].makes for reader in self.readers.get(ref, ()))
+        return self.phase[name] == "forward" and any(
+            self.phase[reader] == "backward" for reader in read
+        )
+
+
+def clusters_of(trace: Trace, apart: Container[str] = ()) -> tuple[Cluster, ...]:
+    """Merge the trace's nodes into clusters, in topological order of their first member; those
+    in `apart` into no producer's."""
+    graph = _read(trace)
+    home = {name: name for name in graph.members}  # node → first node of its cluster
+    content = {name: [name] for name in graph.members}
+    for name, member in graph.members.items():
+        for root in dict.fromkeys(
+            home[r[0]] for r in member.reads if r[0] in home and name not in apart
+        ):
+            if root != home[name] and _mergeable(graph, content[root], member, name):
+                content[root] += content.pop(home[name])
+                for node in content[root]:
+                    home[node] = root
+                break
+    content = _acyclic(graph, content)
+    outputs = _graph_outputs(trace)
+    return tuple(_cluster(graph, names, outputs) for names in content.values())
+
+
+def _read(trace: Trace) -> _Graph:
+    graph = _Graph()
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        call = call_of(node)
+        pattern, indices = pattern_of(node.meta["key"])
+        reads = tuple((n.name, _result_index(node)) for n in operands_of(node))
+        makes = tuple((node.name, i) for i in range(len(call.outputs)))
+        graph.members[node.name] = Member(node.name, node.meta["key"], pattern, call, reads, makes)
+        graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
+        graph.position[node.name] = len(graph.position)
+        graph.options[node.name] = options = _possible_options(graph, call, reads)
+        asked = frozenset(
+            r
+            for o in options
+            for r, p in zip(reads, o.inputs, strict=True)
+            if issubclass(type(p), Special)
+        )
+        graph.specially[node.name] = asked if node.target is not operator.getitem else frozenset()
+        graph.storages.add(node.name, call, reads)
+        if graph.from_nothing.issuperset(n for n, _ in reads):
+            graph.from_nothing.add(node.name)
+        for ref in reads:
+            graph.readers.setdefault(ref, []).append(node.name)
+    kept = (member for name, member in graph.members.items() if graph.is_kept(name))
+    graph.storages.keep(
+        {
+            ref: info
+            for member in kept
+            for ref, info in zip(member.makes, member.call.outputs, strict=True)
+        }
+    )
+    return graph
+
+
+def offered_options(call: Call) -> tuple[AxisOption, ...]:
+    """The options of a call that are worth a thought.
+
+    Partial sums pass through views, sums and additions, which may gather several of them before one
+    reduction; through a product they would only be reduced later, at no less than the same size, so
+    that is not offered.
+    """
+    options = axis_options(call)
+    if call.target not in _PRODUCTS or len(call.inputs) < 2:
+        return options
+    return tuple(o for o in options if not any(adds_up(p) for p in o.inputs))
+
+
+def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
+    """The options whose partial operands some producer can give; of a result that is taken of
+    several, those that are given."""
+    made = [(graph.options.get(name, ()), result) for name, result in reads]
+    given = [
+        {
+            o.outputs[result]
+            for o in options
+            if issubclass(type(o.outputs[result]), (Partial, Mirrored))
+        }
+        for options, result in made
+    ]
+    asked = (Partial, Mirrored) if call.target is operator.getitem else (Partial,)
+
+    def possible(option: AxisOption) -> bool:
+        return all(
+            not issubclass(type(p), asked) or p in ok
+            for p, ok in zip(option.inputs, given, strict=True)
+        )
+
+    return tuple(filter(possible, offered_options(call)))
+
+
+def _result_index(node: fx.Node) -> int:
+    return int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
+
+
+def _graph_outputs(trace: Trace) -> set[Ref]:
+    output = next(iter(reversed(trace.graph.nodes)))
+    return {(n.name, 0) for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
+
+
+def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str) -> bool:
+    """Whether `member` may join the cluster `content` that makes one of its operands (see the
+    module docstring)."""
+    if (
+        graph.phase[name] != graph.phase[content[0]]
+        or graph.indices[name] != graph.indices[content[0]]
+    ):
+        return False
+    inside = set(content)
+    if member.call.target is operator.getitem:
+        return True
+    if member.call.target in HEADS or (
+        content[0] in graph.from_nothing and name not in graph.from_nothing
+    ):
+        return False
+    if graph.members[content[0]].call.target is ops.linear_cross_entropy:
+        # where it runs again for its gradients, what its losses are weighted with would count as
+        # asked for
+        return False
+    if any(graph.specially[node].intersection(member.reads) for node in content):
+        return False
+    from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
+    if _would_be_counted_twice(graph, content, member, [member.reads[i] for i in from_cluster]):
+        return False
+    largest = max((size_of(member.call.inputs[i]) for i in from_cluster), default=0)
+    if any(size_of(info) > largest for info in member.call.outputs):
+        return False
+    if any(
+        r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside)
+        for r in member.reads
+    ):
+        return False
+    if not _follows(graph.options[name]) or not all(
+        _accepts_all(graph, member, name, i, from_cluster) for i in from_cluster
+    ):
+        return False
+    return _accepts_together(graph, content, member, name, from_cluster)
+
+
+def _would_be_counted_twice(
+    graph: _Graph, content: Sequence[str], member: Member, reads: Sequence[Ref]
+) -> bool:
+    """Whether `member`, in the cluster `content` that makes what it reads, might have memory
+    kept that is kept already."""
+    if not graph.storages.are_full(reads):
+        return False
+    if graph.storages.is_view(member.node):
+        return any(not graph.storages.is_view(name) or graph.is_kept(name) for name in content)
+    return any(graph.storages.is_view(name) and graph.is_kept(name) for name, _ in reads)
+
+
+def _follows(options: Sequence[AxisOption]) -> bool:
+    """Whether the placements of the operands decide those of the results."""
+    return len({option.inputs for option in options}) == len(options)
+
+
+def _accepts_all(
+    graph: _Graph, member: Member, name: str, operand: int, from_cluster: Sequence[int]
+) -> bool:
+    """Whatever the producer gives is accepted, without asking for partial sums from elsewhere
+    (nothing redistributes to them)."""
+    producer, result = member.reads[operand]
+    given = {option.outputs[result] for option in graph.options[producer]}
+    return given <= {
+        option.inputs[operand] for option in _usable(graph, member, name, from_cluster)
+    }
+
+
+def _accepts_together(
+    graph: _Graph, content: Sequence[str], member: Member, name: str, from_cluster: Sequence[int]
+) -> bool:
+    """As `_accepts_all`, of all that it reads of the cluster together."""
+    if len({member.reads[i] for i in from_cluster}) < 2:
+        return True
+    given = joint_options(
+        (graph.members[n].reads, graph.members[n].makes, graph.options[n]) for n in content
+    )
+    accepted = {
+        tuple(o.inputs[i] for i in from_cluster) for o in _usable(graph, member, name, from_cluster)
+    }
+    return {tuple(state[member.reads[i]] for i in from_cluster) for state in given} <= accepted
+
+
+def _usable(
+    graph: _Graph, member: Member, name: str, from_cluster: Sequence[int]
+) -> list[AxisOption]:
+    others = [i for i in range(len(member.reads)) if i not in from_cluster]
+    return [o for o in graph.options[name] if not any(adds_up(o.inputs[i]) for i in others)]
+
+
+def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
+    """Whether `name` reads, over any way, what the cluster makes. Nodes before the cluster's
+    first cannot."""
+    first = min(graph.position[n] for n in inside)
+    frontier, seen = [name], {name}
+    while frontier:
+        for producer, _ in graph.members[frontier.pop()].reads:
+            if producer in inside:
+                return True
+            if producer not in seen and graph.position.get(producer, -1) > first:
+                seen.add(producer)
+                frontier.append(producer)
+    return False
+
+
+def _acyclic(graph: _Graph, content: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Split every cluster that lies on a cycle of clusters back into its nodes (the merge test
+    leaves few, if any)."""
+    home = {node: root for root, nodes in content.items() for node in nodes}
+    links = nx.DiGraph()
+    links.add_nodes_from(content)
+    for name, member in graph.members.items():
+        links.add_edges_from(
+            (home[r[0]], home[name])
+            for r in member.reads
+            if r[0] in home and home[r[0]] != home[name]
+        )
+    bad = {
+        root
+        for component in nx.strongly_connected_components(links)
+        if len(component) > 1
+        for root in component
+    }
+    if not bad:
+        return dict(content)
+    split = {root: nodes for root, nodes in content.items() if root not in bad}
+    for root in bad:
+        # a multi-result node and its getitems stay together: they are one kernel
+        for node in content[root]:
+            target = (
+                graph.members[node].reads[0][0]
+                if graph.members[node].call.target is operator.getitem
+                else node
+            )
+            split.setdefault(target, []).append(node)
+    place = graph.position.__getitem__
+    return {
+        root: sorted(nodes, key=place)
+        for root, nodes in sorted(split.items(), key=lambda item: place(item[0]))
+    }
+
+
+def _cluster(graph: _Graph, names: Iterable[str], outputs: set[Ref]) -> Cluster:
+    names = sorted(names, key=graph.position.__getitem__)
+    inside = set(names)
+    members = tuple(graph.members[n] for n in names)
+    operands = dict.fromkeys(r for m in members for r in m.reads if r[0] not in inside)
+    results = tuple(
+        ref
+        for m in members
+        for ref in m.makes
+        if ref in outputs or any(r not in inside for r in graph.readers.get(ref, []))
+    )
+    return Cluster(
+        members, tuple(operands), results, graph.phase[names[0]], graph.indices[names[0]]
+    )

@@ -1,0 +1,329 @@
+"""Classes of equal clusters, and the strategies that each chooses from.
+
+Terms. A cluster *class* is all clusters with the same patterns and the same calls: one decision for
+all of them. Per-axis options of a cluster are the consistent combinations of its members' options
+(no redistribution inside a cluster); strategies are their product over the mesh axes, in every
+order of the splitters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.capture.trace import Trace
+from autopar.core.layout import Layout, Strategy
+from autopar.core.placements import REPLICATE, adds_up, splits
+from autopar.errors import ConstraintError
+from autopar.rules import AxisOption, TensorInfo, cuts_alike
+from autopar.sharding.clusters import (
+    Assignment,
+    Cluster,
+    Member,
+    Ref,
+    clusters_of,
+    joint_options,
+    offered_options,
+)
+from autopar.sharding.resolve_constraints import Forced, Starts, group_of
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStrategy:
+    """A strategy of a cluster: its outer layouts, and every member's own."""
+
+    outer: Strategy
+    members: tuple[Strategy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterClass:
+    """All clusters that take one decision, and the strategies they choose from."""
+
+    instances: tuple[Cluster, ...]
+    strategies: tuple[ClusterStrategy, ...]
+
+    @property
+    def first(self) -> Cluster:
+        return self.instances[0]
+
+
+def classes_of(
+    trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = None
+) -> tuple[ClusterClass, ...]:
+    """Clusters of the trace, equal ones folded into classes, with their strategies on a mesh of
+    that shape.
+
+    Raises:
+        ConstraintError: where no strategy of an op meets what is forced on it; names the op and
+            what it could do.
+    """
+    forced = forced or Forced.nothing()
+    clusters = clusters_of(trace, forced.named.apart)
+    groups: dict[tuple[object, ...], list[Cluster]] = {}
+    for cluster in clusters:
+        slots = tuple(
+            (forced.slots.get(m.node, ()), forced.named.rows.get(m.node, ()))
+            for m in cluster.members
+        )
+        groups.setdefault((*cluster.signature, slots), []).append(cluster)
+    partial = _partial_operands(clusters, groups)
+    found = tuple(
+        ClusterClass(
+            tuple(group),
+            _allowed(group[0], _expanded(group[0], partial[signature], mesh_shape, forced), forced),
+        )
+        for signature, group in groups.items()
+    )
+    return apart(found, forced.starts)
+
+
+def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
+    """The same strategies, for each group of layers by itself."""
+    found: list[ClusterClass] = []
+    for each in classes:
+        groups: dict[int, list[Cluster]] = {}
+        for cluster in each.instances:
+            groups.setdefault(group_of(cluster.members[0].key, starts), []).append(cluster)
+        found += [ClusterClass(tuple(groups[group]), each.strategies) for group in sorted(groups)]
+    return tuple(found)
+
+
+def _expanded(
+    cluster: Cluster, partial: Sequence[set[Placement]], mesh_shape: Sequence[int], forced: Forced
+) -> tuple[ClusterStrategy, ...]:
+    """The strategies that named plans admit."""
+    options = _joint_options(cluster, partial)
+    replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
+    per_axis = [
+        _admitted(cluster, options, axis, forced) if size > 1 else replicated
+        for axis, size in enumerate(mesh_shape)
+    ]
+    strategies = expand(cluster, per_axis, mesh_shape)
+    if not strategies:
+        raise _refusal(cluster, mesh_shape, forced)
+    return strategies
+
+
+def _admitted(
+    cluster: Cluster, options: Sequence[Assignment], axis: int, forced: Forced
+) -> Sequence[Assignment]:
+    """The options that have the labels of the rows on this axis."""
+    rows = [
+        (m, row)
+        for m in cluster.members
+        for a, row in forced.named.rows.get(m.node, ())
+        if a == axis
+    ]
+    return [
+        o
+        for o in options
+        if all(
+            row.admits(tuple(o[r] for r in m.reads), tuple(o[r] for r in m.makes))
+            for m, row in rows
+        )
+    ]
+
+
+def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> ConstraintError:
+    """Names the first tensor that cannot be split as the rows say."""
+    for reason in (_too_short, _uneven):
+        for member in cluster.members:
+            rows = dict(forced.named.rows.get(member.node, ()))
+            labels = {axis: (*row.inputs, *row.outputs) for axis, row in rows.items()}
+            for i, info in enumerate((*member.call.inputs, *member.call.outputs)):
+                layout = Layout(
+                    [
+                        (labels[axis][i] if axis in labels else None) or REPLICATE
+                        for axis in range(len(mesh_shape))
+                    ]
+                )
+                dim = reason(layout, info, mesh_shape)
+                if dim is not None:
+                    parts = layout.num_shards(dim, mesh_shape)
+                    plans = ", ".join(
+                        dict.fromkeys(forced.named.plans[axis] for axis in layout.splitters(dim))
+                    )
+                    what = (
+                        f"{plans} cannot hold: {member.key} has a tensor of shape {info.shape},"
+                        f" whose dim {dim} would be in {parts} parts"
+                    )
+                    remedy = (
+                        f"make its length {info.shape[dim]} a multiple of {parts}, or name fewer or"
+                        " smaller axes"
+                    )
+                    return ConstraintError(what, where=member.call.where, remedy=remedy)
+    first = cluster.members[0]
+    named = list(dict.fromkeys(filter(None, forced.named.plans)))
+    if len(named) == 1:
+        what = f"{named[0]} cannot hold: {first.key} has no strategy that meets it"
+        return ConstraintError(
+            what,
+            where=first.call.where,
+            remedy="leave it out for this model, or name other axes for it",
+        )
+    what = f"the named plans cannot hold: {first.key} has no strategy that meets them together"
+    return ConstraintError(what, where=first.call.where, remedy="leave one of them out")
+
+
+def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
+    """The first dim that does not fit the layout."""
+    alone = [
+        Layout(
+            [p if isinstance(p, Shard) and p.dim == dim else REPLICATE for p in layout.placements]
+        )
+        for dim in range(len(info.shape))
+    ]
+    return next(
+        (dim for dim, split in enumerate(alone) if not split.fits(info.shape, mesh_shape)), None
+    )
+
+
+def _uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
+    """The first dim that is split unevenly, where the op wants what is split to belong together."""
+    return next(
+        (dim for dim, size in enumerate(info.shape) if size % layout.num_shards(dim, mesh_shape)),
+        None,
+    )
+
+
+def _allowed(
+    cluster: Cluster, strategies: tuple[ClusterStrategy, ...], forced: Forced
+) -> tuple[ClusterStrategy, ...]:
+    for i, member in enumerate(cluster.members):
+        for kind, slot, layout in forced.slots.get(member.node, ()):
+            kept = tuple(s for s in strategies if getattr(s.members[i], f"{kind}s")[slot] == layout)
+            if not kept:
+                possible = sorted(
+                    {str(getattr(s.members[i], f"{kind}s")[slot]) for s in strategies}
+                )
+                raise ConstraintError(
+                    f"no strategy has {kind} {slot} of {member.key} as {str(layout)!r}",
+                    where=member.call.where,
+                    remedy=f"with the other constraints it can be one of: {'; '.join(possible)}",
+                )
+            strategies = kept
+    return strategies
+
+
+def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[Assignment]:
+    """Every consistent choice of one option per member on one axis, as tensor → placement.
+
+    `partial` says, per operand, which partial placements some producer can give: others would never
+    be used.
+    """
+    given = dict(zip(cluster.operands, partial, strict=True))
+
+    def options_of(member: Member) -> list[AxisOption]:
+        pairs = (
+            (o, zip(member.reads, o.inputs, strict=True)) for o in offered_options(member.call)
+        )
+        return [
+            o
+            for o, read in pairs
+            if not any(adds_up(p) and ref in given and p not in given[ref] for ref, p in read)
+        ]
+
+    found = joint_options((m.reads, m.makes, options_of(m)) for m in cluster.members)
+    unique = {tuple(sorted((r, str(p)) for r, p in state.items())): state for state in found}
+    return list(unique.values())
+
+
+def _partial_operands(
+    clusters: Sequence[Cluster], groups: Mapping[tuple[object, ...], Sequence[Cluster]]
+) -> dict[tuple[object, ...], list[set[Placement]]]:
+    """Per class and operand, the partial placements that a producer of any instance can give on
+    an axis."""
+    signature_of = {id(c): s for s, group in groups.items() for c in group}
+    can: dict[Ref, set[Placement]] = {}
+    result: dict[tuple[object, ...], list[set[Placement]]] = {
+        s: [set() for _ in g[0].operands] for s, g in groups.items()
+    }
+    cache: dict[tuple[object, ...], list[set[Placement]]] = {}
+    for cluster in clusters:
+        signature = signature_of[id(cluster)]
+        operands = [can.get(r, set()) for r in cluster.operands]
+        for total, new in zip(result[signature], operands, strict=True):
+            total |= new
+        key = (signature, *(frozenset(map(str, o)) for o in operands))
+        if key not in cache:
+            options = _joint_options(cluster, operands)
+            cache[key] = [{o[r] for o in options if adds_up(o[r])} for r in cluster.results]
+        can.update(zip(cluster.results, cache[key], strict=True))
+    return result
+
+
+def expand(
+    cluster: Cluster, per_axis: Sequence[Sequence[Assignment]], mesh_shape: Sequence[int]
+) -> tuple[ClusterStrategy, ...]:
+    """Strategies over all axes: the product of each one's options, in every order of the
+    splitters."""
+    shapes = _shapes(cluster)
+    found: dict[Strategy, ClusterStrategy] = {}
+    known: dict[tuple[object, ...], Layout | None] = {}  # few placements make many strategies
+
+    def layout_of(ref: Ref, chosen: Sequence[Assignment], order: tuple[int, ...]) -> Layout | None:
+        """None where it does not fit."""
+        placements = [option[ref] for option in chosen]
+        key = (ref, order, *map(id, placements))
+        if key not in known:
+            layout = Layout(placements, order)
+            known[key] = layout if layout.fits(shapes[ref], mesh_shape) else None
+        return known[key]
+
+    for chosen in itertools.product(*per_axis):
+        for order in _orders(chosen, shapes):
+            layouts: dict[Ref, Layout] = {}
+            for ref in shapes:
+                layout = layout_of(ref, chosen, order)
+                if layout is None:
+                    break
+                layouts[ref] = layout
+            else:
+                strategy = _strategy(cluster, layouts)
+                if all(
+                    cuts_alike(m.call, s, mesh_shape)
+                    for m, s in zip(cluster.members, strategy.members, strict=True)
+                ):
+                    found.setdefault(strategy.outer, strategy)
+    return tuple(found.values())
+
+
+def _shapes(cluster: Cluster) -> dict[Ref, tuple[int, ...]]:
+    shapes: dict[Ref, tuple[int, ...]] = {}
+    for member in cluster.members:
+        shapes.update(
+            (r, info.shape) for r, info in zip(member.reads, member.call.inputs, strict=True)
+        )
+        shapes.update(
+            (r, info.shape) for r, info in zip(member.makes, member.call.outputs, strict=True)
+        )
+    return shapes
+
+
+def _orders(
+    chosen: Sequence[Assignment], shapes: Mapping[Ref, tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """All orders of the axes where two of them split one dim of some tensor, else mesh order
+    alone."""
+    natural = tuple(range(len(chosen)))
+    for ref in shapes:
+        dims = [p.dim for option in chosen if splits(p := option[ref])]  # type: ignore[attr-defined]
+        if len(set(dims)) < len(dims):
+            return list(itertools.permutations(natural))
+    return [natural]
+
+
+def _strategy(cluster: Cluster, layouts: Mapping[Ref, Layout]) -> ClusterStrategy:
+    members = tuple(
+        Strategy(tuple(layouts[r] for r in m.reads), tuple(layouts[r] for r in m.makes))
+        for m in cluster.members
+    )
+    outer = Strategy(
+        tuple(layouts[r] for r in cluster.operands), tuple(layouts[r] for r in cluster.results)
+    )
+    return ClusterStrategy(outer, members)

@@ -1,0 +1,378 @@
+"""Context parallelism on one mesh axis: the sequence is split, and whatever reads all of it,
+attention, gets the other tensors whole.
+
+The walk is that of data parallelism (`autopar.sharding.propagate`), along the sequence instead of
+the batch. Where an op reads no option's operands as they lie, the smallest of the split ones are
+gathered such that the op still makes split what it makes, and the gradient of what was gathered is
+scattered as that lay.
+
+Sequence parallelism (`autopar.sharding.presets.tensor`) walks in the same way, and goes on where an
+op cannot compute on a part of the sequence at all, such as a view that joins it with the batch:
+that op reads all whole, and so do those behind it up to one that can.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import ops
+from autopar.constraints import Parallelism
+from autopar.core.layout import Layout, Strategy
+from autopar.core.placements import REPLICATE
+from autopar.errors import ConstraintError
+from autopar.rules import AxisOption, Call, cuts_alike, where_of
+from autopar.sharding.clusters import Ref, offered_options
+from autopar.sharding.propagate import Policy, Read, Row, Spread, Walk, nothing_to_split
+
+
+def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
+    """How tensors lie when the sequence, dim 1 of the inputs, is split; None where no input has
+    one. `gathers`: what cannot compute on a part of it reads all whole, else it is the failure."""
+    inputs = [i for i in graph.trace.inputs if len(i.shape) > 1 and i.shape[1] > 1]
+    lengths = [i.shape[1] for i in inputs]
+    if not lengths:
+        return None
+    length = max(lengths, key=lambda n: (lengths.count(n), n))
+    policy = Policy({i.node: Shard(1) for i in inputs if i.shape[1] == length}, slices=True)
+    return ContextWalk(graph, policy, gathers=gathers).run()
+
+
+def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
+    """The nodes that read an operand otherwise than it is made, or otherwise than a node before
+    them reads it."""
+    found = _apart_on_free(graph, rows)
+    for name, row in rows.items():
+        made = (
+            (label, rows[ref[0]].outputs[ref[1]])
+            for ref, label in zip(graph.reads[name], row.inputs, strict=True)
+            if ref[0] in rows
+        )
+        if any(None not in (label, other) and label != other for label, other in made):
+            found.add(name)
+    return found
+
+
+def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
+    """The nodes that can read a free tensor, such as a range of labels, in no way in which it
+    can be made and those before them can."""
+    found: set[str] = set()
+    read = _made_free(graph, rows)
+    for name, row in rows.items():
+        free = [(i, ref) for i, ref in enumerate(graph.reads[name]) if row.inputs[i] is None]
+        options = (
+            [o for o in offered_options(graph.calls[name]) if row.admits(o.inputs, o.outputs)]
+            if free
+            else []
+        )
+        for i, ref in free:
+            asked = {o.inputs[i] for o in options}
+            together = read.get(ref, asked) & asked
+            if together:
+                read[ref] = together
+            else:
+                found.add(name)
+    return found
+
+
+def _made_free(graph: Read, rows: Mapping[str, Row]) -> dict[Ref, set[Placement]]:
+    """In which ways the tensors that no row speaks of can be made of operands as those are made."""
+    made: dict[Ref, set[Placement]] = {}
+    for name, call in graph.calls.items():
+        if name in rows:
+            continue
+        given = [made.get(ref) for ref in graph.reads[name]]
+        options = offered_options(call)
+        as_made = [
+            o
+            for o in options
+            if all(ways is None or p in ways for p, ways in zip(o.inputs, given, strict=True))
+        ]
+        for i in range(len(call.outputs)):
+            made[name, i] = {o.outputs[i] for o in as_made or options}
+    return made
+
+
+class ContextWalk(Walk):
+    def __init__(self, graph: Read, policy: Policy, *, gathers: bool) -> None:
+        super().__init__(graph, policy)
+        self.gathers = gathers
+
+    def run(self) -> Spread:
+        found = super().run()
+        found.apart |= read_otherwise(self.graph, found.rows)
+        return found
+
+    def _choose(self, node: fx.Node) -> AxisOption | None:
+        option = super()._choose(node)
+        if option is not None or node.name not in self.graph.on_parameters:
+            return option
+        options = self._options(node)
+        found = [
+            o
+            for o in options
+            if any(isinstance(p, Shard) for p in o.outputs) and self._stays(node, o)
+        ]
+        if not found and self.gathers:
+            found = [o for o in options if all(p == REPLICATE for p in (*o.inputs, *o.outputs))]
+            self.found.gathering.add(node.name)
+        if not found:
+            return None
+        best = min(found, key=lambda o: self._gathered_elements(node, o))
+        self.found.apart.add(node.name)
+        return best
+
+    def _take(self, node: fx.Node, option: AxisOption) -> None:
+        gathered = {self._shape(ref): self.labels[ref] for ref in self._gathered(node, option)}
+        super()._take(node, option)
+        for i, placement in enumerate(option.outputs):
+            if (
+                isinstance(placement, Partial)
+                and (like := gathered.get(self._shape((node.name, i)))) is not None
+            ):
+                self.labels[node.name, i] = like
+                self.found.apart.update(
+                    user.name for user in node.users
+                )  # it is scattered before anything reads it
+
+    def _stays(self, node: fx.Node, option: AxisOption) -> bool:
+        """Whether operands are read as they lie, whole, or as their part of what is whole."""
+        pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
+        return not any(
+            isinstance(p, Partial)
+            or (
+                isinstance(p, Shard) and isinstance(label := self._state(ref), Shard) and label != p
+            )
+            for ref, p in pairs
+        )
+
+    def _gathered(self, node: fx.Node, option: AxisOption) -> list[Ref]:
+        """Split activations that the option reads whole."""
+        pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
+        split = [ref for ref, p in pairs if p == REPLICATE and isinstance(self._state(ref), Shard)]
+        return [ref for ref in split if self._is_activation(ref[0])]
+
+    def _gathered_elements(self, node: fx.Node, option: AxisOption) -> tuple[int, int]:
+        gathered = self._gathered(node, option)
+        return sum(math.prod(self._shape(ref)) for ref in gathered), len(gathered)
+
+    def _shape(self, ref: Ref) -> tuple[int, ...]:
+        """() of a result that is None."""
+        value = self.graph.trace.node(ref[0]).meta["val"]
+        value = value[ref[1]] if isinstance(value, tuple | list) else value
+        return () if value is None else tuple(value.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Data parallelism on one mesh axis: the batch is split, and what couples samples gets the samples
+# of others.
+#
+# The walk is that of `autopar.sharding.propagate`, along the batch. An op that cannot compute
+# on a part of the batch (a contrastive loss, a row that a whole batch adds up to) has gathered as
+# little of what it reads as lets it still make its own part, all of it where it can make none.
+# What it then makes whole, of the shape of what was gathered, its readers take their part of.
+#
+# A batch that the devices do not divide is split unevenly, the last part being shorter. An op in
+# which such parts are none of what it makes (a view that joins samples with tokens: three of
+# eight samples are not a third of all tokens, rounded up) cannot compute on them either.
+
+
+class SampleWalk(ContextWalk):
+    """`batch` samples over axes of these `sizes`."""
+
+    def __init__(self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int]) -> None:
+        super().__init__(graph, policy, gathers=True)
+        self.sizes, num = tuple(sizes), math.prod(sizes)
+        self.found.uneven = (
+            f"{batch} samples in {num} parts; of a multiple of {num} fewer may be gathered"
+            if batch % num
+            else ""
+        )
+
+    def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
+        options = super()._options(node)
+        return (
+            options
+            if not self.found.uneven
+            else tuple(o for o in options if self._has_parts(self.graph.calls[node.name], o))
+        )
+
+    def _has_parts(self, call: Call, option: AxisOption) -> bool:
+        """Whether the uneven parts of the operands and results are there and belong together."""
+        inputs, outputs = (
+            tuple(Layout([p] * len(self.sizes)) for p in placements)
+            for placements in (option.inputs, option.outputs)
+        )
+        pairs = zip((*inputs, *outputs), (*call.inputs, *call.outputs), strict=True)
+        fits = all(layout.fits(info.shape, self.sizes) for layout, info in pairs)
+        return fits and cuts_alike(call, Strategy(inputs, outputs), self.sizes)
+
+    def _choose(self, node: fx.Node) -> AxisOption | None:
+        option = Walk._choose(self, node)
+        if option is not None or node.name not in self.graph.on_parameters:
+            return option
+        option = super()._choose(node)
+        self.found.gathering.add(node.name)
+        return option
+
+    def _take(self, node: fx.Node, option: AxisOption) -> None:
+        lay = {self._shape(ref): self.labels[ref] for ref in self._gathered(node, option)}
+        super()._take(node, option)
+        if any(isinstance(placement, Shard) for placement in option.outputs):
+            return
+        for i, placement in enumerate(option.outputs):
+            if (
+                placement == REPLICATE
+                and (like := lay.get(self._shape((node.name, i)))) is not None
+            ):
+                self.labels[node.name, i] = like
+                self.found.apart.update(
+                    user.name for user in node.users
+                )  # they take their part before they read it
+
+
+def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
+    """Raises:
+    ConstraintError: where a batch of so many samples cannot be split over axes of these sizes.
+    """
+    num = math.prod(sizes)
+    if Layout([Shard(0)] * len(sizes)).fits((batch,), sizes):
+        return
+    length = -(-batch // num)
+    without = num - -(-batch // length)
+    why = (
+        f"parts of {length} leave {without} of them without any"
+        if len(sizes) == 1
+        else "over several axes parts are even"
+    )
+    what = f"{plan} cannot hold: a batch of {batch} cannot be split over {num} devices: {why}"
+    raise ConstraintError(
+        what, remedy=f"make the batch a multiple of {num}, or name fewer or smaller axes"
+    )
+
+
+def notes_on(plan: Parallelism, graph: Read, found: Spread) -> tuple[str, ...]:
+    """What a plan of data parallelism does that its name does not say: the ops, with ``*`` for
+    layers, that read samples of others."""
+    if plan.sequence or not found.gathering:
+        return ()
+    nodes = (node for name, node in graph.nodes.items() if name in found.gathering)
+    names = dict.fromkeys(
+        re.sub(r"\{\d+\}", "*", graph.pattern(node)).rsplit("/", 2)[0] for node in nodes
+    )
+    uneven = f" ({found.uneven})" if found.uneven else ""
+    return (
+        (
+            f"{plan} gathers samples for what cannot compute on a part of the batch:"
+            f" {', '.join(names)}{uneven}"
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Expert parallelism on one mesh axis: tokens are split with the batch, experts over the same
+# devices, which each compute only with theirs.
+#
+# The walk is that of data parallelism (`autopar.sharding.propagate`), but for experts
+# (`autopar.ops.experts`) and their gradients. These read weights split by experts. Either their
+# tokens, picks and gates are gathered, and what they make of tokens are partial sums, which are
+# scattered as the tokens lie; or these are read as they lie, and dispatched
+# (`autopar.rules.dispatch`). Where the plan does not say which, the node's row leaves it open.
+
+BY_EXPERTS = Shard(0)
+_WEIGHTS = {
+    ops.experts: 3,
+    ops.experts_backward: 4,
+}  # the operand that is up's weight; down's is next, tokens are three before
+
+
+def by_experts(
+    graph: Read, plan: Parallelism, policy: Policy, batch: int, sizes: Sequence[int]
+) -> Spread:
+    """How tensors lie where the batch, of so many samples, and the experts are split over axes of
+    these sizes.
+
+    Raises:
+        ConstraintError: where the model has no experts that are one op, their number does not
+            divide, or tokens are to be dispatched over several axes.
+    """
+    if plan.tokens == "dispatched" and len(sizes) > 1:
+        what = (
+            f"{plan} cannot hold: tokens are dispatched along one mesh axis of an op, not"
+            f" {len(sizes)}"
+        )
+        raise ConstraintError(
+            what,
+            remedy=(
+                "name one axis, or leave out tokens=: beside the one that dispatches, others gather"
+            ),
+        )
+    nodes = [node for node in graph.nodes.values() if node.target in _WEIGHTS]
+    if not nodes:
+        why = (
+            "the model has no experts to split; they would be those of transformers' experts"
+            " modules without biases"
+        )
+        raise nothing_to_split(plan, why)
+    for node in nodes:
+        num = graph.calls[node.name].inputs[_WEIGHTS[node.target]].shape[0]
+        if num % math.prod(sizes):
+            what = (
+                f"{plan} cannot hold: {node.meta['key']} refuses, its {num} experts are no multiple"
+                f" of {math.prod(sizes)} devices"
+            )
+            raise ConstraintError(
+                what,
+                where=where_of(node),
+                remedy="name axes whose sizes divide the number of experts",
+            )
+    found = _ExpertWalk(graph, policy, batch, sizes, plan.tokens).run()
+    left = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]
+    while left:
+        ref = left.pop()
+        found.weights.add(ref[0])
+        left += [read for read in graph.reads.get(ref[0], ()) if graph.is_weight(read[0])]
+    return found
+
+
+class _ExpertWalk(SampleWalk):
+    def __init__(
+        self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int], tokens: str
+    ) -> None:
+        super().__init__(graph, policy, batch, sizes)
+        self.tokens = tokens
+
+    def _choose(self, node: fx.Node) -> AxisOption | None:
+        if node.target not in _WEIGHTS:
+            return super()._choose(node)
+        up = _WEIGHTS[node.target]
+        found = [o for o in self._options(node) if o.inputs[up] == o.inputs[up + 1] == BY_EXPERTS]
+        wanted = BY_EXPERTS if self.tokens == "dispatched" else REPLICATE
+        return next((o for o in found if o.inputs[up - 3] == wanted), None)
+
+    def _take(self, node: fx.Node, option: AxisOption) -> None:
+        if node.target not in _WEIGHTS:
+            super()._take(node, option)
+            return
+        up = _WEIGHTS[node.target]
+        tokens = self.labels.get(self.graph.reads[node.name][up - 3], REPLICATE)
+        super()._take(node, option)
+        self.found.apart.add(node.name)
+        row, weights = (
+            self.found.rows[node.name],
+            [i for i, p in enumerate(option.outputs) if isinstance(p, Shard)],
+        )
+        if not self.tokens and isinstance(tokens, Shard):
+            opened = tuple(p if i in weights else None for i, p in enumerate(row.outputs))
+            self.found.rows[node.name] = Row((*(None,) * up, *row.inputs[up:]), opened)
+        for i, placement in enumerate(option.outputs):
+            if isinstance(placement, Partial):
+                self.labels[node.name, i] = tokens
+        self.found.apart.update(
+            user.name for user in node.users
+        )  # partial sums are scattered before anything reads them

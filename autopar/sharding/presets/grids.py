@@ -1,0 +1,366 @@
+"""Grids of tensor parallelism (`autopar.constraints.parallel`) on a trace: how every tensor lies on
+each side of the grid.
+
+A side that splits samples, and the depth, are data parallelism. On the others, walked here,
+activations *rest* split over a dim: where they come from a product by columns, over its features;
+where from one whose sums are scattered, over its samples (`SAMPLES`) or, on the second side of
+``2d``, its features. A product with a weight is by *columns* (it reads the activation whole and the
+weight split over what it makes) or by *rows* (both split over what it contracts; it makes partial
+sums). On the second side of ``2d`` all are by columns. On those of ``3d`` a product is by rows
+where features are split, and by columns where samples are: what is split swaps from one product to
+the next, and on the two sides it is never the same.
+
+All else reads its operands as they rest. What cannot (a norm over split features) reads them split
+over another dim (tokens), and what it makes rests as they did; the log names it. What can do
+neither refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from torch import fx
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import ops
+from autopar.constraints import Parallelism
+from autopar.core.placements import PARTIAL, REPLICATE
+from autopar.rules import AxisOption, axis_options
+from autopar.sharding.clusters import HEADS, Ref
+from autopar.sharding.propagate import (
+    Policy,
+    Read,
+    Spread,
+    Walk,
+    label_of,
+    nothing_to_split,
+    product_of,
+)
+
+log = logging.getLogger("autopar")
+Side = Literal[
+    "columns", "inner", "outer"
+]  # the second of 2d; that of 3d where the residual stream's features are split; its other
+SIDES: Mapping[str, tuple[Side | None, ...]] = {
+    "2d": (None, "columns"),
+    "2.5d": (None, "columns", None),
+    "3d": (None, "inner", "outer"),
+}
+"""Per kind and axis the side; None is data parallelism."""
+SAMPLES = Shard(0)
+
+
+def walk_sides(graph: Read, plan: Parallelism) -> dict[Side, Spread]:
+    """How tensors lie on the sides of a plan's grid that are not data parallelism; a failure is in
+    the spread.
+
+    Raises:
+        ConstraintError: where the model has no product with a weight.
+    """
+    if not any(product_of(graph, node) for node in graph.nodes.values()):
+        raise nothing_to_split(plan, "the model has no linear to split")
+    walks = {side: _Side(graph, side) for side in SIDES[plan.kind or ""] if side is not None}
+    found = {side: walk.run() for side, walk in walks.items()}
+    aside = dict.fromkeys(name for walk in walks.values() for name in walk.aside)
+    if aside and not any(spread.failure for spread in found.values()):
+        keys = dict.fromkeys(
+            re.sub(r"(?<=\.)\d+(?=[./])", "*", graph.nodes[name].meta["key"]) for name in aside
+        )
+        log.warning(
+            "%s splits another dim where an op does not read the one that is split: %s",
+            plan,
+            ", ".join(keys),
+        )
+    return found
+
+
+class _Side(Walk):
+    """The walk over one side.
+
+    Attributes:
+        labels: how tensors rest; how they are made is in the rows.
+        pending: what is made as partial sums.
+        aside: nodes that read operands split otherwise than these rest → such operands.
+    """
+
+    def __init__(self, graph: Read, side: Side) -> None:
+        super().__init__(graph, Policy({}, slices=True))
+        self.side, self.pending, self.aside = side, set[Ref](), dict[str, list[Ref]]()
+        self.multiplied: dict[Ref, list[Ref]] = {}  # weight → activations of its forward products
+        for node in graph.nodes.values():
+            if (product := product_of(graph, node)) is not None:
+                self.multiplied.setdefault(product[1], []).append(product[0])
+        self.num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
+        for node in _tied(graph):
+            label = _row_label(graph, node) if side == "inner" else _column_label(graph, node)
+            if label is not None:
+                self.demand(product_of(graph, node)[1], label)  # type: ignore[index]
+
+    def run(self) -> Spread:
+        found = super().run()
+        for name, row in found.rows.items():
+            pairs = [
+                (label, self._made(ref))
+                for ref, label in zip(self.graph.reads[name], row.inputs, strict=True)
+            ]
+            if any(label is not None and made not in (None, label) for label, made in pairs):
+                found.apart.add(name)
+        return found
+
+    def _made(self, ref: Ref) -> Placement | None:
+        """The label with which a node makes a tensor."""
+        return self.found.rows[ref[0]].outputs[ref[1]] if ref[0] in self.found.rows else None
+
+    def _choose(self, node: fx.Node) -> AxisOption | None:
+        """The option with the fewest operands that are moved to be read."""
+        options = [o for o in self._options(node) if self._is_possible(node, o)]
+        for wanted in (
+            self._by_table,
+            self._by_start,
+            self._by_product,
+            self._by_gradient,
+            self._by_weight,
+        ):
+            found = wanted(node, options)
+            if found:
+                return min(found, key=lambda o: self._cost(node, o))
+        best = min(options, key=lambda o: self._cost(node, o), default=None)
+        if best is None or not self._moved(node, best):
+            return best
+        if not any(isinstance(p, Shard | Partial) for p in best.outputs):
+            return None
+        self.aside[node.name] = self._moved(node, best)
+        return best
+
+    def _take(self, node: fx.Node, option: AxisOption) -> None:
+        reads = self.graph.reads[node.name]
+        for ref, placement in zip(reads, option.inputs, strict=True):
+            if self._is_weight(ref[0]):
+                self.demand(ref, label_of(placement))
+            elif isinstance(placement, Shard) and self._state(ref) == REPLICATE:
+                for name, other in (self._made_split(ref, placement, node.name) or {}).items():
+                    self._settle(name, other)
+        self._settle(node.name, option)
+        moved = self.aside.get(reads[0][0] if node.target is operator.getitem else node.name, [])
+        for i, placement in enumerate(option.outputs):
+            ref = node.name, i
+            if isinstance(placement, Partial):
+                self.pending.add(ref)
+                self.labels[ref] = self._like_activation(node) or self._summed(node, option, i)
+            elif isinstance(placement, Shard) and (like := self._like_activation(node)) is not None:
+                self.labels[ref] = like
+            elif len(option.outputs) == 1:
+                shape = self.graph.calls[node.name].outputs[i].shape
+                self.labels[ref] = next(
+                    (self.labels[r] for r in moved if self._shape(r) == shape), placement
+                )
+
+    def _is_possible(self, node: fx.Node, option: AxisOption) -> bool:
+        """Partial sums that nothing else reads are read as such by what adds several up, and by
+        what only moves them."""
+        reads, call = self.graph.reads[node.name], self.graph.calls[node.name]
+        if node.target is operator.getitem:
+            is_pending = reads[0] in self.pending
+            return isinstance(option.inputs[0], Partial) == is_pending and (
+                is_pending or option.inputs[0] == self._made(reads[0])
+            )
+        if not any(isinstance(p, Partial) for p in option.inputs):
+            return True
+        sizes = {(i.dtype, math.prod(i.shape)) for i in (*call.inputs, *call.outputs)}
+        pairs = zip(reads, option.inputs, strict=True)
+        return len(sizes) == 1 and all(
+            p == PARTIAL and ref in self.pending and self.num_reads[ref] == 1 for ref, p in pairs
+        )
+
+    def _moved(self, node: fx.Node, option: AxisOption) -> list[Ref]:
+        """Activations that are read otherwise than they rest, where that takes a collective."""
+        pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
+        return [
+            ref
+            for ref, placement in pairs
+            if self._is_activation(ref[0])
+            and isinstance(self._state(ref), Shard)
+            and placement not in (self._state(ref), PARTIAL)
+        ]
+
+    def _cost(self, node: fx.Node, option: AxisOption) -> tuple[int, ...]:
+        """Operands moved, weights gathered, whole operands sliced, partial sums that are summed;
+        then the later dim."""
+        gathers = slices = 0
+        for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
+            label = self._state(ref)
+            if self._is_activation(ref[0]):
+                slices += not isinstance(label, Shard) and isinstance(placement, Shard)
+            else:
+                gathers += isinstance(label, Shard) and placement != label
+        moved, summed = (
+            len(self._moved(node, option)),
+            sum(not isinstance(p, Partial) for p in option.inputs),
+        )
+        dims = [p.dim for p in option.outputs if isinstance(p, Shard)]
+        return moved, gathers, slices, summed, bool(dims) != bool(moved), -max(dims, default=0)
+
+    def _summed(self, node: fx.Node, option: AxisOption, result: int) -> Placement:
+        """How partial sums rest: those of a product scattered, others whole, and a sum of
+        several as they do."""
+        for i, (ref, placement) in enumerate(
+            zip(self.graph.reads[node.name], option.inputs, strict=True)
+        ):
+            if isinstance(placement, Partial):
+                read = (
+                    o.outputs[result]
+                    for o in self._options(node)
+                    if o.inputs[i] == self.labels[ref]
+                )
+                return next((label for label in read if not isinstance(label, Partial)), REPLICATE)
+        shape = self.graph.calls[node.name].outputs[result].shape
+        target = Shard(len(shape) - 1) if self.side == "columns" else SAMPLES
+        is_product = (
+            node.target in (ops.dot, ops.embedding) and node.name not in self.graph.gradient_of
+        )
+        return target if is_product and shape[target.dim] > 1 else REPLICATE
+
+    def _like_activation(self, node: fx.Node) -> Placement | None:
+        """How the activation of a weight's last forward product rests, of a node that makes its
+        gradient."""
+        if node.target is not ops.dot or node.meta["phase"] != "backward":
+            return None
+        for ref in self.graph.reads[node.name]:
+            for x in reversed(self.multiplied.get(ref, ())):
+                if self._shape(x) == self._shape((node.name, 0)):
+                    return self._state(x)
+        return None
+
+    def _shape(self, ref: Ref) -> tuple[int, ...]:
+        value = self.graph.trace.node(ref[0]).meta["val"]
+        return tuple((value[ref[1]] if isinstance(value, tuple | list) else value).shape)
+
+    def _by_product(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
+        """A forward product with a weight: by rows or by columns."""
+        product = product_of(self.graph, node)
+        if product is None:
+            return []
+        x, weight = (self.graph.reads[node.name].index(ref) for ref in product)
+        label = self.labels.get(product[1])
+        if isinstance(label, Shard):
+            return [o for o in options if o.inputs[weight] == label]
+        state = self._state(product[0])
+        rows = [
+            o
+            for o in options
+            if o.inputs[x] == state != REPLICATE and isinstance(o.outputs[0], Partial)
+        ]
+        if rows and self.side != "columns" and isinstance(rows[0].inputs[weight], Shard):
+            return rows
+        return [
+            o
+            for o in options
+            if o.inputs[x] == REPLICATE and o.inputs[weight] == _column_label(self.graph, node)
+        ]
+
+    def _by_table(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
+        """A forward lookup by ids of the batch: as its table lies, else by samples or by
+        features."""
+        table = (
+            self.graph.reads[node.name][0]
+            if node.target is ops.embedding and node.meta["phase"] == "forward"
+            else ("", 0)
+        )
+        if not self.graph.is_weight(table[0]):
+            return []
+        label = self.labels.get(table)
+        if isinstance(label, Shard):
+            return [o for o in options if o.inputs[0] == label]
+        wanted = (
+            SAMPLES
+            if self.side == "outer"
+            else Shard(len(self.graph.calls[node.name].outputs[0].shape) - 1)
+        )
+        return [o for o in options if o.outputs[0] == wanted]
+
+    def _by_gradient(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
+        """A product that makes a weight's gradient makes it as the weight lies."""
+        wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
+        if node.target not in HEADS or not isinstance(wanted, Shard):
+            return []
+        return [o for o in options if o.outputs[0] == wanted]
+
+    def _by_weight(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
+        """A product in backward reads a weight as it lies."""
+        for i, ref in enumerate(self.graph.reads[node.name]):
+            label = self.labels.get(ref)
+            if node.target is ops.dot and self._is_weight(ref[0]) and isinstance(label, Shard):
+                return [o for o in options if o.inputs[i] == label]
+        return []
+
+    def _by_start(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
+        """Where activations begin, with an op that reads inputs and weights: by samples or by
+        features."""
+        reads = self.graph.reads[node.name]
+        if any(self._is_activation(name) for name, _ in reads) or not any(
+            self._is_weight(name) for name, _ in reads
+        ):
+            return []
+        inputs = [i for i, (name, _) in enumerate(reads) if name in self.graph.on_batch]
+        if self.side == "outer":
+            return [o for o in options if o.outputs[0] == SAMPLES]
+        return [
+            o
+            for o in options
+            if isinstance(o.outputs[0], Shard) and all(o.inputs[i] == REPLICATE for i in inputs)
+        ]
+
+    def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
+        """Not what is summed, or one of several results: these are made as they are."""
+        node = self.graph.nodes.get(ref[0])
+        fixed = node is None or ref in self.pending or node.target is operator.getitem
+        return None if fixed else super()._made_split(ref, label, reader)
+
+    def _blamed(self, node: fx.Node) -> frozenset[str]:
+        return frozenset()
+
+
+def _column_label(graph: Read, node: fx.Node) -> Placement | None:
+    """The last dim of a product's weight that only the weight and the result have."""
+    dims = [p.dim for x, p, _ in _splits_of_weight(graph, node) if x == REPLICATE]
+    return Shard(max(dims)) if dims else None
+
+
+def _row_label(graph: Read, node: fx.Node) -> Placement | None:
+    """The first dim of a product's weight that is contracted."""
+    return next(
+        (
+            p
+            for x, p, made in _splits_of_weight(graph, node)
+            if isinstance(x, Shard) and isinstance(made, Partial)
+        ),
+        None,
+    )
+
+
+def _splits_of_weight(graph: Read, node: fx.Node) -> list[tuple[Placement, Shard, Placement]]:
+    """Of each way to split a product's weight the placements of activation, weight and result."""
+    product = product_of(graph, node)
+    assert product is not None
+    x, weight = (graph.reads[node.name].index(ref) for ref in product)
+    options = axis_options(graph.calls[node.name])
+    return [
+        (o.inputs[x], p, o.outputs[0]) for o in options if isinstance(p := o.inputs[weight], Shard)
+    ]
+
+
+def _tied(graph: Read) -> Iterable[fx.Node]:
+    """The products whose weight is also a table of a lookup."""
+    tables = {graph.reads[n.name][0] for n in graph.nodes.values() if n.target is ops.embedding}
+    return [
+        n
+        for n in graph.nodes.values()
+        if (product := product_of(graph, n)) is not None and product[1] in tables
+    ]

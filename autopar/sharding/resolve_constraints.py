@@ -1,0 +1,408 @@
+"""Constraints, resolved to the nodes and parameters of a trace. Named plans are resolved in
+`autopar.sharding.resolve_presets`.
+
+A module pattern matches a *scope*: the module and everything below it. ``weight`` concerns every
+node of the scope that reads the parameter, forward or backward. ``input`` concerns tensors of
+forward that come from outside the scope, wherever nodes of the scope read them: in forward, and in
+backward where they are read again. ``output`` concerns those that forward nodes outside read from
+the scope, as the scope makes them. A scope that ends in a contraction over a sharded dim makes
+partial sums: force its readers' ``input``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from autopar.capture.trace import Parameter, Trace
+from autopar.constraints import (
+    KINDS,
+    Constraint,
+    LayoutConstraint,
+    Megatron,
+    Offloaded,
+    Recompute,
+    Resting,
+    parallelisms,
+)
+from autopar.core.keywords import close_to
+from autopar.core.layout import Layout
+from autopar.core.mesh import Mesh
+from autopar.errors import ConstraintError
+from autopar.rules import operands_of
+from autopar.sharding.clusters import pattern_of
+from autopar.sharding.presets.tensor import around_softmax
+from autopar.sharding.resolve_presets import Named, Rest, resolve_named
+
+# --------------------------------------------------------------------------------------------------
+# Runs of equal layers in groups, each of which decides for itself.
+#
+# Equal layers take one decision as long as that is good enough. Where the best would be a mixture
+# (say, memory for two thirds of the layers to keep something), a list of layers is cut: what
+# stands in the layers before a cut is one class, what stands behind it another.
+
+Starts = Mapping[str, tuple[int, ...]]
+"""Path of a list of layers → the layers at which its second and later groups begin, ascending."""
+_MOST_CUTS = 3  # of a list; layers that alternate stay together
+
+
+def layer_of(key: str) -> tuple[str, int] | None:
+    """The outermost list of layers that a node key or a parameter's name lies in, and in which
+    layer; None where it lies in none."""
+    pattern, indices = pattern_of(key)
+    return (pattern[: pattern.index("{0}")].rstrip("."), indices[0]) if indices else None
+
+
+def group_of(key: str, starts: Starts) -> int:
+    """In which group of its list of layers a node or a parameter is."""
+    where = layer_of(key) if starts else None
+    return sum(where[1] >= start for start in starts.get(where[0], ())) if where else 0
+
+
+def frozen_starts(trace: Trace) -> Starts:
+    """Where backward begins to read other things of layers that are alike in forward: gradients end
+    there, since all before it is frozen.
+
+    Were such layers to decide alike, what backward runs again for one would be run again for all,
+    and nothing would read it in some.
+    """
+    if all(p.gradient is not None for p in trace.parameters):
+        return {}
+    read: dict[str, dict[int, set[str]]] = {}
+    for node in trace.graph.nodes:
+        where = (
+            layer_of(node.meta["key"])
+            if node.op == "call_function" and node.meta["phase"] == "forward"
+            else None
+        )
+        if where is not None:
+            here = read.setdefault(where[0], {}).setdefault(where[1], set())
+            if any(
+                user.op == "call_function" and user.meta["phase"] == "backward"
+                for user in node.users
+            ):
+                here.add(pattern_of(node.meta["key"])[0])
+    found: dict[str, tuple[int, ...]] = {}
+    for path, layers in read.items():
+        order = sorted(layers)
+        cuts = tuple(
+            after for before, after in itertools.pairwise(order) if layers[before] != layers[after]
+        )
+        found |= {path: cuts} if 0 < len(cuts) <= _MOST_CUTS else {}
+    return found
+
+
+def together(some: Starts, others: Starts) -> Starts:
+    """The groups in which both are apart."""
+    return {
+        path: tuple(sorted({*some.get(path, ()), *others.get(path, ())}))
+        for path in (*some, *(p for p in others if p not in some))
+    }
+
+
+Slot = tuple[str, int, Layout]  # ("input" | "output", operand or result index, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What constraints force.
+
+    Attributes:
+        slots: node name → layouts of its operands and results. storage: parameter name → storage
+            layout.
+        named: what named plans force, axis by axis.
+        recompute: what backward runs again (`autopar.constraints.megatron`), None where it is the
+            planner's.
+        softmax: the nodes that selective recomputation runs again.
+        starts: groups of layers that decide for themselves
+            (`autopar.sharding.resolve_constraints`); the planner's own, no user's.
+        offload: what may lie in the hosts' memory; None where nothing may.
+    """
+
+    slots: Mapping[str, tuple[Slot, ...]]
+    storage: Mapping[str, Layout]
+    named: Named = field(default_factory=Named)
+    recompute: Recompute | None = None
+    softmax: frozenset[str] = frozenset()
+    starts: Starts = field(default_factory=dict)
+    offload: Offloaded | None = None
+
+    @staticmethod
+    def nothing() -> Forced:
+        return Forced({}, {})
+
+    def rests(self, parameter: str) -> tuple[Rest, ...]:
+        """How named plans let a parameter rest, the first that can be stored; () where none
+        speaks of it."""
+        return self.named.rests.get(parameter, ())
+
+    def resting(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """Those of the layouts in which a parameter can be stored that named plans let it rest
+        in."""
+        rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
+        found = (
+            [layout for layout in layouts if _meets(rest, layout) and _can_gather(gathered, layout)]
+            for rest in rests
+        )
+        return next(filter(None, found), []) if rests else layouts
+
+    def asked(self, parameter: str) -> str:
+        """What is forced on how a parameter rests, in words."""
+        if parameter in self.storage:
+            return str(self.storage[parameter])
+        placements = (
+            "any" if allowed is None else " or ".join(sorted(map(str, allowed)))
+            for allowed in (self.rests(parameter) or ((),))[-1]
+        )
+        return (
+            f"{' '.join(placements)}, which"
+            f" {' and '.join(filter(None, dict.fromkeys(self.named.plans)))} ask"
+        )
+
+
+def _beside(named: Named, given: Mapping[str, Layout]) -> Named:
+    """Plans beside how parameters rest already: where that is none of the ways that they ask
+    for, it stays, and is read otherwise."""
+    otherwise = {
+        n
+        for n, at in given.items()
+        if (rests := named.rests.get(n)) and not any(_meets(rest, at) for rest in rests)
+    }
+    kept = {name: rests for name, rests in named.rests.items() if name not in otherwise}
+    return replace(named, rests=kept) if otherwise else named
+
+
+def _meets(rest: Rest, layout: Layout) -> bool:
+    return all(
+        allowed is None or placement in allowed
+        for allowed, placement in zip(rest, layout.placements, strict=True)
+    )
+
+
+def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
+    """Whether these axes can be gathered and the others stay: of each dim they are the innermost
+    splitters."""
+    splitters = (
+        [axis in axes for axis in layout.splitters(p.dim)]
+        for p in layout.placements
+        if isinstance(p, Shard)
+    )
+    return all(found == sorted(found) for found in splitters)
+
+
+def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forced:
+    """Find what every constraint concerns.
+
+    Raises:
+        ConstraintError: where a part of a constraint matches nothing, forces a dim that the tensor
+            does not have, or contradicts another on how a parameter rests; where a named plan
+            cannot hold.
+    """
+    constraints = tuple(constraints)
+    slots: dict[str, list[Slot]] = {}
+    storage: dict[str, Layout] = {}
+    for constraint in constraints:
+        if isinstance(constraint, Resting):
+            storage |= _as_elsewhere(trace, constraint)
+        if not isinstance(constraint, LayoutConstraint):
+            continue
+        for kind in KINDS:
+            layout = getattr(constraint, kind)
+            if layout is None:
+                continue
+            found = (
+                list(_storage(trace, constraint))
+                if kind == "storage"
+                else list(_slots(trace, constraint, kind))
+            )
+            if not found:
+                raise ConstraintError(
+                    f"{kind}={str(layout)!r} on {constraint.pattern!r} matches nothing in the"
+                    " model",
+                    remedy=_nearest(trace, constraint.pattern, kind),
+                )
+            for name, forced in found:
+                if not isinstance(forced, Layout):
+                    slots.setdefault(name, []).append(forced)
+                elif storage.setdefault(name, forced) != forced:
+                    what = (
+                        f"{name} is to rest as {storage[name]} and, by {constraint.pattern!r}, as"
+                        f" {forced}"
+                    )
+                    raise ConstraintError(what, remedy="force one storage layout on it")
+    named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
+    named = _beside(
+        named,
+        {
+            n: at
+            for c in constraints
+            if isinstance(c, Resting)
+            for n, at in _as_elsewhere(trace, c).items()
+        },
+    )
+    recompute = next(
+        (c.recompute for c in constraints if isinstance(c, Megatron) and c.recompute), None
+    )
+    softmax = around_softmax(trace) if recompute == "selective" else frozenset[str]()
+    if recompute == "selective" and not softmax:
+        raise ConstraintError(
+            "recompute='selective': the model has no attention",
+            remedy="pass recompute='full', or leave it out",
+        )
+    offloads = [c for c in constraints if isinstance(c, Offloaded)]
+    if len(offloads) > 1:
+        raise ConstraintError(
+            f"{offloads[0]} and {offloads[1]} both say what may be offloaded",
+            remedy="pass one of them",
+        )
+    slots_of = {name: tuple(found) for name, found in slots.items()}
+    return Forced(
+        slots_of, storage, named, recompute, softmax, offload=offloads[0] if offloads else None
+    )
+
+
+def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
+    return (
+        _weights(trace, constraint, kind)
+        if kind in ("weight", "bias")
+        else _activations(trace, constraint, kind)
+    )
+
+
+def view_layout(layout: Layout, parameter: Parameter) -> Layout:
+    """A layout over the stored dims as one over the dims in the graph: of a dim seen as several,
+    the last is sharded.
+
+    Raises:
+        ConstraintError: where the parameter has no such dim.
+    """
+    last: list[int] = []  # stored dim → its last dim in the view
+    position = 0
+    for size in parameter.shape:
+        product = 1
+        while product < size or position == len(last):
+            product *= parameter.view[position]
+            position += 1
+            if product >= size:
+                break
+        last.append(position - 1)
+    placements = []
+    for placement in layout.placements:
+        if isinstance(placement, Shard):
+            if placement.dim >= len(last):
+                raise ConstraintError(
+                    f"{str(layout)!r} shards dim {placement.dim} of {parameter.name}, whose shape"
+                    f" is {parameter.shape}",
+                    remedy="name a dim that it has",
+                )
+            placement = Shard(last[placement.dim])
+        placements.append(placement)
+    return Layout(placements, layout.order, host=layout.host)
+
+
+def _weights(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
+    layout = getattr(constraint, kind)
+    for p in trace.parameters:
+        for name in (p.name, *p.aliases):
+            module, _, last = name.rpartition(".")
+            if last != kind or not constraint.matches(module):
+                continue
+            for reader in trace.node(p.node).users:
+                if reader.op == "call_function" and _scope(reader.meta["module"], constraint):
+                    for i, operand in enumerate(operands_of(reader)):
+                        if operand.name == p.node:
+                            yield reader.name, ("input", i, view_layout(layout, p))
+
+
+def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Layout]]:
+    for p in trace.parameters:
+        for name in (p.name, *p.aliases):
+            module, _, last = name.rpartition(".")
+            if constraint.storage is not None and last == "weight" and constraint.matches(module):
+                yield p.name, view_layout(constraint.storage, p)
+
+
+def _as_elsewhere(trace: Trace, constraint: Resting) -> dict[str, Layout]:
+    """How parameters are to rest, each under the name that it has here.
+
+    Raises:
+        ConstraintError: where one has no such layout.
+    """
+    layouts = dict(constraint.storage)
+    found = {
+        p.name: layouts[name]
+        for p in trace.parameters
+        for name in (*p.aliases, p.name)
+        if name in layouts
+    }
+    for p in trace.parameters:
+        dims = (
+            [at.dim for at in found[p.name].placements if isinstance(at, Shard)]
+            if p.name in found
+            else []
+        )
+        if dims and max(dims) >= len(p.view):
+            what = f"{p.name} is to rest as {found[p.name]}, and is seen as {p.view}"
+            raise ConstraintError(what, remedy="name layouts of a plan of the same model")
+    return found
+
+
+def _activations(
+    trace: Trace, constraint: LayoutConstraint, kind: str
+) -> Iterable[tuple[str, Slot]]:
+    layout = getattr(constraint, kind)
+    inputs = {i.node for i in trace.inputs}
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        scope = _scope(node.meta["module"], constraint)
+        for i, operand in enumerate(operands_of(node)):
+            other = _scope(operand.meta["module"], constraint) if _forward(operand) else ""
+            if (
+                kind == "input"
+                and scope
+                and other != scope
+                and (_forward(operand) or operand.name in inputs)
+            ):
+                yield node.name, ("input", i, layout)
+            if kind == "output" and other and other != scope and _forward(node):
+                yield operand.name, ("output", 0, layout)
+
+
+def _forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta["phase"] == "forward"
+
+
+def _scope(module: str, constraint: LayoutConstraint) -> str:
+    """The shortest ancestor (or the module itself) that the pattern matches, or ``""``."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if constraint.matches(path):
+            return path
+    return ""
+
+
+def _nearest(trace: Trace, pattern: str, kind: str) -> str:
+    """What to write instead of a pattern that matches nothing: the module paths that are most
+    like it."""
+    named = [p.name.rpartition(".")[0] for p in trace.parameters]
+    run = [n.meta["module"] for n in trace.graph.nodes if n.op == "call_function"]
+    modules = list(dict.fromkeys(path for path in (*named, *run) if path))
+    here = next((m for m in modules if fnmatchcase(m, pattern)), None)
+    if here is not None:
+        return f"module {here!r} is there, and has no {kind} of its own that can be forced"
+    repeated = dict.fromkeys(
+        ".".join("*" if part.isdecimal() else part for part in m.split(".")) for m in modules
+    )
+    close = close_to(pattern, [*repeated, *modules] if "*" in pattern else modules)
+    return (
+        f"did you mean {' or '.join(map(repr, close))}?"
+        if close
+        else f"module paths are such as {', '.join(modules[:4])}"
+    )

@@ -1,0 +1,300 @@
+"""The named plans (`autopar.constraints`) on a trace: which label every tensor has on which axis,
+and how parameters may rest.
+
+Data parallelism starts from the batch, dim 0 of the inputs (`autopar.sharding.presets.context`),
+context parallelism from their dim 1 (`autopar.sharding.presets.context`), tensor parallelism from
+weights (`autopar.sharding.presets.tensor`, on grids `autopar.sharding.presets.grids`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.capture.trace import Parameter, Trace
+from autopar.constraints import Parallelism, axes_of
+from autopar.core.mesh import Mesh
+from autopar.core.placements import REPLICATE
+from autopar.errors import ConstraintError
+from autopar.rules import where_of
+from autopar.sharding.presets.context import (
+    SampleWalk,
+    along_sequence,
+    by_experts,
+    check_batch,
+    notes_on,
+)
+from autopar.sharding.presets.grids import SIDES, walk_sides
+from autopar.sharding.presets.tensor import by_columns, with_sequence
+from autopar.sharding.propagate import Policy, Read, Row, Spread, nothing_to_split, read
+
+log = logging.getLogger("autopar")
+Rest = tuple[
+    frozenset[Placement] | None, ...
+]  # per mesh axis the placements with which a parameter may rest; None is any
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What named plans force.
+
+    Attributes:
+        rows: node name → (axis, row) of each axis that a plan speaks of.
+        rests: parameter name → how it may rest, the first that can be stored. plans: per axis the
+            plan in words, or "".
+        grid: axes of grids, over which activations are kept until backward split as far as forward
+            has them.
+        gathered: parameter name → axes over which it is gathered alone, so that they are to be the
+            innermost splitters.
+        apart: nodes that read an operand otherwise than it is made.
+        zero: per axis of data parallelism ZeRO's stage, 0 where parameters rest whole.
+        parted: parameter name → axes of data parallelism over which it is read in parts: experts.
+        notes: what plans do that their names do not say, a sentence each.
+    """
+
+    rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
+    rests: Mapping[str, tuple[Rest, ...]] = field(default_factory=dict)
+    plans: tuple[str, ...] = ()
+    grid: tuple[int, ...] = ()
+    gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
+    zero: Mapping[int, int] = field(default_factory=dict)
+    parted: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def stages_of(self, parameter: str) -> Mapping[int, int]:
+        """`zero`, and 3 where the parameter is read in parts: it is neither gathered nor summed
+        there."""
+        return {**self.zero, **dict.fromkeys(self.parted.get(parameter, ()), 3)}
+
+    @property
+    def holds(self) -> bool:
+        """Whether parameters are to be held gathered through a step, of one microbatch too."""
+        return any(stage in (1, 2) for stage in self.zero.values())
+
+
+def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Named:
+    """Apply plans to a trace.
+
+    Raises:
+        ConstraintError: naming the op that a plan cannot split.
+    """
+    plans = tuple(plans)
+    if not plans:
+        return Named()
+    graph = read(trace)
+    rows: dict[str, list[tuple[int, Row]]] = {}
+    words = [""] * len(mesh.axes)
+    rests: dict[str, list[frozenset[Placement] | None]] = {
+        p.name: [None] * len(mesh.axes) for p in trace.parameters
+    }
+    sharded: dict[str, list[int]] = {p.name: [] for p in trace.parameters}
+    grid: list[int] = []
+    apart: set[str] = set()
+    zero: dict[int, int] = {}
+    parted: dict[str, set[int]] = {}
+    notes: dict[str, None] = {}
+    for plan in plans:
+        for axis, found in _spreads(graph, plan, mesh).items():
+            notes |= dict.fromkeys(notes_on(plan, graph, found))
+            words[axis] = str(plan)
+            grid += [axis] if plan.kind in SIDES else []
+            apart |= found.apart
+            zero |= {} if plan.kind else {axis: plan.zero}
+            for name, row in found.rows.items():
+                rows.setdefault(name, []).append((axis, row))
+            for p in trace.parameters:
+                label = (
+                    found.labels.get((p.node, 0), REPLICATE)
+                    if plan.kind or p.node in found.weights
+                    else REPLICATE
+                )
+                rests[p.name][axis] = frozenset((label,))
+                if p.node in found.weights and label != REPLICATE:
+                    parted.setdefault(p.name, set()).add(axis)
+                if label == REPLICATE and (plan.zero or _is_side(plan, mesh, axis)):
+                    sharded[p.name].append(axis)
+    allowed = {
+        p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid))
+        for p in trace.parameters
+    }
+    sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
+    parts = {name: frozenset(axes) for name, axes in parted.items()}
+    gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
+    for note in notes:
+        log.warning(note)
+    return Named(
+        sorted_rows,
+        allowed,
+        tuple(words),
+        tuple(grid),
+        gathered,
+        frozenset(apart),
+        zero,
+        parts,
+        tuple(notes),
+    )
+
+
+def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
+    """Per axis of more than one device how tensors lie on it."""
+    axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
+    if not axes:
+        return {}
+    if plan.kind is None or plan.kind not in SIDES:
+        if not plan.kind and plan.name != "context_parallel":
+            return dict.fromkeys(
+                axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes])
+            )
+        found = (_tensor_parallel if plan.kind else _context_parallel)(graph, plan)
+        if plan.sequence:
+            found = with_sequence(graph, plan, found)
+            if found.failure is not None:
+                _refuse_part(graph, plan, found)
+        return dict.fromkeys(axes, found)
+    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
+    of_samples = [mesh.shape[axis] for axis in axes if named[mesh.names[axis]] is None]
+    samples, sides = _data_parallel(graph, plan, of_samples), walk_sides(graph, plan)
+    for found in sides.values():
+        if found.failure is not None:
+            _refuse(
+                graph,
+                plan,
+                found.failure.node,
+                "it reads no split of what the ops before it make in parts",
+            )
+    return {axis: sides[side] if (side := named[mesh.names[axis]]) else samples for axis in axes}
+
+
+def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:
+    """Whether parameters rest split over this axis of a grid: over all but the depth."""
+    return (
+        plan.kind in SIDES
+        and mesh.names[axis] in (plan.axes or ())[: 2 if plan.kind == "2.5d" else None]
+    )
+
+
+def _alternatives(
+    p: Parameter, rest: Sequence[frozenset[Placement] | None], axes: Sequence[int], *, apart: bool
+) -> tuple[Rest, ...]:
+    """With any dim split over each of `axes`; where that cannot be stored over fewer of them, at
+    last over none.
+
+    `apart`: dims that no other axis splits come first.
+    """
+    shards = frozenset(Shard(dim) for dim, size in enumerate(p.view) if size > 1)
+    taken = frozenset(
+        placement
+        for axis, allowed in enumerate(rest)
+        if axis not in axes
+        for placement in allowed or ()
+    )
+    subsets = [
+        some for count in range(len(axes), -1, -1) for some in itertools.combinations(axes, count)
+    ]
+    choices = (
+        (some, dims)
+        for some in subsets
+        for dims in ((shards - taken, shards) if apart and shards - taken else (shards,))
+    )
+    return tuple(
+        tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest))
+        for some, dims in choices
+    )
+
+
+def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spread:
+    """Every input is split over its dim 0, on axes of these sizes, and all that follows from
+    them; experts, too, where asked for."""
+    inputs = [i for i in graph.trace.inputs if i.shape]
+    batch = inputs[0].shape[0] if inputs else 0
+    split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
+    if not split:
+        what = f"{plan}: no input has a batch to split; its dim 0 would be it"
+        raise ConstraintError(
+            what, remedy="plan with more than one sample in the batch, or without the constraint"
+        )
+    policy = Policy(split, slices=True)
+    experts = plan.name.startswith("expert_parallel")
+    found = (
+        by_experts(graph, plan, policy, batch, sizes)
+        if experts
+        else SampleWalk(graph, policy, batch, sizes).run()
+    )
+    check_batch(plan, batch, sizes)  # what experts need, they have said
+    if found.failure is not None:
+        _refuse(
+            graph,
+            plan,
+            found.failure.node,
+            "the batch is split over it, and it has no way to compute on a part of the batch",
+        )
+    return found
+
+
+def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
+    """Every input is split over its dim 1, the sequence, and all that follows from them but what
+    reads all of it."""
+    found = along_sequence(graph)
+    if found is None:
+        raise nothing_to_split(plan, "no input has a sequence to split; its dim 1 would be it")
+    if found.failure is not None:
+        _refuse_part(graph, plan, found)
+    return found
+
+
+def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
+    """Weights are split, and all that follows from them."""
+    found = by_columns(graph, plan)
+    if found.failure is not None:
+        _refuse(
+            graph, plan, found.failure.node, "it does not read what the ops before it make in parts"
+        )
+    return found
+
+
+def _refuse_part(graph: Read, plan: Parallelism, found: Spread) -> NoReturn:
+    """That a node cannot be computed on a part: what was taken to be the sequence, or holds
+    features, and what of it the node reads."""
+    assert found.failure is not None, "a node refuses"
+    inputs = [i for i in graph.trace.inputs if isinstance(found.labels.get((i.node, 0)), Shard)]
+    taken = " and ".join(f"dim 1 of input {i.path}, {list(i.shape)}" for i in inputs)
+    read = zip(graph.reads[found.failure.node], graph.calls[found.failure.node].inputs, strict=True)
+    parts = " and ".join(
+        f"{tensor.shape} as {label}"
+        for ref, tensor in read
+        if isinstance(label := found.labels.get(ref), Shard)
+    )
+    if all(len(i.shape) == 2 and i.dtype.is_floating_point for i in inputs):
+        why = (
+            f"{taken}, which of (batch, features) is the features, is split over it as a sequence"
+            " would be, and it reads all of them"
+        )
+        remedy = (
+            "leave the constraint out, which is for inputs with a sequence; ddp(), fsdp() and"
+            " tensor_parallel() split others"
+        )
+        _refuse(graph, plan, found.failure.node, f"{why}: it has {parts}", remedy)
+    split = (
+        f"the sequence ({taken}) is split over it, and it has no way to compute on a part of the"
+        " sequence"
+    )
+    _refuse(graph, plan, found.failure.node, f"{split}: it reads {parts}")
+
+
+def _refuse(
+    graph: Read,
+    plan: Parallelism,
+    name: str,
+    why: str,
+    remedy: str = "leave the constraint out, or name other axes for it",
+) -> NoReturn:
+    node = graph.nodes[name]
+    what = f"{plan} cannot hold: {node.meta['key']} refuses, {why}"
+    raise ConstraintError(what, where=where_of(node), remedy=remedy)

@@ -1,0 +1,260 @@
+"""What a search has proven so far, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.core.solution import Choices, Multipliers
+from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.errors import LayoutError
+from autopar.solve.evaluate import evaluate, fits
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.greedy import Quick
+from autopar.solve.highs import Engine, Point, Relaxation
+from autopar.solve.lazy_rows import Incoming
+from autopar.solve.lp import Floats, Rows
+from autopar.solve.memory_rows import unsure_bytes
+from autopar.solve.multipliers import multipliers, quickest
+
+# --------------------------------------------------------------------------------------------------
+# Which equal ops a relaxation would have decide apart.
+
+
+def mixed(program: Formulation, engine: Engine, values: Floats) -> dict[int, tuple[float, ...]]:
+    """Op of several instances → the shares of them for which something is decided, kept or run
+    again, if that is so for one at least and not for all. Two strategies for two thirds and one
+    third are both shares.
+
+    Args:
+        values: of the columns.
+    """
+    problem = program.problem
+    found: dict[int, list[float]] = {}
+    for n, variable in _decisions(program):
+        share, num = float(values[engine.column[variable]]), problem.ops[n].count
+        if 0.5 <= share * num <= num - 0.5:
+            found.setdefault(n, []).append(share)
+    return {n: tuple(shares) for n, shares in sorted(found.items())}
+
+
+def _decisions(program: Formulation) -> Iterator[tuple[int, str]]:
+    """(op, name of the variable); what is kept is the decision of the op that makes it."""
+    for n, row in enumerate(program.x):
+        yield from ((n, variable.name) for variable in (*row, *program.again.get(n, ())))
+    for (v, _), variable in program.keep.items():
+        yield program.problem.values[program.problem.variants[v].value].op, variable.name
+
+
+@dataclass
+class Proven:
+    """Bounds, in the program's unit.
+
+    Attributes:
+        bound: no plan costs less. free: none would if all reserves were 0. relaxed: what a
+            relaxation alone proves of `bound`.
+        prices: budget row → its dual in the best relaxation. balance: at which prices it proves the
+            same without the rows of excess.
+        first: what was known before. vertex: duals of the relaxation without further rows. duals:
+            of the best one, those of the engine's rows and of rows (9). mixed: as in `Choices`, of
+            the best relaxation.
+    """
+
+    program: Formulation
+    engine: Engine
+    extra: Incoming
+    bound: float = -np.inf
+    free: float = -np.inf
+    relaxed: float = -np.inf
+    price_s_per_byte: float = 0.0
+    first: Multipliers | None = None
+    vertex: Floats | None = None
+    duals: Floats | None = None
+    prices: dict[int, float] = field(default_factory=dict)
+    balance: Balance = ON_COMPUTE
+    mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def bound_s(self) -> float:
+        """In seconds; 0 where none is known."""
+        return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
+
+    def know(self, known: Quick) -> None:
+        """By what was known before the search."""
+        self.first = known.multipliers
+        self.rise(known.bound_s * SCALE)
+
+    def take(self, choices: Choices) -> None:
+        """By what is known of an answer to this problem."""
+        if choices.bound_s > 0.0:
+            self.first = choices.multipliers or self.first
+            self.rise(choices.bound_s * SCALE)
+
+    def begin(self, relaxation: Relaxation) -> None:
+        """By the relaxation without further rows."""
+        self.vertex = relaxation.duals if relaxation.exact else None
+        self.relaxed = relaxation.bound
+        self.bound, self.free = max(self.bound, relaxation.bound), max(self.free, relaxation.bound)
+
+    def learn(self, point: Point, balance: Balance, duals: Mapping[int, float]) -> None:
+        """By a relaxation with further rows, at these prices.
+
+        Args:
+            duals: of budget rows.
+        """
+        prices = np.array([*duals.values()]) / max(self.program.problem.budget_bytes, 1)
+        reserves = [unsure_bytes(self.program.problem, self.extra.rows[r]) for r in duals]
+        if point.bound > self.relaxed:
+            self.relaxed, self.prices, self.balance = point.bound, dict(duals), balance
+            self.duals = point.duals[: len(self.program.keys) + len(self.program.tighter)]
+            self.mixed = mixed(self.program, self.engine, point.values) if len(point.values) else {}
+            self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
+        self.bound = max(self.bound, point.bound)
+        self.free = max(self.free, point.bound + float(prices @ np.array(reserves, float)))
+
+    def rise(self, bound: float) -> None:
+        """By a search tree."""
+        self.bound = max(self.bound, bound)
+        if not self.extra.reserves:
+            self.free = max(self.free, bound)
+
+    def multipliers(self) -> Multipliers | None:
+        """What is proven by arithmetic alone, or None where that leans on reserves: by what was
+        known, by the first relaxation, without
+        further rows, or by the best, whichever proves most."""
+        if self.extra.reserves:
+            return None
+        found = [self.first] if self.first is not None else []
+        if self.vertex is not None:
+            found.append(
+                multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
+            )
+        if self.duals is not None:
+            budget, named = (
+                self.extra.matrix([*self.prices]),
+                {self.extra.rows[r].name: y for r, y in self.prices.items()},
+            )
+            found.append(
+                multipliers(self.program, self.engine, self.balance, self.duals, budget, named)
+            )
+        return (
+            max(found, key=lambda m: m.bound_s)
+            if found
+            else quickest(self.program.problem)
+            if self.bound_s
+            else None
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The best plan that a search has met, and what is made of values that could be a better one.
+
+# relative distance of plan and relaxation from which on mixtures are told, though none unmixed is
+# better
+_FAR = 0.05
+
+
+@dataclass
+class Incumbent:
+    """The best plan so far, and where better ones go.
+
+    Attributes:
+        best: None before the first. start: its columns, where they are known.
+    """
+
+    program: Formulation
+    engine: Engine
+    extra: Incoming
+    proven: Proven
+    gap: float
+    best: Choices | None = None
+    start: Floats | None = None
+
+    @property
+    def best_s(self) -> float:
+        """Infinite where there is none."""
+        return np.inf if self.best is None else self.best.objective_s
+
+    def is_close(self) -> bool:
+        """Whether the best plan is as near to the bound as is asked for."""
+        return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
+
+    def is_far(self) -> bool:
+        """Whether equal ops that decide apart could be much better: the search has not closed
+        the gap, or has only by not mixing them."""
+        return (
+            not self.is_close()
+            or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed
+        )
+
+    def offer(self, values: Floats) -> list[int]:
+        """Take a plan if it fits and is the best; else the rows that it breaks, where none of
+        them is in yet."""
+        strategies, recomputed, kept, regions = self.program.chosen(self._named(values))
+        return self._consider(
+            strategies, recomputed, kept, values, regions if self.extra.budget else None
+        )  # else they cost nothing yet
+
+    def rounded(self, relaxation: Relaxation) -> list[int]:
+        """Offer the relaxation itself, rounded where it is fractional, with every version kept
+        that backward reads."""
+        strategies = self.program.chosen(self._named(relaxation.values))[0]
+        try:
+            return self._consider(strategies, {}, None, relaxation.values)
+        except LayoutError:  # rounded strategies may make nothing that a reader can use
+            return []
+
+    def meet(self, choices: Choices) -> None:
+        """Begin with a plan that is known."""
+        evaluation = evaluate(
+            self.program.problem,
+            choices.strategies,
+            choices.recomputed,
+            choices.kept,
+            choices.regions,
+        )
+        if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
+            self.best = Choices(
+                choices.strategies,
+                choices.recomputed,
+                evaluation.kept,
+                evaluation.objective_s,
+                0.0,
+                regions=choices.regions,
+            )
+            self.engine.waits = False
+
+    def _named(self, values: Floats) -> dict[str, float]:
+        return dict(zip(self.engine.names, values.tolist(), strict=True))
+
+    def _consider(
+        self,
+        strategies: tuple[int, ...],
+        recomputed: dict[int, int],
+        kept: dict[int, tuple[int, ...]] | None,
+        values: Floats | None,
+        regions: frozenset[int] | None = None,
+    ) -> list[int]:
+        """Take a plan, or itself without kernels, if it fits and is the best. If it breaks rows
+        none of which is in yet, these, the worst first; else, as long as the best is too far from
+        the bound, and communication outlasts compute in it, the excess of both phases."""
+        evaluation = evaluate(self.program.problem, strategies, recomputed, kept, regions)
+        over = self.extra.over(evaluation)
+        if over is not None and evaluation.regions:
+            regions, values = frozenset(), None
+            evaluation = evaluate(self.program.problem, strategies, recomputed, kept, regions)
+        if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
+            self.best = Choices(
+                strategies,
+                recomputed,
+                evaluation.kept,
+                evaluation.objective_s,
+                0.0,
+                regions=regions,
+            )
+            self.start, self.engine.waits = values, False
+        if over is not None:
+            return over
+        return [] if self.is_close() else self.extra.outlasted(evaluation)

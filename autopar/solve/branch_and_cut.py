@@ -1,0 +1,458 @@
+"""Branch and cut over the program of a problem, by HiGHS.
+
+0. Of a huge program something is known already (`autopar.solve.greedy`); if time runs out, that is
+   the answer.
+1. The relaxation without budget rows is solved. Its bound holds for all plans, and if its solution,
+   rounded, fits and is close enough, it is the answer.
+2. Else rounds follow. A round is a list of phases: a dive into a tree (`autopar.solve.branching`),
+   the branching of this tree, and restricted programs (`autopar.solve.restricted`), over few
+   columns to find better plans, and of a small problem over all columns that a better plan could
+   have. Rows that cut off mixtures are in the relaxation from the first tree on.
+3. A round ends early if a plan is close enough, or if a plan breaks rows that are not in yet:
+   budget rows, or those of a phase whose communication outlasts compute
+   (`autopar.solve.overlap_rows`). These rows come in, the relaxation is solved again, with the
+   price of memory and the balance of both streams, and the next round begins.
+
+Limits count nodes of search trees and columns, not seconds, so the same problem gives the same
+choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.core.problem import Problem
+from autopar.core.solution import Apart, Choices
+from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.errors import LayoutError
+from autopar.solve.bounds import Incumbent, Proven
+from autopar.solve.branching import Tree
+from autopar.solve.common import Common, Free
+from autopar.solve.dual_ascent import Ascent
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.greedy import Quick
+from autopar.solve.highs import Engine, Live, Point, Relaxation
+from autopar.solve.lazy_rows import Incoming
+from autopar.solve.lp import Floats
+from autopar.solve.min_budget import Least, Lightest
+from autopar.solve.multipliers import tighter
+from autopar.solve.overlap_rows import Excess
+from autopar.solve.paths import refusal
+from autopar.solve.restricted import LARGE, SMALL, Beginning, Climb, Sifted, middle, sifted
+
+_FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
+_ROUNDS = 12
+# columns: from here on a balance that will do ends the sifting, and all budget rows at once take
+# too long
+_HUGE = 100_000
+_RELAXATIONS = 2  # of a tree, per node that a search may have
+_SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a phase of a round has come to.
+
+    Attributes:
+        rows: to come in, since a plan breaks them; the round is over then, and the next begins.
+        is_final: whether the search is over, if no rows are to come in.
+    """
+
+    rows: Sequence[int] = ()
+    is_final: bool = False
+
+
+_GO_ON, _END = Outcome(), Outcome(is_final=True)
+
+
+@dataclass
+class BranchAndCut:
+    """One search: the program, which rows are in it, the best plan (`plans`) and what is proven.
+
+    Attributes:
+        whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`. known:
+            before the search.
+        free: the columns of the relaxation without budget rows. extra: the rows that came in beside
+            the formulation's.
+        tree: of the round. infeasible: proven so. least: what is then needed at least, where known.
+            apart: where that is the answer.
+    """
+
+    problem: Problem
+    gap: float
+    max_nodes: int
+    time_limit_s: float = math.inf
+    whole: bool = True
+    likely: Balance = ON_COMPUTE
+    known: Quick | None = None
+    only_plan: bool = False
+    waits: bool = False
+    common: Common = field(default_factory=Common)
+    met: Choices | None = None
+    program: Formulation = field(init=False)
+    engine: Engine = field(init=False)
+    excess: Excess = field(init=False)
+    extra: Incoming = field(init=False)
+    proven: Proven = field(init=False)
+    plans: Incumbent = field(init=False)
+    climb: Climb = field(init=False)
+    free: Floats = field(default_factory=lambda: np.zeros(0))
+    infeasible: bool = False
+    least: Least | None = None
+    live: Live | None = None
+    point: Point | None = None
+    beginning: Beginning | None = None
+    apart: Apart | None = None
+    tree: Tree | None = None
+
+    def __post_init__(self) -> None:
+        self.common = (
+            Common() if self.known is not None else self.common
+        )  # it has an ascent of its own
+        self.program, self.excess, self.engine = self.common.begun(self.problem, self.time_limit_s)
+        self.engine.waits = self.waits
+        self.extra = Incoming(self.program, self.engine, self.excess)
+        self.proven = Proven(self.program, self.engine, self.extra)
+        self.plans = Incumbent(self.program, self.engine, self.extra, self.proven, self.gap)
+        self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self.plans)
+
+    def run(self) -> Choices | None:
+        """Search for the best plan.
+
+        Returns:
+            The best plan found, with its bound, or None. Then `infeasible`, `least` and `apart` say
+            what is known instead.
+
+        Raises:
+            InfeasibleError: no assignment of layouts is legal, whatever the memory.
+        """
+        self._take_known()
+        relaxation = self._relax()
+        if relaxation is None:
+            raise refusal(self.problem)
+        for _ in range(_ROUNDS):
+            rows = self._run_round(relaxation).rows
+            if not rows or self._is_over():
+                break
+            if self._fits_nowhere(rows) or self._within(rows) is None:
+                self.infeasible = self.plans.best is None
+                break
+        return self._answer()
+
+    def _take_known(self) -> None:
+        """Begin with the plans and bounds that are known before the search."""
+        if self.known is not None:
+            self.plans.best = self.known.best
+            self.engine.waits = self.waits and self.plans.best is None
+            self.proven.know(self.known)
+        if self.met is not None:
+            self.plans.meet(self.met)
+            self.proven.take(self.met)
+
+    def _run_round(self, relaxation: Relaxation) -> Outcome:
+        """Run phases until rows are to come in, the search is over, or a plan is close enough.
+
+        Args:
+            relaxation: the one without budget rows.
+        """
+        phases: tuple[Callable[[], Outcome], ...] = (
+            # The first plan, and with it the rows that come in first. Only before any row is in.
+            lambda: self._round_off(relaxation),
+            # A large program of which only a plan is wanted: the restricted programs find it at the
+            # vertex that is known, without a tree.
+            self._restrict_at_vertex,
+            # The root's bound, and a plan from a short way down. It also shows which equal ops
+            # decide apart, which can be all that is asked for.
+            self._dive,
+            # Restricted programs before branching: a plan closes nodes of the tree.
+            self._restrict_before_branching,
+            # The tree raises the bound, until it is close to the plan or a limit is reached.
+            self._branch,
+            # What the tree left open: better plans over few columns. Only if rows are in.
+            self._restrict,
+            # At last all columns that a better plan could have, if these are few.
+            self._prove,
+        )
+        outcome = _GO_ON
+        for phase in phases:
+            outcome = phase()
+            if outcome.rows or outcome.is_final or self.plans.is_close():
+                break
+        return outcome
+
+    def _round_off(self, relaxation: Relaxation) -> Outcome:
+        """Offer the relaxation without budget rows, rounded, as a plan."""
+        if self.extra.active:
+            return _GO_ON
+        rows = self.plans.rounded(relaxation)
+        if rows and self.likely != ON_COMPUTE:
+            rows = [*rows, *self.extra.excesses()]
+        return Outcome(rows)
+
+    def _restrict_at_vertex(self) -> Outcome:
+        """Search restricted programs from the last vertex of a large program for a plan."""
+        if not self._is_large or self.point is None or not self._asks_only_for_a_plan():
+            return _GO_ON
+        rows = self._climb()
+        return Outcome(rows, is_final=self._will_do())
+
+    def _dive(self) -> Outcome:
+        """Solve the root of a tree, and go a short way down from it."""
+        self.tree = self._plant()
+        grown, root = self.tree.dive(), self.tree.root
+        if root is None:
+            self.infeasible = self.plans.best is None
+            return Outcome(is_final=self.infeasible)
+        if grown.broken or self.plans.is_close():
+            self._take_bound(grown.bound)
+            return Outcome(grown.broken)
+        if self._set_apart():
+            # What a dive finds depends on the vertex, so plans are looked for at the vertex.
+            return Outcome(self.climb.from_vertex(root.point, self.free, soon=True), is_final=True)
+        if self._needs_no_plan():
+            self.apart = Apart(self.proven.mixed, self.proven.bound_s)
+            return _END
+        return _GO_ON
+
+    def _restrict_before_branching(self) -> Outcome:
+        """Search restricted programs, if they find plans sooner than the tree does."""
+        if self.tree is None or self.tree.root is None:
+            return _GO_ON
+        rows: Sequence[int] = ()
+        if self._asks_only_for_a_plan():
+            rows = self._climb()
+        elif self.extra.phases and SMALL < len(self.engine.names) < LARGE:
+            # Rows over all columns make a tree slow, and a few columns do not.
+            rows = self._climb(*_FEW)
+        return Outcome(rows, is_final=self._set_apart())
+
+    def _branch(self) -> Outcome:
+        """Grow the tree; a short one, if there is a plan and only that is wanted."""
+        if self.tree is None or self.tree.root is None:
+            return _GO_ON
+        grown = self.tree.branch(_SHORT_TREE if self._will_do() else None)
+        self._take_bound(grown.bound)
+        return Outcome(grown.broken, is_final=self.infeasible)
+
+    def _restrict(self) -> Outcome:
+        """Search restricted programs for plans that the tree did not find."""
+        if self._set_apart() or self._will_do():
+            return _END
+        return Outcome(self._climb()) if self.extra.active else _GO_ON
+
+    def _prove(self) -> Outcome:
+        """Search the program over all columns that a better plan could have."""
+        point = self.point if self._is_large and self.plans.best is not None else None
+        return Outcome(self.climb.prove(self.max_nodes, point), is_final=True)
+
+    def _take_bound(self, bound: float) -> None:
+        """Take over the bound of a tree, which is infinite if no plan is in it."""
+        if np.isinf(bound):
+            self.infeasible = self.plans.best is None
+        else:
+            self.proven.rise(min(bound, self.plans.best_s * SCALE))
+
+    def _plant(self) -> Tree:
+        """A tree over the relaxation with the rows that are in."""
+
+        def offer(values: Floats) -> Sequence[int]:
+            try:
+                return self.plans.offer(values)
+            except LayoutError:  # rounded strategies may make nothing that a reader can use
+                return ()
+
+        def best() -> float:
+            return self.plans.best_s * SCALE
+
+        live, sizes = self._live(), self.extra.sizes()
+        most = self.max_nodes * _RELAXATIONS
+        return Tree(self.program, self.engine, live, offer, best, self.gap, most, sizes)
+
+    def _fits_nowhere(self, broken: Sequence[int]) -> bool:
+        """Whether no plan fits, before the first budget rows come in: all rows at once say so
+        sooner than one after another."""
+        budget = [r for r in broken if r < len(self.extra.rows)]
+        if (
+            self.plans.best is None
+            and budget
+            and not self.extra.budget
+            and SMALL < len(self.engine.names) < LARGE
+        ):
+            needed = Lightest(self.problem, self.time_limit_s).bound_bytes
+            self.least = Least(needed) if needed > self.problem.budget_bytes else None
+        return self.least is not None
+
+    @property
+    def _is_large(self) -> bool:
+        return len(self.engine.names) >= LARGE
+
+    def _answer(self) -> Choices | None:
+        if self.plans.best is None:
+            return None
+        bound = min(self.proven.bound_s, self.plans.best.objective_s)
+        stats = {
+            "timed_out": self.engine.timed_out,
+            "budget_rows": len(self.extra.budget),
+            "outlasted": len(self.extra.phases),
+        }
+        return replace(
+            self.plans.best,
+            bound_s=bound,
+            free_bound_s=min(self.proven.free / SCALE, bound),
+            num_variables=self.program.num_variables,
+            num_constraints=self.program.num_constraints + len(self.extra.active),
+            solver="highs",
+            memory_price_s_per_byte=self.proven.price_s_per_byte,
+            stats={k: float(n) for k, n in stats.items()},
+            multipliers=self.proven.multipliers(),
+            mixed=self.proven.mixed if self.plans.is_far() else {},
+            unfinished=self._will_do() and not self.plans.is_close(),
+        )
+
+    def _relax(self) -> Relaxation | None:
+        """The relaxation without budget rows."""
+        before = self.common.of(self.problem)
+        ascent = (
+            self.known.ascent
+            if self.known is not None
+            else before.ascent_of(self.problem)
+            if before is not None
+            else None
+        )
+        if len(self.engine.names) > SMALL:
+            self.beginning = Beginning(self.program, self.engine, ascent or Ascent(self.problem))
+        if before is None and self.beginning is not None:
+            self.engine.begin(self.beginning.free())
+        relaxation = self.engine.relax() if before is None else before.relaxation
+        if relaxation is not None:
+            self.proven.begin(relaxation)
+            self.free = relaxation.values
+            if before is None and not self.engine.timed_out:
+                ascent = None if self.beginning is None else self.beginning.ascent
+                self.common.keep(
+                    Free.of(self.program, self.excess, self.engine, relaxation, ascent)
+                )
+        return relaxation
+
+    def _within(self, broken: Sequence[int]) -> Point | None:
+        """The relaxation with these rows too, and with the rows that cut off mixtures."""
+        first_rows, self.extra.active = not self.extra.active, [*self.extra.active, *broken]
+        if first_rows and not self.extra.phases and self.beginning is not None and self._is_large:
+            return self._priced(self.beginning)
+        live = self._live()
+        if self.extra.phases:
+            cost = self.excess.price(
+                self.engine, self.proven.bound_s if self.plans.best is None else self.plans.best_s
+            )
+            if self._is_large:
+                live.add(self.extra.matrix([r for r in broken if r < len(self.extra.rows)]))
+                return self._sifted(live)
+            live.reprice(cost)
+        live.add(self.extra.matrix(broken))
+        return self._relaxed(live)
+
+    def _priced(self, beginning: Beginning) -> Point | None:
+        """The relaxation with the first budget rows, from a price of the one that is broken
+        worst."""
+        cuts = tighter(self.program, self.engine)
+        worst = self.extra.active[0]
+        further = cuts.plus(self.extra.matrix(self.extra.active))
+        duals = beginning.priced(further, self.extra.rows[worst].name, len(cuts.lower))
+        self.live = Live(self.engine, further, duals)
+        return self._relaxed(self.live)
+
+    def _relaxed(self, live: Live) -> Point | None:
+        point = self.point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
+        if point is not None:
+            duals = dict(
+                zip(
+                    self.extra.active,
+                    point.duals[len(point.duals) - len(self.extra.active) :].tolist(),
+                    strict=True,
+                )
+            )
+            balance = self.excess.balance(
+                {phase: duals[len(self.extra.rows) + phase] for phase in self.extra.phases}
+            )
+            self.proven.learn(point, balance, {r: duals[r] for r in self.extra.budget})
+        return point
+
+    def _sifted(self, live: Live) -> Point | None:
+        """The relaxation at the best balance; plans over the columns that are cheap at each that
+        is tried."""
+        found: Sifted | None = None
+        known = next((b for b in (self.proven.balance, self.likely) if b != ON_COMPUTE), None)
+        first = (
+            (known,) if known else (ON_COMPUTE, middle(self.extra.phases))
+        )  # near the first vertex, and far
+        rows = self.extra.budget
+        for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, first):
+            found = at if found is None or at.point.bound > found.point.bound else found
+            self.proven.learn(
+                at.point,
+                at.balance,
+                dict(
+                    zip(
+                        rows,
+                        at.point.duals[len(at.point.duals) - len(rows) :].tolist(),
+                        strict=True,
+                    )
+                ),
+            )
+            if not self.plans.is_close():
+                self.climb.over(self.extra.with_excess(at.columns))
+            if self._is_over() or (self.plans.is_close() and len(self.engine.names) >= _HUGE):
+                break
+        if found is not None:
+            self.point = found.point
+            live.reprice(self.engine.costs(self.program.costs(found.balance)))
+        return None if found is None else found.point
+
+    def _live(self) -> Live:
+        if self.live is None:
+            self.live = Live(self.engine, tighter(self.program, self.engine))
+        return self.live
+
+    def _climb(self, *rungs: int) -> list[int]:
+        """Restricted programs, from small to large, from the last vertex where that is worth it."""
+        point = self.point if self._is_large or not self._forms_groups else None
+        return self.climb.up(point, self.free, rungs)
+
+    def _is_over(self) -> bool:
+        """Whether a search that has a plan has done what it may."""
+        return self.plans.best is not None and self.engine.work.is_over
+
+    def _asks_only_for_a_plan(self) -> bool:
+        """Of a large program, or one with budget rows, a long tree mostly raises the bound: dives,
+        restricted programs and a short one have found the plan before."""
+        return (
+            self.only_plan
+            and len(self.engine.names) > SMALL
+            and (bool(self.extra.budget) or self._is_large)
+        )
+
+    def _will_do(self) -> bool:
+        return self._asks_only_for_a_plan() and self.plans.best is not None
+
+    def _set_apart(self) -> bool:
+        """Whether equal ops that decide apart are to be tried rather than a tree."""
+        return self._forms_groups and self.plans.best is not None and len(self.engine.names) > SMALL
+
+    def _needs_no_plan(self) -> bool:
+        """Whether it is enough to know which equal ops decide apart: where no plan is near the
+        relaxation, one takes long to find, and what layers in groups do is better."""
+        return (
+            self._forms_groups
+            and self.plans.best is None
+            and self._asks_only_for_a_plan()
+            and not self.engine.timed_out
+        )
+
+    @property
+    def _forms_groups(self) -> bool:
+        """Whether equal ops decide apart, and what is found only says how to group them."""
+        return bool(self.proven.mixed) and not self.whole

@@ -1,0 +1,294 @@
+"""Branch and bound over live relaxations (`autopar.solve.highs`).
+
+A node is a box of bounds: of some ops one strategy is settled, or some are ruled out; where all are
+settled, what is kept and what is run again. Its relaxation's duals prove a bound for the box;
+rounded, it is offered as a plan. A node whose bound is within the wanted gap of the best plan is
+closed. First one box is made smaller and smaller, to have a plan early; then nodes are taken by the
+least bound, or, until there is a plan, the better child of the last one.
+
+Which op to branch on: the one whose two boxes have the higher bounds, which is tried out for a few
+ops per node, and once an op has been tried twice its average stands for it. Relaxations differ by a
+few simplex steps from node to node, so that a node costs hundredths of a second where a restart
+costs seconds. Limits count relaxations and simplex steps, of one relaxation, too: a box that takes
+too many keeps the bound of the one around it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.solve.formulation import Formulation
+from autopar.solve.highs import Engine, Live, Point
+from autopar.solve.lp import Floats
+
+Key = tuple[
+    int, int
+]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept, what kernels share
+_WHOLE = 1e-6  # what is this close to 0 or 1 is
+_TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
+_DIVE = 3  # of what is not settled, one in so many is at a time
+_PER_ROW = (
+    1 / 3
+    # simplex steps, about as many as a relaxation takes that begins with nothing, and at most; but
+    # at least so many
+)
+_FEWEST = 1000
+_STEPS = 4  # of the whole tree, in such relaxations: what that does not close, more seldom does
+_SHORT = 0.25  # of a short dive, likewise
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    lower: Floats
+    upper: Floats
+    point: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What a tree has found.
+
+    Attributes:
+        bound: no plan costs less, in the program's unit. broken: budget rows that are to come in;
+            then the bound is that of the root.
+    """
+
+    bound: float
+    broken: tuple[int, ...] = ()
+
+
+@dataclass
+class Tree:
+    """One tree.
+
+    Attributes:
+        offer: takes values of the columns, rounded, as a plan; gives budget rows to add. best: the
+            best plan's cost.
+        wanted: the relative gap at which to stop. sizes: per column its largest share of a budget
+            in the rows that are in.
+    """
+
+    program: Formulation
+    engine: Engine
+    live: Live
+    offer: Callable[[Floats], Sequence[int]]
+    best: Callable[[], float]
+    wanted: float
+    max_relaxations: int
+    sizes: Floats
+    _num: int = 0
+    _last: int = 0  # simplex step
+    _closed: float = np.inf  # the least bound of nodes that are not looked into any further
+    _gains: dict[Key, list[float]] = field(default_factory=dict)
+    _broken: tuple[int, ...] = ()
+    root: _Node | None = None
+
+    def __post_init__(self) -> None:
+        column = self.engine.column
+        self._choices = [
+            np.array([column[v.name] for v in row], np.int32) for row in self.program.x
+        ]
+        again = [column[v.name] for row in self.program.again.values() for v in row]
+        regions = [column[v.name] for v in self.program.regions.values()]
+        regions = [region for region in regions if self.sizes[region] > 0.0]  # the others are free
+        self._bits = np.array(
+            [*again, *(column[v.name] for v in self.program.keep.values()), *regions], np.int32
+        )
+        self._unit = max(int(_PER_ROW * len(self.engine.rows.lower)), _FEWEST)
+
+    @property
+    def num_relaxations(self) -> int:
+        """That were solved so far."""
+        return self._num
+
+    def dive(self) -> Grown:
+        """The root, and from there a short way one box within the other; each is offered as a
+        plan."""
+        n = len(self.engine.cost)
+        self.root = self._at(np.zeros(n), np.ones(n))
+        if self.root is None:
+            return Grown(np.inf)
+        self._last = self.live.num_iterations + int(_SHORT * self._unit)
+        self._dive(self.root)
+        return Grown(self.root.point.bound, self._broken)
+
+    def branch(self, more: int | None = None) -> Grown:
+        """All the way down, then from the root on, until the gap is closed, a budget row has to
+        come in, or a limit is reached.
+
+        Args:
+            more: relaxations beyond those of the dive, where these are to be fewer than the tree
+                may have.
+        """
+        root = self.root
+        assert root is not None, "the dive has found one"
+        self.max_relaxations = min(
+            self.max_relaxations, self._num + (self.max_relaxations if more is None else more)
+        )
+        self._last = self.live.num_iterations + _STEPS * self._unit
+        self._dive(root)
+        order = itertools.count()
+        waiting = [(root.point.bound, next(order), root)]
+        last: _Node | None = None  # the better child, which comes next while there is no plan
+        while (waiting or last) and not self._broken and not self._spent():
+            if last is None and (
+                min(waiting[0][0], self._closed) >= self._enough() or self._is_proven(waiting[0][0])
+            ):
+                break
+            children = self._children(last or heapq.heappop(waiting)[2])
+            last = (
+                min(children, key=lambda c: c.point.bound, default=None)
+                if np.isinf(self.best())
+                else None
+            )
+            for child in children:
+                if child is not last:
+                    heapq.heappush(waiting, (child.point.bound, next(order), child))
+        if last is not None:
+            heapq.heappush(waiting, (last.point.bound, next(order), last))
+        if self._broken:
+            return Grown(root.point.bound, self._broken)
+        return Grown(
+            max(root.point.bound, min([self._closed, *(bound for bound, _, _ in waiting)]))
+        )
+
+    def _dive(self, root: _Node) -> None:
+        """Settle what is nearly so, a share of it at a time, ops first; each box is offered as a
+        plan. It ends where none within it can be better, or all is settled."""
+        node: _Node | None = root
+        while (
+            node is not None and len(node.point.values) and not self._broken and not self._spent()
+        ):
+            if node.point.bound >= self._enough():
+                return
+            lower, upper, values = node.lower.copy(), node.upper.copy(), node.point.values
+            ops = sorted(
+                (columns for columns in self._choices if values[columns].max() < 1.0 - _WHOLE),
+                key=lambda c: -float(values[c].max()),
+            )
+            for columns in ops[: max(len(ops) // _DIVE, 1)]:
+                upper[columns[columns != columns[int(np.argmax(values[columns]))]]] = 0.0
+            if not ops:
+                far = np.minimum(values[self._bits], 1.0 - values[self._bits])
+                bits = [i for i in np.argsort(far, kind="stable").tolist() if far[i] > _WHOLE]
+                if not bits:
+                    return
+                near = self._bits[bits[: max(len(bits) // _DIVE, 1)]]
+                lower[near] = upper[near] = np.round(values[near])
+            node = self._at(lower, upper, node.point.bound)
+
+    def _enough(self) -> float:
+        best = self.best()
+        return best * (1 - self.wanted) if np.isfinite(best) else np.inf
+
+    def _is_proven(self, least: float) -> bool:
+        """Whether there is a plan, and no box that waits, of which one proves the least, can raise
+        the bound: one that is closed proves no more. So it is where the relaxation's prices take
+        early communication to be hidden (`autopar.solve.overlap_rows`), and settled choices cost
+        more than they do at these prices."""
+        return bool(np.isfinite(self.best())) and least >= self._closed
+
+    def _spent(self) -> bool:
+        return (
+            self._num >= self.max_relaxations
+            or self.live.num_iterations >= self._last
+            or self.live.is_over
+        )
+
+    def _at(self, lower: Floats, upper: Floats, around: float | None = None) -> _Node | None:
+        """The node of a box, offered as a plan; None where the box is empty.
+
+        Args:
+            around: the bound of a box that this one is in, which holds here where the steps for a
+                better one run out; None of the root.
+        """
+        self._num += 1
+        point = (
+            self.live.solve(lower, upper)
+            if around is None
+            else self.live.solve(lower, upper, self._unit)
+        )
+        if point is None:
+            return None
+        if around is not None and not len(point.values):
+            point = replace(point, bound=max(point.bound, around))
+        if point.bound < self.best() and len(point.values) and not self._broken:
+            self._broken = tuple(self.offer(point.values))
+        return _Node(lower, upper, point)
+
+    def _open(self, values: Floats) -> list[Key]:
+        """What is not settled, and is worth being tried: the ops that are most so; with them, what
+        takes most memory of what is kept or runs again. Where all ops are settled, whatever is not;
+        nothing where everything is."""
+        shares = (
+            (1.0 - float(values[columns].max()), (0, n)) for n, columns in enumerate(self._choices)
+        )
+        ops = sorted((-min(share, 1 - share), key) for share, key in shares if share > _WHOLE)
+        apart = np.minimum(values[self._bits], 1 - values[self._bits])
+        bits = np.flatnonzero(apart > _WHOLE)
+        worth = apart * self.sizes[self._bits] if ops else apart * (1 + self.sizes[self._bits])
+        heavy = sorted((-worth[i], (1, int(i))) for i in bits if worth[i] > _WHOLE)
+        return [key for _, key in (*ops[:_TRIED], *heavy[:_TRIED])]
+
+    def _children(self, node: _Node) -> list[_Node]:
+        """The boxes that a node falls into and that may hold a better plan."""
+        bound = node.point.bound
+        if bound >= self._enough() or not len(node.point.values):
+            self._closed = min(self._closed, bound)
+            return []
+        some = self._open(node.point.values)
+        if not some:  # a plan of this cost was offered
+            self._closed = min(self._closed, bound)
+            return []
+        scored: list[tuple[float, Key, list[_Node | None] | None]] = []
+        for key in some:
+            gains = self._gains.setdefault(key, [])
+            if len(gains) >= _OFTEN:
+                scored.append((sum(gains) / len(gains), key, None))
+                continue
+            pair = self._pair(node, key)
+            gains.append(_gain(bound, pair))
+            scored.append((gains[-1], key, pair))
+        _, key, known = max(scored, key=lambda s: s[0])
+        children = [
+            child
+            for child in (self._pair(node, key) if known is None else known)
+            if child is not None
+        ]
+        self._closed = min(
+            [
+                self._closed,
+                *(child.point.bound for child in children if child.point.bound >= self._enough()),
+            ]
+        )
+        return [child for child in children if child.point.bound < self._enough()]
+
+    def _pair(self, node: _Node, key: Key) -> list[_Node | None]:
+        """A node's two halves: one without what is most in the relaxation, one with nothing
+        else."""
+        group, index = key
+        without, with_it = node.upper.copy(), (node.lower.copy(), node.upper.copy())
+        if group:
+            column = self._bits[index]
+            without[column] = 0.0
+            with_it[0][column] = 1.0
+        else:
+            columns = self._choices[index]
+            most = columns[int(np.argmax(node.point.values[columns]))]
+            without[most] = 0.0
+            with_it[1][columns[columns != most]] = 0.0
+        return [
+            self._at(node.lower, without, node.point.bound),
+            self._at(*with_it, node.point.bound),
+        ]
+
+
+def _gain(bound: float, pair: Sequence[_Node | None]) -> float:
+    """How much a pair raises the bound: the lesser rise counts, the greater a tenth of it."""
+    rises = sorted(np.inf if child is None else child.point.bound - bound for child in pair)
+    return rises[0] + 0.1 * min(rises[1], abs(bound))

@@ -1,0 +1,342 @@
+"""A lower bound of huge programs without a solver: by dual ascent, tensor by tensor.
+
+Where the relaxation (`autopar.solve.formulation`) has some hundred thousand columns, no method of
+HiGHS ends in time. Its dual is a sum over decisions: with the potentials π[c,l] ≥ 0 of rows (3),
+the one kind of multiplier that is not implied by the others (`autopar.solve.multipliers`), and no
+collective over which they rise by more than it costs,
+
+    bound = Σ_n min_s d[x[n,s]] + Σ_n min(0, min_s d[rc[n,s]])
+
+    d[x]  = price + Σ π of what the strategy reads − Σ π of what it supplies, to backward too where
+          a version may be kept so
+    d[rc] = likewise, of an op that backward runs again
+
+A *sweep* goes over all decisions, and back: each gives its leeway to the readers of what it
+supplies that come after it, and to the sources of what it reads that do
+(`autopar.solve.potentials`), in as many equal shares as there are neighbours on the side that has
+more: sequential tree-reweighted message passing (Kolmogorov, 2006), of which strategies are the
+labels and trees of collectives the pairwise terms. Neither does the bound ever fall nor is it the
+relaxation's in the end, but some sweeps of a few hundredths of a second each bring it within a per
+cent.
+
+A kernel makes a collective cheaper by what it saves at most (rows 10 and 11), which proves less
+than the relaxation does. Budgets play no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.core.layout_graph import LayoutGraph
+from autopar.core.problem import Phase, Problem, at_best
+from autopar.core.solution import Multipliers
+from autopar.core.streams import ON_COMPUTE, Balance, Load
+from autopar.solve.paths import refusal, useful_arcs, worth_recomputing
+from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Side
+from autopar.solve.prices import arc_loads, away_load, op_load, saved_load
+from autopar.solve.worth import Worth
+
+Turn = tuple[Reader, bool]
+"""A reader whose potentials are to be raised, or else lowered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Potentials:
+    """An ascent's, as they were: by decision its prices and costs, by group what it says of
+    itself."""
+
+    num_sweeps: int
+    decisions: list[tuple[Floats, Floats]]
+    groups: list[Any]
+
+
+class Ascent:
+    """The dual of a problem without a budget.
+
+    Attributes:
+        x, again: decisions by op. groups: with all potentials. worth: of memory. num_sweeps: so
+            far.
+    """
+
+    def __init__(self, problem: Problem, balance: Balance = ON_COMPUTE) -> None:
+        problem = at_best(problem)
+        self.problem, self.balance, self.worth = problem, balance, Worth(problem)
+        useful = worth_recomputing(problem)
+        self.x = [self._decision(n, again=False) for n in range(len(problem.ops))]
+        self.again = {
+            n: self._decision(n, again=True) for n in range(len(problem.ops)) if n in useful
+        }
+        self._known: dict[tuple[int, int, str, int], Ints] = {}
+        self.groups: list[Group] = []
+        for v in range(len(problem.variants)):
+            self._variant(v)
+        self.order = self._ordered()
+        self._there, self._back = self._turns()
+        self.num_sweeps = 0
+
+    @property
+    def bound_s(self) -> float:
+        """What the potentials prove."""
+        return sum(decision.least for decision in self.order) - self.worth.given_s
+
+    @property
+    def num_strategies(self) -> int:
+        return sum(len(decision.prices) for decision in self.order)
+
+    @property
+    def num_flows(self) -> int:
+        return sum(len(group.costs) * len(group.readers) for group in self.groups)
+
+    @property
+    def num_potentials(self) -> int:
+        return sum(int(group.useful.sum()) * len(group.readers) for group in self.groups)
+
+    def reprice(self, worths_s: Mapping[str, float]) -> None:
+        """Go on at other prices of memory, from the potentials as they are."""
+        before, self.worth = self.worth, Worth(self.problem, worths_s)
+        for n, decision in enumerate(self.x):
+            decision.reprice(self.worth.of_ops[n] - before.of_ops[n])
+        for n, decision in self.again.items():
+            decision.reprice(
+                self.worth.of_again.get(n, 0.0)
+                - before.of_again.get(n, np.zeros(len(decision.prices)))
+            )
+        for group in self.groups:
+            group.reprice(float(self.worth.of_kept[group.variant] - before.of_kept[group.variant]))
+
+    def potentials(self) -> Potentials:
+        """As they are now."""
+        decisions = [(decision.prices, decision.costs.copy()) for decision in self.order]
+        return Potentials(self.num_sweeps, decisions, [group.state() for group in self.groups])
+
+    def go_back(self, problem: Problem, potentials: Potentials) -> None:
+        """To potentials from before memory had a price, for a problem that differs in its
+        moments alone."""
+        self.problem = at_best(problem)
+        self.worth, self.num_sweeps = Worth(self.problem), potentials.num_sweeps
+        for decision, (prices, costs) in zip(self.order, potentials.decisions, strict=True):
+            decision.prices, decision.costs = prices, costs.copy()
+        for group, state in zip(self.groups, potentials.groups, strict=True):
+            group.go_back(state)
+
+    def sweep(self) -> None:
+        """Once over all decisions, and back."""
+        self.num_sweeps += 1
+        for turns, order in ((self._there, self.order), (self._back, self.order[::-1])):
+            for decision in order:
+                for i, (reader, up) in enumerate(turns[decision.place]):
+                    left = decision.share / max(
+                        1.0 - i * decision.share, decision.share
+                    )  # so that all get the same
+
+                    def share(
+                        other: Decision, here: Decision = decision, left: float = left
+                    ) -> float:
+                        return left if other is here else other.share
+
+                    (reader.raised if up else reader.lowered)(share)
+
+    def multipliers(self) -> Multipliers:
+        """The potentials, from here on as short as a plan keeps them, and what they prove.
+
+        Readers give all their leeway first, so that fewer potentials are left.
+        """
+        for group in self.groups:
+            for reader in group.readers:
+                reader.lowered(lambda _: 1.0)
+        for decision in self.order:
+            decision.costs = decision.prices.copy()
+        potentials: dict[tuple[int, int, int, int], float] = {}
+        for group in self.groups:
+            worths = group.short()
+            group.begin()
+            for reader, worth in zip(group.readers, worths, strict=True):
+                reader.set(worth)
+                key = group.variant, int(group.late), reader.use
+                potentials |= {
+                    (*key, i): float(worth[i]) for i in np.flatnonzero(worth[: group.num]).tolist()
+                }
+        bound = self.bound_s - sum(group.lost() for group in self.groups) - self.worth.reserved_s
+        return Multipliers(max(bound, 0.0), potentials, self.worth.worths_s, self.balance)
+
+    def _price(self, load: Load) -> float:
+        return load.priced_s(self.problem.overlap_slowdown, self.balance)
+
+    def _decision(self, n: int, *, again: bool) -> Decision:
+        strategies = range(len(self.problem.ops[n].strategies))
+        return Decision(
+            np.array([self._price(op_load(self.problem, n, s, again=again)) for s in strategies]),
+            optional=again,
+        )
+
+    def _variant(self, v: int) -> None:
+        """The groups of one variant: see rows (3) and (4) of `autopar.solve.formulation` for
+        what supplies what."""
+        variant = self.problem.variants[v]
+        value, uses = self.problem.values[variant.value], list(enumerate(variant.uses))
+        made = self._at(value.graph, value.op, "outputs", value.result)
+        read = {i: self._at(value.graph, use.op, "inputs", use.operand) for i, use in uses}
+        first = [(i, use) for i, use in uses if use.phase == value.phase]
+        if first:
+            readers = [(i, self.x[use.op], read[i]) for i, use in first]
+            self._group(v, False, [(self.x[value.op], made, np.ones(len(made)))], readers)
+        later = [(i, self.x[use.op], read[i]) for i, use in uses if use.phase != value.phase]
+        later += [
+            (i, self.again[use.op], read[i])
+            for i, use in first
+            if use.again and use.op in self.again
+        ]
+        if not later or value.phase != "forward":
+            return
+        version = np.zeros(len(value.graph.layouts))
+        for at in (made, *(read[i] for i, _ in first)):
+            version[at] = 1.0
+        if value.keepable is not None:
+            version[[layout for layout in range(len(version)) if layout not in value.keepable]] = (
+                0.0
+            )
+        resting = len(
+            version
+            # versions are layouts of their own, from which keeping leads to those that backward
+            # finds
+        )
+        sources = [(self.x[value.op], made + resting, version[made])]
+        sources += [(self.x[use.op], read[i] + resting, version[read[i]]) for i, use in first]
+        sources += [(self.x[value.op], made, np.ones(len(made)))] if value.resident else []
+        sources += (
+            [(self.again[value.op], made, np.ones(len(made)))] if value.op in self.again else []
+        )
+        self._group(v, True, sources, later)
+
+    def _group(
+        self,
+        v: int,
+        late: bool,
+        sources: Iterable[tuple[Decision, Ints, Floats]],
+        readers: Sequence[tuple[int, Decision, Ints]],
+    ) -> None:
+        """A group; what no collective leads to a reader from has no potential.
+
+        Raises:
+            InfeasibleError: where nothing leads to any reader, and one of them is not only what
+                backward may run again.
+        """
+        variant = self.problem.variants[v]
+        graph = self.problem.values[variant.value].graph
+        num = len(graph.layouts)
+        sources = [(decision, at, times) for decision, at, times in sources if times.any()]
+        at_hand = {layout for _, at, times in sources for layout in at[times > 0.0].tolist()}
+        supplied = {layout % num for layout in at_hand}
+        wanted = {layout for _, _, at in readers for layout in at.tolist()}
+        numbers = useful_arcs(graph, supplied, wanted)
+        arcs = [graph.arcs[a] for a in numbers]
+        load = arc_loads(self.problem, v, late=late, count=variant.count)
+        costs, weights = (
+            np.array([self._price(load(arc)) for arc in arcs], float),
+            np.ones(len(arcs)),
+        )
+        for arc, (saved_s, often) in self._saved(v, late).items():
+            if arc in numbers:
+                costs[numbers.index(arc)] -= saved_s
+                weights[numbers.index(arc)] = often
+        tails, heads = (
+            np.array([getattr(arc, end) for arc in arcs], np.int64) for end in ("src", "dst")
+        )
+        useful = np.zeros(num * (1 + late), bool)
+        useful[[*wanted]] = useful[tails] = True
+        kept = np.array(
+            sorted(layout - num for layout in at_hand if layout >= num and useful[layout - num]),
+            np.int64,
+        )
+        useful[kept + num] = True
+        sizes = np.concatenate([np.zeros(len(arcs)), np.array(graph.bytes, float)[kept]])
+        tails, heads = np.concatenate([tails, kept + num]), np.concatenate([heads, kept])
+        most_s = np.concatenate(
+            [np.full(len(arcs), np.inf), [self._away(v, layout) for layout in kept.tolist()]]
+        )
+        costs, weights = (
+            np.concatenate([costs, np.zeros(len(kept))]),
+            np.concatenate([weights, np.zeros(len(kept))]),
+        )
+        group = Group(v, late, useful, tails, heads, costs, weights, sizes, most_s, num)
+        group.sources += [
+            Side(decision, at, times * useful[at])
+            for decision, at, times in sources
+            if (times * useful[at]).any()
+        ]
+        if not group.sources:
+            if all(decision.optional for _, decision, _ in readers):
+                return  # they do not run again; the bound holds without that
+            raise refusal(self.problem)
+        for i, decision, at in readers:
+            Reader(group, Side(decision, at, np.ones(len(at))), i)
+        self.groups.append(group)
+
+    def _away(self, v: int, layout: int) -> float:
+        """What it costs to keep a layout on the hosts."""
+        variant = self.problem.variants[v]
+        away_s = self.problem.values[variant.value].away(layout)
+        return math.inf if math.isinf(away_s) else self._price(away_load(away_s, variant.count))
+
+    def _saved(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
+        """Collective → the most that a kernel saves of it, and how many could."""
+        found: dict[int, tuple[float, int]] = {}
+        for kernel in self.problem.kernels.get((v, late), ()):
+            for hidden in kernel.hides:
+                saved_s = -self._price(
+                    saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)
+                )
+                most, num = found.get(hidden.arc, (0.0, 0))
+                found[hidden.arc] = max(most, saved_s), num + 1
+        return found
+
+    def _at(self, graph: LayoutGraph, n: int, side: str, position: int) -> Ints:
+        """Per strategy of an op, the layout of one operand or result."""
+        key = id(graph), n, side, position
+        if key not in self._known:
+            layouts = (getattr(s.layouts, side)[position] for s in self.problem.ops[n].strategies)
+            self._known[key] = np.array([graph.index[layout] for layout in layouts], np.int64)
+        return self._known[key]
+
+    def _ordered(self) -> list[Decision]:
+        """Forward, what backward may run again, and backward."""
+        phases: tuple[Phase, Phase] = ("forward", "backward")
+        forward, backward = (
+            [self.x[n] for n, op in enumerate(self.problem.ops) if op.phase == phase]
+            for phase in phases
+        )
+        order = [*forward, *self.again.values(), *backward]
+        for place, decision in enumerate(order):
+            decision.place = place
+        return order
+
+    def _turns(self) -> tuple[list[list[Turn]], list[list[Turn]]]:
+        """Whose potentials change at a decision's place, on the way there and back. And the share
+        of each neighbour.
+
+        What all sources come before is raised at the last of them on the way there, and lowered at
+        the reader on the way back.
+        """
+        there, back = ([list[Turn]() for _ in self.order] for _ in range(2))
+        before, after = ([0] * len(self.order) for _ in range(2))
+        for group in self.groups:
+            for reader in group.readers:
+                source, own = (
+                    max(s.decision.place for s in group.sources),
+                    reader.side.decision.place,
+                )
+                if source != own:
+                    there[min(source, own)].append((reader, source < own))
+                    back[max(source, own)].append((reader, source > own))
+                for side in group.sources:
+                    first, last = sorted((side.decision.place, own))
+                    after[first] += 1
+                    before[last] += 1
+        for decision in self.order:
+            decision.share = 1.0 / max(after[decision.place], before[decision.place], 1)
+        return there, back

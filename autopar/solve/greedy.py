@@ -1,0 +1,270 @@
+"""What is known of a huge program before it is written down: a plan, a bound, and potentials that
+prove it.
+
+Where a model's ops take little but their launches, the plan that has every tensor whole on every
+device is among the best, and what takes time is to prove that: the relaxation of some hundred
+thousand columns. So that plan is looked at first, with the bound that takes the quickest strategy
+of each op. Where they are near, dual ascent (`autopar.solve.dual_ascent`) brings the bound nearer,
+for as long as what it still gains could do; plans from its potentials are looked at on the way.
+Where they are far apart communication decides: some dozens of sweeps then bring the bound within a
+thousandth of the relaxation's, and plans from such potentials are often optimal. What that leaves
+open the search begins with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices, Multipliers
+from autopar.errors import LayoutError
+from autopar.solve.dual_ascent import Ascent
+from autopar.solve.evaluate import evaluate, fits
+from autopar.solve.multipliers import quickest
+from autopar.solve.potentials import Decision, Floats, Group, Reader
+
+# --------------------------------------------------------------------------------------------------
+# A plan from potentials: decisions one after the other, each the cheapest by what is settled and
+# by what potentials say of the rest.
+#
+# Where a reader's tensor is there already, what it costs to lead it to the reader stands in place
+# of the reader's potentials, and so where its reader is settled. A layout that some reader has it
+# in is at hand for the others. All versions are kept, and nothing runs again.
+
+_NEVER = 1e30  # seconds: of a layout that nothing leads to
+
+
+@dataclass
+class _Settled:
+    """What is settled of each group.
+
+    Attributes:
+        at_hand: layouts that the tensor is in. read: readers and the layouts in which they read it.
+    """
+
+    ascent: Ascent
+    at_hand: dict[int, list[int]] = field(default_factory=dict)
+    read: dict[int, list[tuple[Reader, int]]] = field(default_factory=dict)
+
+    def costs(self, decision: Decision, groups: list[int]) -> Floats:
+        """Of each strategy, given what is settled."""
+        found = decision.costs.copy()
+        for g in groups:
+            group = self.ascent.groups[g]
+            there = self._led(group, self.at_hand[g]) if g in self.at_hand else None
+            for reader in group.readers:
+                if there is not None and reader.side.decision is decision:
+                    found += (there - reader.worth)[reader.side.at]
+            for source in group.sources:
+                if source.decision is decision:
+                    for reader, layout in self.read.get(g, ()):
+                        costs = self._leading(group, layout)
+                        costs = costs if there is None else np.minimum(costs, there[layout])
+                        found += source.times * (reader.worth + costs)[source.at]
+        return found
+
+    def settle(self, decision: Decision, strategy: int, groups: list[int]) -> None:
+        for g in groups:
+            group = self.ascent.groups[g]
+            for source in group.sources:
+                if source.decision is decision and source.times[strategy]:
+                    self.at_hand.setdefault(g, []).append(int(source.at[strategy]))
+            for reader in group.readers:
+                if reader.side.decision is decision:
+                    layout = int(reader.side.at[strategy])
+                    self.read.setdefault(g, []).append((reader, layout))
+                    if g in self.at_hand:
+                        self.at_hand[g].append(layout)
+
+    def _led(self, group: Group, layouts: list[int]) -> Floats:
+        """What leads from any of these to each layout."""
+        costs = np.full(len(group.useful), np.inf)
+        costs[layouts] = 0.0
+        return np.minimum(group.spread(costs, group.costs), _NEVER)
+
+    def _leading(self, group: Group, layout: int) -> Floats:
+        """What leads from each layout to this one."""
+        costs = np.full(len(group.useful), -np.inf)
+        costs[layout] = 0.0
+        return np.minimum(-group.drawn(costs, group.costs), _NEVER)
+
+
+def decided(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
+    """A strategy per op.
+
+    Args:
+        back: decide in the order of the way back.
+    """
+    groups: dict[int, list[int]] = {}
+    for g, group in enumerate(ascent.groups):
+        places = {
+            side.decision.place
+            for side in (*group.sources, *(reader.side for reader in group.readers))
+        }
+        for place in sorted(places):
+            groups.setdefault(place, []).append(g)
+    settled, found = _Settled(ascent), dict[int, int]()
+    again = {decision.place for decision in ascent.again.values()}
+    for decision in ascent.order[::-1] if back else ascent.order:
+        if decision.place not in again:
+            here = groups.get(decision.place, [])
+            found[decision.place] = strategy = int(np.argmin(settled.costs(decision, here)))
+            settled.settle(decision, strategy, here)
+    return tuple(found[decision.place] for decision in ascent.x)
+
+
+_HUGE = 100_000  # columns, about: from here on
+# relative distance: beyond, communication decides, and plans are poor before potentials are nearly
+# optimal
+_NEAR = 0.5
+_SWEEPS = (8, 8, 16, 32, 64)  # at a time
+_CONVERGED = (
+    8,
+    8,
+    16,
+    32,
+)  # where communication decides: for as long as the bound hardly rises any more
+# as often as last time's gain may be gained still; not after the first time, when plans are poor
+_HOPE = 3.0
+
+
+@dataclass
+class Quick:
+    """The best plan that fits, if any, and what is proven of all.
+
+    Attributes:
+        multipliers: of the bound; none where the quickest strategies prove nothing. ascent: if
+            there was one.
+    """
+
+    problem: Problem
+    gap: float
+    bound_s: float = 0.0
+    best: Choices | None = None
+    multipliers: Multipliers | None = None
+    ascent: Ascent | None = None
+
+    @property
+    def close(self) -> bool:
+        return self.best is not None and self.best.objective_s * (1 - self.gap) <= self.bound_s
+
+    @property
+    def answer(self) -> Choices | None:
+        """The plan, with what is proven of it."""
+        if self.best is None:
+            return None
+        bound = min(self.bound_s, self.best.objective_s)
+        none = {"timed_out": 0.0, "budget_rows": 0.0, "outlasted": 0.0}
+        return replace(
+            self.best,
+            bound_s=bound,
+            free_bound_s=bound,
+            stats=none,
+            multipliers=self.multipliers,
+            solver="dual ascent",
+        )
+
+    def look(self) -> None:
+        """Look for a plan that is close enough."""
+        self._prove(quickest(self.problem))
+        self._offer(_whole(self.problem))
+        if self.best is None or self.close:
+            return
+        self.ascent = ascent = Ascent(self.problem)
+        self.best = replace(
+            self.best,
+            num_variables=ascent.num_strategies + ascent.num_flows,
+            num_constraints=ascent.num_potentials,
+        )
+        if self.best.objective_s * (1 - _NEAR) > self.bound_s:
+            self._converge(ascent)
+            return
+        for i, num in enumerate(_SWEEPS):
+            before = ascent.bound_s
+            for _ in range(num):
+                ascent.sweep()
+            self._offer(decided(ascent))
+            missing = self.best.objective_s * (1 - self.gap) - ascent.bound_s
+            if missing <= 0.0:
+                self._prove(ascent.multipliers())
+            if self.close or (i and missing > _HOPE * (ascent.bound_s - before)):
+                break
+        if not self.close:
+            self._prove(ascent.multipliers())
+
+    def _converge(self, ascent: Ascent) -> None:
+        """Bring the bound near the relaxation's, whatever the plans on the way; those of nearly
+        optimal potentials are often optimal."""
+        for i, num in enumerate(_CONVERGED):
+            before = ascent.bound_s
+            for _ in range(num):
+                ascent.sweep()
+            self._offer(decided(ascent))
+            near = (
+                self.best is not None and self.best.objective_s * (1 - self.gap) <= ascent.bound_s
+            )
+            if near or (i and ascent.bound_s - before > self.gap * ascent.bound_s):
+                break
+        self._prove(ascent.multipliers())
+
+    def _prove(self, multipliers: Multipliers | None) -> None:
+        if multipliers is not None and multipliers.bound_s > self.bound_s:
+            self.bound_s, self.multipliers = multipliers.bound_s, multipliers
+
+    def _offer(self, strategies: tuple[int, ...]) -> None:
+        """Take a plan if there is one, it fits and is the best."""
+        if min(strategies) < 0:
+            return
+        try:
+            evaluation = evaluate(self.problem, strategies)
+        except LayoutError:  # what one op makes another may have no use for
+            return
+        if fits(self.problem, evaluation) and evaluation.objective_s < (
+            np.inf if self.best is None else self.best.objective_s
+        ):
+            plan = Choices(strategies, {}, evaluation.kept, evaluation.objective_s, 0.0)
+            self.best = (
+                plan
+                if self.best is None
+                else replace(
+                    plan,
+                    num_variables=self.best.num_variables,
+                    num_constraints=self.best.num_constraints,
+                )
+            )
+
+
+def quick(problem: Problem, gap: float) -> Quick | None:
+    """What is known of a huge program; None where it is not huge."""
+    if _columns(problem) < _HUGE:
+        return None
+    found = Quick(problem, gap)
+    found.look()
+    return found
+
+
+def _columns(problem: Problem) -> int:
+    """About as many as there are: each reader, in each phase in which it may read, has the
+    collectives of its tensor."""
+    flows = 0
+    for variant in problem.variants:
+        value = problem.values[variant.value]
+        readers = [
+            1 + (use.phase == value.phase and problem.ops[use.op].recomputable)
+            for use in variant.uses
+        ]
+        flows += sum(readers) * len(value.graph.arcs)
+    return flows + sum(len(op.strategies) for op in problem.ops)
+
+
+def _whole(problem: Problem) -> tuple[int, ...]:
+    """The strategies that have every tensor whole on every device; −1 where an op has none."""
+    found = []
+    for op in problem.ops:
+        layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
+        found.append(
+            next((i for i, each in enumerate(layouts) if all(x.is_replicated for x in each)), -1)
+        )
+    return tuple(found)

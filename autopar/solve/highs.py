@@ -1,0 +1,482 @@
+"""The program as arrays, and HiGHS run on all of it or on a part of its columns.
+
+A *relaxation* is solved for its duals y. Whatever y is, and however exactly it was found,
+
+    bound(y) = Σ_rows y·(the side it pushes against) + Σ_columns min(0, d)        d = cost − Aᵀy
+
+is a lower bound (weak duality; every column lies in [0, 1]), and a solution that uses a column with
+d > 0 costs at least bound + d. So a *restricted* program over the columns with small d finds good
+solutions fast, and one over the columns with d ≤ δ proves that whatever it leaves out costs at
+least bound + δ.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from autopar.solve.lp import Columns, Costs, Floats, Model, Rows
+
+# --------------------------------------------------------------------------------------------------
+# A relaxation that begins at given duals.
+#
+# The simplex method begins at duals of 0, which prove next to nothing: of Llama-3 8B on three axes
+# it takes 35,000 steps to the optimum, as long as all else together. Dual ascent
+# (`autopar.solve.dual_ascent`) comes near the optimum in a fraction of that, but at no vertex, so
+# no basis says where it is. So the program is written with costs that are left at these duals y0,
+# where each row has a column of its own for what it has beyond its side:
+#
+# minimise (c − Aᵀy0)·x + |y0|·s A x − sign(y0) s = b where y0 ≠ 0, s ≥ 0
+#
+# It is the same program: A x = b + sign(y0) s gives c·x − y0·b. Its duals are y − y0, and 0 is
+# where they begin. From there some thousand steps are left.
+
+
+class Begun:
+    """Where relaxations of a program begin.
+
+    Args:
+        rows: those that there are duals of, each with one side, or both the same. duals: y0; of a
+            wrong sign they count as 0. None is 0.
+
+    Attributes:
+        knows: whether some dual is not 0.
+    """
+
+    def __init__(self, rows: Rows, duals: Floats | None = None) -> None:
+        duals = np.zeros(len(rows.lower)) if duals is None else rows.signed(duals)
+        self._rows, self._duals = rows, duals
+        self._beyond = np.flatnonzero((duals != 0.0) & (rows.lower != rows.upper))
+        self.knows = bool(duals.any())
+
+    def costs(self, cost: Floats) -> Floats:
+        """What is left of the costs of columns."""
+        return cost - self._rows.times(self._duals, len(cost)) if self.knows else cost
+
+    def duals(self, found: Floats) -> Floats:
+        """y of rows, these and further ones, from what a solver found."""
+        return (
+            found + np.pad(self._duals, (0, len(found) - len(self._duals)))
+            if self.knows and len(found)
+            else found
+        )
+
+    def lp(self, cost: Floats, rows: Rows) -> highspy.HighsLp:
+        """The program for the solver, its columns first.
+
+        Args:
+            rows: these, and perhaps further ones behind them.
+        """
+        num, at, y = len(cost), self._beyond, self._duals[self._beyond]
+        lower, upper, ends = rows.lower.copy(), rows.upper.copy(), rows.starts[at + 1]
+        lower[at] = upper[at] = np.where(y > 0.0, rows.lower[at], rows.upper[at])
+        more = np.zeros(len(lower), np.int32)
+        more[at] = 1
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = num + len(at), len(lower)
+        lp.col_cost_ = np.concatenate([self.costs(cost), np.abs(y)])
+        lp.col_lower_ = np.zeros(num + len(at))
+        lp.col_upper_ = np.concatenate([np.ones(num), np.full(len(at), highspy.kHighsInf)])
+        lp.row_lower_, lp.row_upper_ = lower, upper
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.diff(rows.starts) + more)]).astype(
+            np.int32
+        )
+        lp.a_matrix_.index_ = np.insert(
+            rows.indices, ends, np.arange(num, num + len(at), dtype=np.int32)
+        )
+        lp.a_matrix_.value_ = np.insert(rows.values, ends, -np.sign(y))
+        return lp
+
+
+# --------------------------------------------------------------------------------------------------
+# What a search has done, in steps of the simplex method rather than in seconds: the same from run
+# to run, so that a limit of it gives the same plan.
+
+_BEGINNING = 1000  # steps: what a run takes that needs none
+_MOST = 2**31 - 1  # that HiGHS can be told
+
+
+@dataclass(slots=True)
+class Work:
+    """What runs have done: simplex steps, each as dear as the program has columns. It is the same
+    from run to run, as seconds are not.
+
+    Attributes:
+        spent: so far. most: where a search that has a plan ends.
+    """
+
+    spent: float = 0.0
+    most: float = math.inf
+
+    @property
+    def is_over(self) -> bool:
+        return self.spent >= self.most
+
+    def add(self, num_columns: int, num_steps: int) -> None:
+        """Count a run that took so many steps."""
+        self.spent += num_columns * (max(num_steps, 0) + _BEGINNING)
+
+    def steps_left(self, num_columns: int) -> int:
+        """That a run of so many columns may take."""
+        left = (self.most - self.spent) / max(num_columns, 1)
+        return int(min(max(left, _BEGINNING), _MOST))
+
+
+log = logging.getLogger("autopar")
+
+Options = Mapping[str, bool | int | float | str]
+_INF = highspy.kHighsInf
+_INTERIOR_STEP = 200  # in simplex steps
+_FEASIBLE = 2  # HiGHS' code of a feasible primal solution
+_SIMPLEX: Options = {"solver": "simplex"}
+# columns: from here on presolve takes longer than what it removes (a fifth of a U-Net's and of T5's
+# relaxation)
+_LARGE = 50_000
+# The bound is computed from the duals, so an inexact solution costs only its inexactness.
+_INTERIOR: Options = {"solver": "ipx", "run_crossover": "off", "ipm_optimality_tolerance": 1e-5}
+# Strong branching and restarts take most of the time of a tree of few nodes, and seldom help it.
+_QUICK: Options = {"mip_pscost_minreliable": 0, "mip_allow_restart": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """What the duals prove.
+
+    Attributes:
+        bound: lower bound of the program. reduced: d per column. duals: y per row. values: the
+            columns; `exact` says whether they are a vertex of the relaxation.
+    """
+
+    bound: float
+    reduced: Floats
+    duals: Floats
+    values: Floats
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A restricted program's answer: values of all columns (None where nothing was found), and
+    its own proven bound."""
+
+    values: Floats | None
+    bound: float
+
+
+class Engine:
+    """HiGHS, one thread, on one program.
+
+    Args:
+        model: without budget rows; its columns come by name. time_limit_s: for all runs together.
+            work: where runs are counted.
+
+    Attributes:
+        waits: whether runs go on when that is over, since there is nothing yet to end with.
+    """
+
+    def __init__(
+        self, model: Model, time_limit_s: float = math.inf, work: Work | None = None
+    ) -> None:
+        columns = sorted(model.columns, key=lambda c: c.name)
+        self.names = [c.name for c in columns]
+        self.column = {name: i for i, name in enumerate(self.names)}
+        self.integer = np.array([c.integer for c in columns])
+        self._at = np.empty(
+            len(columns), np.int32
+        )  # a column's number in the model → its place here
+        self._at[[c.number for c in columns]] = np.arange(len(columns))
+        self.cost = np.array(model.costs)[[c.number for c in columns]]
+        starts, numbers = np.array(model.starts, np.int32), np.array(model.numbers, np.int32)
+        self.rows = Rows(
+            starts,
+            self._at[numbers],
+            np.array(model.values),
+            np.array(model.lower),
+            np.array(model.upper),
+        )
+        self.begun = Begun(self.rows)
+        self.time_limit_s, self._end = time_limit_s, time.monotonic() + time_limit_s
+        self.timed_out = self.waits = False
+        self.work = work or Work()
+        self.basis: highspy.HighsBasis | None = (
+            None  # of the last vertex of the relaxation without further rows, and the steps to it
+        )
+        self.num_iterations = 0
+
+    def again(self, time_limit_s: float = math.inf) -> Engine:
+        """Another on the same program, with the costs and the vertex that there are now."""
+        found = copy.copy(self)
+        found.cost = self.cost.copy()
+        found.time_limit_s, found._end = time_limit_s, time.monotonic() + time_limit_s
+        found.timed_out = found.waits = False
+        return found
+
+    def left_s(self) -> float:
+        """Seconds that the next run may take."""
+        return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
+
+    def note(self, status: highspy.HighsModelStatus) -> None:
+        """Say once where a run ended for want of time: only work, not time, is the same from run
+        to run."""
+        if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
+            self.timed_out = True
+            log.warning("the time limit ended a search: the plan may be another in the next run")
+
+    def begin(self, duals: Floats) -> None:
+        """Have relaxations begin at these duals of the program's rows."""
+        self.begun = Begun(self.rows, duals)
+
+    def costs(self, costs: Costs) -> Floats:
+        """Costs of all columns; 0 where there are none."""
+        cost = np.zeros(len(self.names))
+        cost[self._at[costs[0]]] = costs[1]
+        return cost
+
+    def relax(self, extra: Rows | None = None, *, interior: bool = False) -> Relaxation | None:
+        """Solve the relaxation with some more rows; None where it is infeasible.
+
+        Args:
+            interior: by the interior point method, which dense rows slow down less, instead of the
+                simplex method.
+        """
+        cost, rows = self.cost, self.rows if extra is None else self.rows.plus(extra)
+        ended = (
+            highspy.HighsModelStatus.kOptimal,
+            highspy.HighsModelStatus.kTimeLimit,
+            highspy.HighsModelStatus.kInfeasible,
+        )
+        simplex = (
+            {**_SIMPLEX, "presolve": "off"} if len(cost) >= _LARGE or self.begun.knows else _SIMPLEX
+        )
+        highs = self._run(Begun(rows).lp(cost, rows), _INTERIOR) if interior else None
+        if highs is None or highs.getModelStatus() not in ended:
+            highs, interior = self._run(self.begun.lp(cost, rows), simplex), False
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return None
+        solution = highs.getSolution()
+        if extra is None and not interior:
+            self.basis, self.num_iterations = (
+                highs.getBasis(),
+                max(highs.getInfo().simplex_iteration_count, 0),
+            )
+        duals = np.array(solution.row_dual)
+        bound, reduced, duals = proof(cost, rows, duals if interior else self.begun.duals(duals))
+        values = np.array(solution.col_value)[: len(cost)]
+        return Relaxation(
+            bound,
+            reduced,
+            duals,
+            values if len(values) else np.zeros(len(cost)),
+            not interior and len(values) > 0,
+        )
+
+    def part(self, columns: Columns, rows: Rows) -> Relaxation | None:
+        """The relaxation of these rows over some columns only: its bound, duals and values; None
+        where it has no solution."""
+        some = rows.only(columns)
+        highs = self._run(Begun(some).lp(self.cost[columns], some), _SIMPLEX)
+        solution = highs.getSolution()
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        bound, reduced, duals = proof(self.cost[columns], some, np.array(solution.row_dual))
+        return Relaxation(bound, reduced, duals, np.array(solution.col_value), True)
+
+    def restricted(
+        self,
+        columns: Columns,
+        budget: Rows,
+        *,
+        gap: float,
+        target: float,
+        max_nodes: int,
+        start: Floats | None = None,
+        quick: bool = False,
+        whole: Columns | None = None,
+    ) -> Found:
+        """Solve the integer program over some columns.
+
+        Args:
+            gap: stop at this relative gap to the restricted program's own bound. target: stop at
+                this objective.
+            start: a known solution; none that is worse is looked for. quick: for solutions rather
+                than a proof.
+            whole: the columns that are whole numbers, if not those of the model.
+        """
+        rows = self.rows.plus(budget).only(columns)
+        options: Options = {
+            "mip_rel_gap": gap,
+            "objective_target": target,
+            "mip_max_nodes": max(max_nodes, 1),
+        }
+        options = {**options, **_QUICK} if quick else options
+        lp = Begun(rows).lp(self.cost[columns], rows)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [
+            kinds[int(i)] for i in (self.integer if whole is None else whole)[columns]
+        ]
+        highs = self._run(lp, options, None if start is None else start[columns])
+        info = highs.getInfo()
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return Found(None, _INF)
+        if info.primal_solution_status != _FEASIBLE:
+            return Found(None, info.mip_dual_bound)
+        values = np.zeros(len(columns))
+        values[columns] = highs.getSolution().col_value
+        return Found(values, info.mip_dual_bound)
+
+    def _run(
+        self, lp: highspy.HighsLp, options: Options, start: Floats | None = None
+    ) -> highspy.Highs:
+        highs = highspy.Highs()
+        shared: Options = {"output_flag": False, "threads": 1, "time_limit": self.left_s()}
+        for name, value in {**shared, **options}.items():
+            highs.setOptionValue(name, value)
+        highs.passModel(lp)
+        if start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = list(start)
+            highs.setSolution(solution)
+        highs.run()
+        self.note(highs.getModelStatus())
+        info = highs.getInfo()
+        self.work.add(
+            lp.num_col_,
+            max(info.simplex_iteration_count, 0)
+            + _INTERIOR_STEP * max(info.ipm_iteration_count, 0),
+        )
+        return highs
+
+
+def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Floats]:
+    """Weak duality (see the module): the bound, the reduced costs d, and the duals with wrong
+    signs set to 0."""
+    return reduced_costs(cost, rows, duals, 0.0, 1.0)
+
+
+def reduced_costs(
+    cost: Floats, rows: Rows, duals: Floats, lower: Floats | float, upper: Floats | float
+) -> tuple[float, Floats, Floats]:
+    """As `proof`, for columns within other bounds."""
+    duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
+    duals = rows.signed(duals)
+    side = np.where(duals > 0, rows.lower, rows.upper)
+    reduced = cost - rows.times(duals, len(cost))
+    bound = float(
+        (duals * np.where(duals == 0, 0.0, side)).sum()
+        + np.where(reduced < 0, reduced * upper, reduced * lower).sum()
+    )
+    return bound, reduced, duals
+
+
+# --------------------------------------------------------------------------------------------------
+# One relaxation kept alive: HiGHS keeps its basis, so that after a change of bounds, or with
+# further rows, the dual simplex method goes on from where it was. That takes a hundredth of
+# solving anew.
+
+_STATUS = highspy.HighsModelStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A relaxation's answer under bounds of the columns.
+
+    Attributes:
+        bound: what the duals prove of every solution within these bounds, however exactly they were
+            found.
+        values: the columns. duals: y per row. reduced: cost − Aᵀy.
+    """
+
+    bound: float
+    values: Floats
+    duals: Floats
+    reduced: Floats
+
+
+class Live:
+    """The relaxation of an engine's program, with some rows more; it starts where the engine's own
+    has ended, or at duals of all rows.
+
+    Attributes:
+        num_iterations: of the simplex method so far, the engine's own among them.
+    """
+
+    def __init__(self, engine: Engine, extra: Rows, duals: Floats | None = None) -> None:
+        self.cost, self.rows = (
+            engine.cost,
+            engine.rows if duals is None else engine.rows.plus(extra),
+        )
+        self._begun = engine.begun if duals is None else Begun(self.rows, duals)
+        self.num_iterations, self._engine = engine.num_iterations, engine
+        self._numbers = np.arange(len(self.cost), dtype=np.int32)
+        self._bounds = np.zeros(len(self.cost)), np.ones(len(self.cost))
+        self._highs = highspy.Highs()
+        options: Options = {"output_flag": False, "threads": 1, "solver": "simplex"}
+        for name, value in options.items():
+            self._highs.setOptionValue(name, value)
+        self._highs.passModel(self._begun.lp(self.cost, self.rows))
+        if duals is None:
+            if engine.basis is not None:
+                self._highs.setBasis(engine.basis)
+            self.add(extra)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine's time ran out, or its work is done."""
+        return self._engine.timed_out or self._engine.work.is_over
+
+    def add(self, rows: Rows) -> None:
+        """Further rows."""
+        self.rows = self.rows.plus(rows)
+        num, entries = len(rows.lower), len(rows.indices)
+        self._highs.addRows(
+            num, rows.lower, rows.upper, entries, rows.starts[:-1], rows.indices, rows.values
+        )
+
+    def reprice(self, cost: Floats) -> None:
+        """Other costs of the columns."""
+        self.cost = cost
+        self._highs.changeColsCost(len(self._numbers), self._numbers, self._begun.costs(cost))
+
+    def solve(self, lower: Floats, upper: Floats, most: int = highspy.kHighsIInf) -> Point | None:
+        """Solve within bounds of the columns.
+
+        Args:
+            most: simplex steps, if the work that is left allows for as many. Bounds between which
+                next to nothing is left can lead round in circles.
+
+        Returns:
+            None where nothing is within these bounds. Where the time or the steps ran out, what the
+            duals of the moment prove, and after the steps no values.
+        """
+        changed = self._numbers[(lower != self._bounds[0]) | (upper != self._bounds[1])]
+        self._highs.changeColsBounds(len(changed), changed, lower[changed], upper[changed])
+        self._bounds = lower.copy(), upper.copy()
+        self._highs.setOptionValue(
+            "simplex_iteration_limit", min(most, self._engine.work.steps_left(len(self.cost)))
+        )
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._engine.left_s())
+        self._highs.run()
+        status, solution = self._highs.getModelStatus(), self._highs.getSolution()
+        steps = max(self._highs.getInfo().simplex_iteration_count, 0)
+        self.num_iterations += steps
+        self._engine.work.add(len(self.cost), steps)
+        self._engine.note(status)
+        if status == _STATUS.kInfeasible:
+            return None
+        found = self._begun.duals(np.array(solution.row_dual))
+        bound, reduced, duals = reduced_costs(self.cost, self.rows, found, lower, upper)
+        ended = status == _STATUS.kIterationLimit
+        return Point(
+            bound,
+            np.array([] if ended else solution.col_value, float)[: len(self.cost)],
+            duals,
+            reduced,
+        )

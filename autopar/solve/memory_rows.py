@@ -1,0 +1,115 @@
+"""The budget rows: what each point of the step is known to hold, against the memory of a device.
+
+    (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l]                            ≤ budget
+    (7) end of backward     Σ (static + gradient)·x                                         ≤ budget
+    (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve  ≤
+                            budget
+        and there bytes(l) of what is stored on the hosts, h[v,l], while it is back from there
+
+With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients
+are added to sums, these are held in all three, and a gradient goes as soon as it is added.
+
+Without reserves, and what is back from the hosts, each row counts only what is live for certain, so
+that no plan whose peak fits is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.core.problem import Moment, Problem
+
+KEPT_ROW, GRADIENT_ROW = "start of backward", "end of backward"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRow:
+    """One row: instances held per variant, bytes per strategy of some ops and of some that run
+    again, and a constant."""
+
+    name: str
+    held: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, tuple[int, ...]], ...]
+    reserve_bytes: int
+    again: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    fetched: tuple[tuple[int, int], ...] = ()
+
+    def size(
+        self,
+        static_bytes: int,
+        strategies: Sequence[int],
+        recomputed: Mapping[int, int],
+        held_bytes: Mapping[int, int],
+        stored_bytes: Mapping[int, int] = MappingProxyType({}),
+    ) -> int:
+        """Left side for given static bytes, strategies, recomputation, and bytes per instance of
+        each variant that are kept, and stored."""
+        kept = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(
+            num * stored_bytes.get(v, 0) for v, num in self.fetched
+        )
+        again = sum(sizes[recomputed[op]] for op, sizes in self.again if op in recomputed)
+        return (
+            static_bytes
+            + kept
+            + sum(sizes[strategies[op]] for op, sizes in self.live)
+            + again
+            + self.reserve_bytes
+        )
+
+    def strategy_bytes(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
+        """(op, strategy, bytes) with bytes > 0: the coefficients of x."""
+        live: dict[int, list[tuple[int, ...]]] = {}
+        for n, sizes in self.live:
+            live.setdefault(n, []).append(sizes)
+        for n, op in enumerate(problem.ops):
+            for s, strategy in enumerate(op.strategies):
+                size = op.count * strategy.static_bytes + sum(sizes[s] for sizes in live.get(n, ()))
+                if size:
+                    yield n, s, size
+
+
+def unsure_bytes(problem: Problem, row: BudgetRow) -> int:
+    """At most so much of a row's left side need not live there, under some plan: its reserve,
+    and what would be back from the hosts."""
+    values = {v: problem.values[problem.variants[v].value] for v, _ in row.fetched}
+    back = {
+        v: sum(size for size, s in zip(x.graph.bytes, x.away_s, strict=True) if s < math.inf)
+        for v, x in values.items()
+    }
+    return row.reserve_bytes + sum(num * back[v] for v, num in row.fetched)
+
+
+def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
+    """All budget rows: (6), (7), then one per moment."""
+    others = problem.num_in_flight - 1
+    kept = tuple((v, variant.count * (1 + others)) for v, variant in enumerate(problem.variants))
+    gradients = tuple(
+        (index, tuple(op.count * s.gradient_bytes for s in op.strategies))
+        for index, op in enumerate(problem.ops)
+        if any(s.gradient_bytes for s in op.strategies)
+    )
+    sums = gradients if problem.accumulates else ()
+    moments = (
+        BudgetRow(
+            m.key, _held(problem, m, others), (*m.live, *sums), m.reserve_bytes, m.again, m.fetched
+        )
+        for m in problem.moments
+    )
+    return (
+        BudgetRow(KEPT_ROW, kept, sums, 0),
+        BudgetRow(GRADIENT_ROW, (), gradients, 0),
+        *moments,
+    )
+
+
+def _held(problem: Problem, moment: Moment, others: int) -> tuple[tuple[int, int], ...]:
+    """Instances held at a moment, those of the other microbatches in flight among them."""
+    if not others:
+        return moment.held
+    now = dict(moment.held)
+    return tuple(
+        (v, now.get(v, 0) + variant.count * others) for v, variant in enumerate(problem.variants)
+    )

@@ -1,0 +1,222 @@
+"""The smallest budget that would do: minimise the largest budget row over all choices.
+
+The peak is one more column: minimise it, each row ≤ peak. Sizes are in units of what certainly
+rests, so that the solver's tolerances, which are absolute, are small shares of the peak.
+
+Many choices have one peak, and most of them move tensors for nothing, which takes memory that no
+row knows of. So plans to be emitted (`Lightest`) minimise peak/least peak + w · time/least time for
+a small w.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices
+from autopar.solve.evaluate import evaluate
+from autopar.solve.formulation import Formulation
+from autopar.solve.highs import Engine, Relaxation
+from autopar.solve.lp import Columns, Rows
+from autopar.solve.memory_rows import BudgetRow, budget_rows
+
+# of the bound: columns whose reduced costs are no larger form the first restricted program
+_FIRST_SHARE = 1e-6
+_GROWTH = 1.25  # columns of each further restricted program, as a multiple of those before
+_ROUNDS, _NODES = 6, 50
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """How much memory a problem needs, reserves included.
+
+    Attributes:
+        bound_bytes: no smaller budget suffices. size_bytes: this one does, by `choices`, whatever
+            their time is; 0 and None where the search found none.
+    """
+
+    bound_bytes: int
+    size_bytes: int = 0
+    choices: Choices | None = None
+
+
+def least_budget(
+    problem: Problem, time_limit_s: float = math.inf, *, bound_only: bool = False
+) -> Least:
+    """Search for the smallest budget; the one of the problem plays no part.
+
+    Args:
+        bound_only: look for no choices. The bound is then that of the first two rows, and found in
+            a part of the time.
+    """
+    program = Formulation(problem)
+    most, unit = _most(problem), _unit(problem)
+    peak = program.model.add_column("peak")  # in shares of `most`
+    program.model.minimise((np.array([peak.number]), np.array([most / unit])))
+    engine = Engine(program.model, time_limit_s)
+    rows = budget_rows(problem)
+    active, bound = [0, 1], 0.0
+    found = Least(0)
+    for _ in range(_ROUNDS):
+        matrix = _matrix(program, engine, [rows[r] for r in active], most, unit)
+        relaxation = engine.relax(matrix)
+        if relaxation is None:
+            break
+        bound = max(bound, relaxation.bound)
+        if bound_only:
+            break
+        choices, sizes = _plan(problem, program, engine, matrix, relaxation)
+        if choices is None:
+            break
+        if found.choices is None or max(sizes) < found.size_bytes:
+            found = Least(0, max(sizes), choices)
+        broken = [r for r, size in enumerate(sizes) if size == max(sizes) and r not in active]
+        if not broken:
+            break
+        active += broken
+    return Least(int(np.ceil(bound * unit * (1 - 1e-6))), found.size_bytes, found.choices)
+
+
+@dataclass
+class Lightest:
+    """Plans of little memory for one problem, whose budget plays no part."""
+
+    problem: Problem
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        self.program = Formulation(self.problem)
+        self._times = np.array(self.program.model.costs)
+        self._peak = self.program.model.add_column("peak")
+        self._most, self._unit = _most(self.problem), _unit(self.problem)
+        self._rows = list(budget_rows(self.problem))
+        found = self._relaxed(1.0, 0.0)[2]
+        self._least = 0.0 if found is None else found.bound
+        self._fastest: float | None = None
+
+    @property
+    def bound_bytes(self) -> int:
+        """No plan needs less: the relaxation with all rows."""
+        return int(np.ceil(self._least * self._unit * (1 - 1e-6)))
+
+    def choices(self, weight: float) -> Choices | None:
+        """A plan where the least time weighs so much of the least peak; None where none was
+        found."""
+        if self._fastest is None:
+            found = self._relaxed(0.0, 1.0)[2]
+            self._fastest = 0.0 if found is None else found.bound
+        if not self._fastest > 0.0:
+            return None
+        engine, matrix, relaxation = self._relaxed(1.0, weight * self._least / self._fastest)
+        return (
+            None
+            if relaxation is None
+            else _plan(self.problem, self.program, engine, matrix, relaxation, quick=True)[0]
+        )
+
+    def _relaxed(self, peak: float, time: float) -> tuple[Engine, Rows, Relaxation | None]:
+        costs = np.append(time * self._times, peak * self._most / self._unit)
+        self.program.model.minimise((np.arange(len(costs), dtype=np.int32), costs))
+        engine = Engine(self.program.model, self.time_limit_s)
+        matrix = _matrix(self.program, engine, self._rows if peak else [], self._most, self._unit)
+        return engine, matrix, engine.relax(matrix)
+
+
+def _most(problem: Problem) -> float:
+    """More bytes than any row can come to."""
+    rows = budget_rows(problem)
+    kept = sum(
+        variant.count * sum(problem.values[variant.value].graph.bytes)
+        for variant in problem.variants
+    )
+    per_op = [
+        max(op.count * (s.static_bytes + s.gradient_bytes) for s in op.strategies)
+        for op in problem.ops
+    ]
+    live = sum(max(*sizes, 0) for row in rows for _, sizes in (*row.live, *row.again))
+    return float(
+        max(
+            kept
+            + sum(per_op)
+            + live
+            + sum(problem.regions)
+            + max(row.reserve_bytes for row in rows),
+            1,
+        )
+    )
+
+
+def _unit(problem: Problem) -> float:
+    """Fewer bytes than any plan needs."""
+    return float(
+        max(sum(op.count * min(s.static_bytes for s in op.strategies) for op in problem.ops), 1)
+    )
+
+
+def _matrix(
+    program: Formulation, engine: Engine, rows: list[BudgetRow], most: float, unit: float
+) -> Rows:
+    """row ≤ peak, in units."""
+    lines = []
+    for row in rows:
+        terms = program.budget_terms(row)
+        columns = [*(engine.column[v.name] for v, _ in terms), engine.column["peak"]]
+        lines.append(
+            (
+                columns,
+                [*(size / unit for _, size in terms), -most / unit],
+                -np.inf,
+                -row.reserve_bytes / unit,
+            )
+        )
+    return Rows.of(lines)
+
+
+def _growing(relaxation: Relaxation) -> Iterator[Columns]:
+    """Sets of columns with the smallest reduced costs, each larger than the one before; the last
+    has all columns.
+
+    A restricted program without a solution takes a small part of the time that one with too many
+    columns does, so sets grow slowly.
+    """
+    ascending = np.sort(relaxation.reduced)
+    size = int(np.searchsorted(ascending, _FIRST_SHARE * relaxation.bound, "right"))
+    while size < len(ascending):
+        yield relaxation.reduced <= ascending[max(size - 1, 0)]
+        size = int(size * _GROWTH) + 1
+    yield np.ones(len(ascending), bool)
+
+
+def _plan(
+    problem: Problem,
+    program: Formulation,
+    engine: Engine,
+    matrix: Rows,
+    relaxation: Relaxation,
+    *,
+    quick: bool = False,
+) -> tuple[Choices | None, tuple[int, ...]]:
+    """A plan with a small peak and its budget rows, or nothing."""
+    for columns in _growing(relaxation):
+        columns[engine.column["peak"]] = True
+        found = engine.restricted(
+            columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES, quick=quick
+        )
+        if found.values is not None:
+            chosen = program.chosen(dict(zip(engine.names, found.values.tolist(), strict=True)))
+            evaluation = evaluate(problem, *chosen)
+            strategies, recomputed, _, regions = chosen
+            choices = Choices(
+                strategies,
+                recomputed,
+                evaluation.kept,
+                evaluation.objective_s,
+                0.0,
+                regions=regions,
+            )
+            return choices, evaluation.resting_bytes
+    return None, ()

@@ -1,0 +1,288 @@
+"""The whole program as a PuLP model, solved by any solver that PuLP finds
+(`autopar.solve.pulp_models`).
+
+Budget rows, and those of early communication (`autopar.solve.overlap_rows`), come in as plans break
+them: solve, look at what the plan breaks, add those rows, solve again, until nothing is broken. So
+every solve is of a relaxation of the problem, and what is proven of it holds for the problem. A
+solver that says "optimal" has proven its gap; of one that a limit has ended, PuLP does not tell the
+bound, and the bound of the relaxation is taken, which HiGHS' duals prove (`autopar.solve.highs`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pulp
+
+from autopar.core.problem import Problem
+from autopar.core.solution import Choices
+from autopar.core.streams import PHASES
+from autopar.errors import AutoparError
+from autopar.solve.evaluate import Evaluation, evaluate
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.highs import Engine
+from autopar.solve.lp import Model
+from autopar.solve.memory_rows import budget_rows, unsure_bytes
+from autopar.solve.overlap_rows import Excess
+from autopar.solve.paths import refusal
+
+# --------------------------------------------------------------------------------------------------
+# Solvers by name: ``highs`` is the live model of `autopar.solve.branch_and_cut`; all others are
+# those that PuLP finds on this machine.
+
+LIVE = "highs"
+_PREFIX = "pulp:"  # before a name: PuLP's solver, also where the name alone is the live model
+_BUNDLED = "PULP_CBC_CMD"
+_AFFIXES = re.compile(r"^PULP_|_(CMD|PY|DLL)$")
+
+
+@dataclass(frozen=True, slots=True)
+class PulpSolver:
+    """One of PuLP's solvers.
+
+    Attributes:
+        name: PuLP's, for example ``PULP_CBC_CMD``. takes: the settings that its constructor has.
+    """
+
+    name: str
+    takes: frozenset[str]
+
+    def made(self, gap: float, time_limit_s: float) -> Any:
+        """The solver with a relative gap and a limit of seconds, on one thread.
+
+        Raises:
+            AutoparError: where it takes no time limit and there is one.
+        """
+        settings: dict[str, Any] = {"msg": False}
+        wanted = {"gapRel": gap, "threads": 1}
+        settings |= {name: value for name, value in wanted.items() if name in self.takes}
+        if math.isfinite(time_limit_s):
+            if "timeLimit" not in self.takes:
+                remedy = "leave time_limit_s out, or pass another solver"
+                raise AutoparError(
+                    f"solver {self.name} takes no time limit through PuLP", remedy=remedy
+                )
+            settings["timeLimit"] = max(time_limit_s, 1.0)
+        with (
+            warnings.catch_warnings()
+        ):  # PuLP announces that version 4 comes without the bundled CBC
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return pulp.getSolver(self.name, **settings)
+
+    @property
+    def keeps_gap(self) -> bool:
+        """Whether it stops at the gap that it is given; else what "optimal" means is its own."""
+        return "gapRel" in self.takes
+
+
+def pulp_solver(name: str) -> PulpSolver:
+    """PuLP's solver of a name: PuLP's own, or the family (``cbc``, ``scip``, ``gurobi``), in any
+    case; ``pulp:`` may stand in front.
+
+    Raises:
+        AutoparError: where PuLP knows no such solver, or it is not installed.
+    """
+    wanted = name.lower().removeprefix(_PREFIX)
+    known = [
+        each
+        for each in dict.fromkeys(pulp.listSolvers())
+        if wanted in (each.lower(), _family(each))
+    ]
+    known.sort(key=lambda each: (each.lower() != wanted, each != _BUNDLED))
+    usable = available() if known else ()
+    for each in known:
+        if each in usable:
+            return PulpSolver(each, _takes(each))
+    raise _refusal(name, known)
+
+
+def check_solver(name: str) -> None:
+    """That there is a solver of this name. Raises AutoparError."""
+    if name.lower() != LIVE:
+        pulp_solver(name)
+
+
+def available() -> tuple[str, ...]:
+    """The names of PuLP's solvers that run on this machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return tuple(pulp.listSolvers(onlyAvailable=True))
+
+
+def _refusal(name: str, known: Sequence[str]) -> AutoparError:
+    here = ", ".join(
+        (LIVE, *(f"{_PREFIX}{each}" if each.lower() == LIVE else each for each in available()))
+    )
+    remedy = f"pass one that is available here: {here}"
+    if not known:
+        return AutoparError(f"solver {name!r} is not known", remedy=remedy)
+    what = f"solver {name!r} ({' or '.join(known)} in PuLP) is not installed"
+    if _BUNDLED in known:
+        what += ": PuLP has no CBC of its own for this platform, and there is no other"
+    return AutoparError(what, remedy=f"install it so that PuLP finds it, or {remedy}")
+
+
+def _family(name: str) -> str:
+    return _AFFIXES.sub("", _AFFIXES.sub("", name)).lower()
+
+
+def _takes(name: str) -> frozenset[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        solver = pulp.getSolver(name, msg=False)
+    return frozenset(inspect.signature(type(solver).__init__).parameters)
+
+
+_TOLERANCE = 1e-5  # share of the budget: what solvers take for feasible is over it by less
+_GRAIN = 1e-6  # relative, of objectives: what a solver with a gap of 0 takes for equal
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Values of columns by name; the proven bound in seconds."""
+
+    values: Mapping[str, float]
+    bound_s: float
+
+
+def solve_modelled(
+    problem: Problem, solver: str, gap: float, time_limit_s: float
+) -> Choices | None:
+    """The best plan by one of PuLP's solvers; None where none fits, or none was found in time.
+
+    Args:
+        solver: its name. time_limit_s: of all solves together.
+
+    Raises:
+        InfeasibleError: where no assignment of layouts is legal, whatever the memory.
+        AutoparError: where the solver is not there, or fails.
+    """
+    used, ends = pulp_solver(solver), time.monotonic() + time_limit_s
+    program = Formulation(problem)
+    excess, rows = Excess(program), list(budget_rows(problem))
+    active, outlasted, tightened = set[int](), set[int](), 0
+    bound_s = free_s = 0.0
+    while True:
+        found = _solved(
+            program.model, used, gap, ends - time.monotonic(), problem if not active else None
+        )
+        if found is None:
+            return None
+        strategies, recomputed, kept, regions = program.chosen(found.values)
+        evaluation = evaluate(
+            problem, strategies, recomputed, kept, regions if active else None
+        )  # else regions cost nothing yet
+        if not tightened:  # under a row that was made tighter, what is proven is not of all plans
+            bound_s = max(bound_s, found.bound_s)
+            free_s = bound_s if not any(unsure_bytes(problem, rows[r]) for r in active) else free_s
+        broken = {
+            r for r, size in enumerate(evaluation.resting_bytes) if size > problem.budget_bytes
+        }
+        exceeds = _exceeding(evaluation) - outlasted
+        if not broken and not exceeds:
+            bound_s, free_s = (
+                min(bound_s, evaluation.objective_s),
+                min(free_s, evaluation.objective_s),
+            )
+            return Choices(
+                strategies,
+                recomputed,
+                evaluation.kept,
+                evaluation.objective_s,
+                bound_s,
+                free_s,
+                program.num_variables,
+                program.num_constraints,
+                solver.lower(),
+                regions=regions if active else None,
+            )
+        if not broken:
+            for phase in sorted(exceeds):
+                excess.add(phase, evaluation.objective_s)
+            outlasted |= exceeds
+        if broken and broken <= active:  # by the solver's tolerance
+            tightened += 1
+            margin = math.ceil(problem.budget_bytes * _TOLERANCE * 2**tightened)
+            for r in sorted(broken):
+                program.add_budget(replace(rows[r], reserve_bytes=rows[r].reserve_bytes + margin))
+        for r in sorted(broken - active):
+            program.add_budget(rows[r])
+        active |= broken
+
+
+def _exceeding(evaluation: Evaluation) -> set[int]:
+    return set(range(len(PHASES))) if evaluation.outlasted else set()
+
+
+def _solved(
+    model: Model, solver: PulpSolver, gap: float, left_s: float, free: Problem | None
+) -> _Answer | None:
+    """One solve; None where nothing was found.
+
+    Args:
+        free: the problem, where no budget row is in, so that without a solution no layouts are
+            legal.
+    """
+    made = to_pulp(model)
+    try:
+        made.solve(solver.made(gap, left_s))
+    except pulp.PulpSolverError as error:
+        what = f"solver {solver.name} failed through PuLP: {error}"
+        raise AutoparError(
+            what, remedy="check its installation and licence, or pass another solver"
+        ) from error
+    if made.status == pulp.LpStatusInfeasible and free is not None:
+        raise refusal(free)
+    if made.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None
+    values = {v.name: v.value() or 0.0 for v in made.variables()}
+    if made.sol_status == pulp.LpSolutionOptimal and solver.keeps_gap:
+        objective = sum(
+            cost * values[column.name]
+            for column, cost in zip(model.columns, model.costs, strict=True)
+        )
+        return _Answer(values, (objective - max(gap, _GRAIN) * abs(objective)) / SCALE)
+    relaxation = Engine(model).relax()
+    return _Answer(values, 0.0 if relaxation is None else relaxation.bound / SCALE)
+
+
+def to_pulp(
+    model: Model, columns: Mapping[str, str] | None = None, rows: list[str] | None = None
+) -> pulp.LpProblem:
+    """The same program in PuLP's words; each row has one side, or two that are equal.
+
+    Args:
+        columns: names to use in place of those of the model, for each. rows: names of the rows,
+            which have none by themselves.
+    """
+    made = pulp.LpProblem("autopar", pulp.LpMinimize)
+    names = [c.name if columns is None else columns[c.name] for c in model.columns]
+    kinds = [pulp.LpBinary if c.integer else pulp.LpContinuous for c in model.columns]
+    variables = [
+        made.add_variable(name, 0, 1, kind) for name, kind in zip(names, kinds, strict=True)
+    ]
+    made += pulp.LpAffineExpression(
+        [(variable, cost) for variable, cost in zip(variables, model.costs, strict=True) if cost]
+    )
+    sides = zip(itertools.pairwise(model.starts), model.lower, model.upper, strict=True)
+    for i, ((start, end), lower, upper) in enumerate(sides):
+        entries = zip(model.numbers[start:end], model.values[start:end], strict=True)
+        terms = pulp.LpAffineExpression([(variables[number], value) for number, value in entries])
+        sense = (
+            pulp.LpConstraintEQ
+            if lower == upper
+            else pulp.LpConstraintLE
+            if math.isinf(lower)
+            else pulp.LpConstraintGE
+        )
+        side = lower if math.isinf(upper) else upper
+        made.addConstraint(pulp.LpConstraint(terms, sense, None if rows is None else rows[i], side))
+    return made

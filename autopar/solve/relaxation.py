@@ -1,0 +1,177 @@
+"""The multipliers of a problem without a budget, where equal ops decide for themselves.
+
+The relaxation is that of `autopar.solve.formulation` with rows (9), but an op has a set of
+strategies x[n,g,s] for each *group* g of its instances: those whose neighbours are alike. A row of
+a variant speaks of its tensors on average: groups stand in it with the share of the tensors that
+they make or read. So the multipliers of a row are those of each of its tensors, as a bound for
+instances wants them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.core.layout_graph import LayoutGraph
+from autopar.core.problem import Kernel, Problem, Use, at_best
+from autopar.core.solution import Multipliers
+from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
+from autopar.solve.highs import Engine
+from autopar.solve.lp import AT_MOST, EQUAL, Column, Terms
+from autopar.solve.multipliers import rounded, tighter
+from autopar.solve.paths import Demand, merged
+from autopar.solve.prices import op_load
+
+_LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
+Shares = Mapping[int, float]
+"""Group of an op → how much of something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A problem's instances, in groups.
+
+    Attributes:
+        times: per op and group, how many times its time is paid.
+        made: per variant, the share of its tensors that each group of the producer makes.
+        read: per variant and use, the share that each group of the reader reads.
+        apart: variants that have no rows for backward of what forward made.
+    """
+
+    times: tuple[tuple[float, ...], ...]
+    made: tuple[Shares, ...]
+    read: tuple[tuple[Shares, ...], ...]
+    apart: frozenset[int]
+
+    @staticmethod
+    def folded(problem: Problem) -> Spread:
+        """One group per op."""
+        times = tuple((float(op.count),) for op in problem.ops)
+        read = tuple(tuple({0: 1.0} for _ in v.uses) for v in problem.variants)
+        return Spread(times, tuple({0: 1.0} for _ in problem.variants), read, frozenset())
+
+
+@dataclass
+class _Grouped(Formulation):
+    """The program; `x` and `again` of an op hold the variables of one group after the other."""
+
+    spread: Spread = field(kw_only=True)
+    _now: int = -1  # the variant whose rows are made
+
+    def _strategies(self) -> None:
+        useful = self._useful_again()
+        for n, op in enumerate(self.problem.ops):
+            self.x.append([])
+            for g, times in enumerate(self.spread.times[n]):
+                rows = [[self._binary(f"x{n}_{g}_{s}") for s in range(len(op.strategies))]]
+                self._row((CHOOSE, n, g), [(v, 1) for v in rows[0]], EQUAL, 1)
+                self.x[n] += rows[0]
+                if n in useful:
+                    rows.append([self._binary(f"rc{n}_{g}_{s}") for s in range(len(op.strategies))])
+                    self._row((AGAIN, n, g), [(v, 1) for v in rows[1]], AT_MOST, 1)
+                    self.again.setdefault(n, []).extend(rows[1])
+                for row, again in zip(rows, (False, True), strict=False):
+                    each = enumerate(row) if times else ()
+                    loads = (
+                        (x, op_load(self.problem, n, s, again=again).scaled(times / op.count))
+                        for s, x in each
+                    )
+                    self.loads += [(x, load) for x, load in loads if load.serial_s]
+
+    def _variant(self, v: int) -> None:
+        self._now = v
+        super()._variant(v)
+
+    def _has_later(self, v: int) -> bool:
+        return v not in self.spread.apart
+
+    def _demand(self, use: Use, graph: LayoutGraph, variables: list[Column]) -> Demand:
+        position = self.problem.variants[self._now].uses.index(use)
+        shares = self.spread.read[self._now][position]
+        strategies = self.problem.ops[use.op].strategies
+        return _by_layout(
+            shares, variables, [graph.index[s.layouts.inputs[use.operand]] for s in strategies]
+        )
+
+    def _supply(self, v: int, variables: list[Column]) -> Demand:
+        value = self.problem.values[self.problem.variants[v].value]
+        strategies = self.problem.ops[value.op].strategies
+        return _by_layout(
+            self.spread.made[v],
+            variables,
+            [value.graph.index[s.layouts.outputs[value.result]] for s in strategies],
+        )
+
+    def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
+        uses = enumerate(self.problem.variants[v].uses)
+        shares = [self.spread.read[v][i] for i, use in uses if use.op == kernel.op]
+        shares += (
+            [self.spread.made[v]]
+            if self.problem.values[self.problem.variants[v].value].op == kernel.op
+            else []
+        )
+        num = len(self.problem.ops[kernel.op].strategies)
+        return merged(
+            [
+                (variables[group * num + s], share)
+                for each in shares
+                for group, share in each.items()
+                for s in kernel.strategies
+            ]
+        )
+
+    def _addends(self, kernel: Kernel) -> list[Column]:
+        return []  # no certificate has multipliers of these rows
+
+    def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
+        yield from ()  # nor of these
+
+    def _host(self) -> None:
+        """None: a certificate has no multiplier of it."""
+
+    def _ways(self) -> None:
+        """None: instances of a product may be cut in different ways."""
+
+
+def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> Demand:
+    found: dict[int, Terms] = {}
+    for group, share in shares.items():
+        for s, layout in enumerate(layouts):
+            found.setdefault(layout, []).append((variables[group * len(layouts) + s], share))
+    return found
+
+
+def relaxed(
+    problem: Problem, time_limit_s: float = math.inf, spread: Spread | None = None
+) -> Multipliers:
+    """Those of rows (3) and of the first of rows (9), to a few digits, and the relaxation's value.
+    Those of the other rows follow.
+
+    Args:
+        time_limit_s: multipliers that are found in no time prove nothing.
+        spread: groups of instances; by default equal ops take one decision.
+    """
+    problem = at_best(problem)
+    values = tuple(
+        replace(value, away_s=()) for value in problem.values
+    )  # where memory is free, nothing is stored
+    problem = replace(problem, values=values)
+    program = _Grouped(problem, spread=spread or Spread.folded(problem))
+    engine = Engine(program.model, time_limit_s)
+    relaxation = engine.relax(tighter(program, engine) if program.tighter else None)
+    if relaxation is None:
+        return Multipliers(0.0, {}, {})
+    least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))
+    num = len(program.keys)
+    flows = zip(program.keys, relaxation.duals[:num].tolist(), strict=True)
+    potentials = {key[1:]: rounded(y / SCALE) for key, y in flows if key[0] == FLOW and y > least}
+    kept = zip(program.tighter_keys, relaxation.duals[num:].tolist(), strict=True)
+    versions = {
+        (v, layout): rounded(-y / SCALE)
+        for (v, layout, which), y in kept
+        if not which and -y > least
+    }
+    return Multipliers(max(relaxation.bound / SCALE, 0.0), potentials, {}, versions_s=versions)  # type: ignore[arg-type]  # four indices

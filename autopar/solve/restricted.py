@@ -1,0 +1,307 @@
+"""Restricted programs: plans looked for among columns of small reduced cost
+(`autopar.solve.highs`), few at first, then more.
+
+Memory makes near-ties of many versions, so that shares of the bound say little of how many columns
+are needed; and few do better than many: beyond some thousands each node of a search tree takes
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.core.streams import PHASES, Balance
+from autopar.solve.bounds import Incumbent, Proven
+from autopar.solve.dual_ascent import Ascent
+from autopar.solve.formulation import FLOW, SCALE, Formulation
+from autopar.solve.highs import Engine, Live, Point
+from autopar.solve.lazy_rows import Incoming
+from autopar.solve.lp import Columns, Floats, Rows
+from autopar.solve.multipliers import completed
+from autopar.solve.overlap_rows import Excess
+
+_RUNGS = (2000, 4000, 8000)  # columns
+SMALL = 4000  # columns: below, one program over all is cheaper than several
+# columns: from here on a program is large, and its vertex is known sooner than a point within
+LARGE = 20_000
+_NODES = 20
+_SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those that begin from a vertex
+_WIDE_SHARE = 1e-3  # the same, of a program that is not large
+_USED = 1e-6  # of a column: from here on a solution takes it
+
+
+@dataclass
+class Climb:
+    """The restricted programs of one search; each method returns rows that are to come in, and
+    ends where there are some."""
+
+    program: Formulation
+    engine: Engine
+    extra: Incoming
+    proven: Proven
+    gap: float
+    plans: Incumbent
+    _seen: set[tuple[bytes, tuple[int, ...]]] = field(default_factory=set)  # columns and rows
+
+    def up(self, point: Point | None, free: Floats, rungs: Sequence[int] = ()) -> list[int]:
+        """From small to large, until the gap is closed.
+
+        Args:
+            point: a vertex to begin from. free: as in `from_vertex`. rungs: how many columns, if
+                not as many as usual.
+        """
+        if self.plans.is_close():
+            return []
+        if point is not None:
+            broken = self.from_vertex(point, free, soon=self._is_large)
+            if broken or self.plans.is_close() or self._is_large:
+                return broken
+        relaxation = self.engine.relax(self.extra.matrix(self.extra.active), interior=True)
+        for most in rungs or _RUNGS:
+            if (
+                relaxation is None
+                or self.plans.is_close()
+                or (self._has_plan and most == _RUNGS[-1])
+            ):
+                return []
+            columns = np.ones(len(relaxation.reduced), bool)
+            if len(columns) > max(SMALL, most):
+                columns = self.extra.with_excess(
+                    relaxation.reduced <= np.partition(relaxation.reduced, most)[most]
+                )
+            broken = self.over(columns)
+            if broken or columns.all():
+                return broken
+        return []
+
+    def from_vertex(self, point: Point, free: Floats, *, soon: bool) -> list[int]:
+        """Over columns that cost least at a vertex. Then, unless it is to end soon, over the
+        layouts that are best where memory does not bind, `free`: what is kept and what runs again
+        is still open."""
+        for share in _SHARES if soon else (*_SHARES, _WIDE_SHARE):
+            broken = (
+                []
+                if self.plans.is_close()
+                else self.over(self.extra.with_excess(point.reduced <= share * abs(point.bound)))
+            )
+            if broken:
+                return broken
+        return (
+            [] if soon or self.plans.is_close() or not self._has_plan else self._among(free, point)
+        )
+
+    def over(self, columns: Columns) -> list[int]:
+        """A quick search for a plan over some columns, if these were not searched before."""
+        seen = np.packbits(columns).tobytes(), tuple(self.extra.active)
+        if seen in self._seen:
+            return []
+        self._seen.add(seen)
+        found = self.engine.restricted(
+            columns,
+            self.extra.matrix(self.extra.active),
+            gap=min(self.gap / 10, 1e-3),
+            target=self.proven.bound / (1 - self.gap),
+            max_nodes=_NODES,
+            start=self._start(columns),
+            quick=True,
+        )
+        return self.plans.offer(found.values) if found.values is not None else []
+
+    def prove(self, max_nodes: int, point: Point | None = None) -> list[int]:
+        """The program over all columns that could belong to a better plan, if these are few or
+        there is no plan yet. Where communication outlasts compute in some, half of one tree of
+        collectives and half of another cost less than either; so they are whole there.
+
+        Args:
+            point: a vertex whose reduced costs say which, where a relaxation with all rows would
+                take long; by default that one's do.
+        """
+        budget = self.extra.matrix(self.extra.active)
+        relaxation = self.engine.relax(budget) if point is None else point
+        if self.plans.is_close() or relaxation is None:
+            return []
+        room = self.plans.best_s * SCALE - relaxation.bound
+        columns = self.extra.with_excess(relaxation.reduced <= room + 1e-9 * abs(relaxation.bound))
+        if self._has_plan and columns.sum() > SMALL:
+            return []
+        whole = ~self.extra.with_excess(np.zeros(len(columns), bool)) if self.extra.phases else None
+        found = self.engine.restricted(
+            columns,
+            budget,
+            gap=self.gap,
+            target=-np.inf,
+            max_nodes=max_nodes,
+            start=self._start(columns),
+            whole=whole,
+        )
+        proven = min(found.bound, self.plans.best_s * SCALE)
+        broken = [] if found.values is None else self.plans.offer(found.values)
+        self.proven.rise(proven)
+        return broken
+
+    @property
+    def _is_large(self) -> bool:
+        return len(self.engine.names) >= LARGE
+
+    @property
+    def _has_plan(self) -> bool:
+        return bool(np.isfinite(self.plans.best_s))
+
+    def _among(self, known: Floats, point: Point) -> list[int]:
+        """Over the strategies that a solution takes, whole or in part; less the columns that no
+        better plan has."""
+        columns = point.reduced <= self.plans.best_s * SCALE - point.bound
+        for row in self.program.x:
+            places = np.array([self.engine.column[v.name] for v in row], np.int32)
+            columns[places[known[places] <= _USED]] = False
+        return self.over(self.extra.with_excess(columns))
+
+    def _start(self, columns: Columns) -> Floats | None:
+        known = self.plans.start
+        return known if known is not None and not known[~columns].any() else None
+
+
+# --------------------------------------------------------------------------------------------------
+# The balance of large programs, found without dense rows.
+#
+# A row over all columns (`autopar.solve.overlap_rows`) makes each step of the simplex method as
+# dear as the program is large. So the whole program is solved at the prices of a balance, by a live
+# relaxation that knows its basis; then the rows over the few columns whose reduced cost was small
+# at a balance so far, which takes a twentieth of the time; its duals are the next balance. The
+# first proves a bound, the second says how much better another balance could prove at most, as far
+# as its columns go. Plans are looked for among the cheapest columns of all balances so far: at one
+# of them alone compute or communication is too cheap. Three or four rounds are enough.
+
+_SMALL, _USEFUL = (
+    1e-5,
+    1e-4,
+)  # shares of the bound: reduced costs of what plans are looked for in, and of what the rows know
+_ROUNDS = 8
+_NEAR = 1e-3  # of what is proven to what could be, relative
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What the relaxation proves at a balance, and the columns that are cheap there or were at
+    one before: plans take some of each."""
+
+    point: Point
+    balance: Balance
+    columns: Columns
+
+
+def sifted(
+    program: Formulation,
+    engine: Engine,
+    live: Live,
+    excess: Excess,
+    phases: Sequence[int],
+    first: Sequence[Balance],
+) -> Iterator[Sifted]:
+    """Better and better balances.
+
+    Args:
+        live: without rows of excess. phases: those whose excess counts; λ of the others is 1.
+        first: what is tried to begin with, each; the more they differ, the more the rows over few
+            columns know.
+    """
+    lines = Rows.of([excess.line(engine, phase) for phase in phases])
+    waiting, best = [*first], -np.inf
+    small, kept = np.zeros((2, len(engine.names)), bool)
+    kept[excess.columns(engine)] = True
+    for _ in range(_ROUNDS):
+        balance = waiting.pop(0)
+        live.reprice(engine.costs(program.costs(balance)))
+        point = live.solve(np.zeros(len(kept)), np.ones(len(kept)))
+        if point is None or not len(point.values):
+            return
+        small |= point.reduced <= _SMALL * abs(point.bound)
+        kept |= point.reduced <= _USEFUL * abs(point.bound)
+        yield Sifted(point, balance, small.copy())
+        best = max(best, point.bound)
+        if waiting:
+            continue
+        part = engine.part(kept, live.rows.plus(lines))
+        if part is None or part.bound - best <= _NEAR * abs(best):
+            return
+        duals = dict(zip(phases, part.duals[len(part.duals) - len(phases) :].tolist(), strict=True))
+        waiting.append(excess.balance(duals))
+
+
+def middle(phases: Sequence[int]) -> Balance:
+    """Where communication counts as much as compute does."""
+    forward, backward = (0.5 if phase in phases else 1.0 for phase in range(len(PHASES)))
+    return forward, backward
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the relaxation of a large program begins: at the potentials of dual ascent
+# (`autopar.solve.dual_ascent`), and at a price of memory.
+
+_SWEEPS = (
+    8  # fewer leave the simplex method more to do than they take, more take longer than they save
+)
+_SWEEPS_PER_PRICE = 3
+_FIRST, _MOST = (
+    0.01,
+    16.0,
+)  # prices of memory that are tried, of the whole budget, as shares of the bound
+
+
+@dataclass
+class Beginning:
+    """Dual ascent on a program's problem, as duals of its rows."""
+
+    program: Formulation
+    engine: Engine
+    ascent: Ascent
+
+    def free(self) -> Floats:
+        """Duals of the program's own rows."""
+        for _ in range(_SWEEPS if self.ascent.num_sweeps < _SWEEPS else 0):
+            self.ascent.sweep()
+        return self._duals(Rows.of([]), np.zeros(0))
+
+    def priced(self, further: Rows, budget_row: str, position: int) -> Floats:
+        """Duals of the program's and of further rows, where one is a budget row with a price that
+        proves much.
+
+        Args:
+            position: of that row, among the further ones.
+        """
+        best_s, found, worth_s = -np.inf, 0.0, _FIRST * self.ascent.bound_s
+        most_s = _MOST * self.ascent.bound_s
+        while worth_s <= most_s:
+            self._go_on(budget_row, worth_s)
+            if self.ascent.bound_s <= best_s:
+                break
+            best_s, found, worth_s = self.ascent.bound_s, worth_s, 2.0 * worth_s
+        self._go_on(budget_row, found)
+        theirs = np.zeros(len(further.lower))
+        theirs[position] = -found * SCALE
+        return np.concatenate([self._duals(further, theirs), theirs])
+
+    def _go_on(self, budget_row: str, worth_s: float) -> None:
+        self.ascent.reprice({budget_row: worth_s})
+        for _ in range(_SWEEPS_PER_PRICE):
+            self.ascent.sweep()
+
+    def _duals(self, further: Rows, theirs: Floats) -> Floats:
+        potentials: dict[tuple[int, ...], float] = {}
+        for group in self.ascent.groups:
+            lowest = (
+                0.0 if group.late else min(float(reader.worth.min()) for reader in group.readers)
+            )
+            useful = np.flatnonzero(group.useful[: group.num])
+            for reader in group.readers:
+                key = FLOW, group.variant, int(group.late), reader.use
+                potentials |= zip(
+                    ((*key, i) for i in useful.tolist()),
+                    (reader.worth[useful] - lowest).tolist(),
+                    strict=True,
+                )
+        known = np.array([potentials.get(key, 0.0) for key in self.program.keys]) * SCALE
+        return completed(self.program, self.engine, self.engine.cost, known, further, theirs)

@@ -1,0 +1,139 @@
+"""Kernels that do a product and the collective at its border: the states are those of one after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from autopar import ops
+from autopar.core.layout import Strategy
+from autopar.kernels import fused
+from autopar.validation.calls import expected_call, matches
+from autopar.validation.moves import MoveError, move
+from autopar.validation.states import Several, State, shown
+from autopar.validation.traced import Traced
+
+_FACTORS = 2
+
+
+class Walk(Protocol):
+    """One pass over an emitted graph (`autopar.validation.walk`)."""
+
+    traced: Traced
+    mesh_shape: tuple[int, ...]
+    chosen: Mapping[str, Strategy]
+    again: Mapping[str, Strategy]
+    env: dict[fx.Node, Any]
+
+    def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several: ...
+
+
+def product_states(walk: Walk, node: fx.Node) -> State | Several:
+    """What a kernel's node makes."""
+    origin, strategy = _planned(walk, node, str(node.meta["key"]))
+    if node.target is fused.all_gather_matmul:
+        return _gathered(walk, node, origin, strategy)
+    if node.target is fused.matmul_reduce_scatter:
+        return _scattered(walk, node, origin, strategy)
+    return _normed(walk, node, origin, strategy)
+
+
+def _planned(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
+    """A traced node and its strategy, that of what runs again where the node does."""
+    again = walk.again.get(key) if node.meta.get("recomputed") else None
+    if key not in walk.traced.by_key or key not in walk.chosen:
+        raise MoveError(f"the model or the plan has no {key}")
+    return walk.traced.by_key[key], again or walk.chosen[key]
+
+
+def _gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+    a, b, equation, operand, dim, axis, _ = node.args
+    whole = move(
+        walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape
+    )  # type: ignore[index]
+    made = _product(walk, node, origin, strategy, [a, b], str(equation), {int(operand): whole})  # type: ignore[arg-type]
+    return Several((whole, made))
+
+
+def _scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
+    a, b, addend, equation, dim, axis, _ = node.args
+    others = node.meta["kernel"].others
+    strategy = (
+        walk.chosen[str(node.meta["key"])] if others else strategy
+    )  # a sum runs again as its own strategies say
+    summed = _product(walk, node, origin, strategy, [a, b], str(equation), {})
+    if (addend is None) != (not others):
+        raise MoveError("it adds what its plan does not, or the other way round")
+    if others:
+        summed = _added(walk, node, others[0], summed, walk.env[addend])  # type: ignore[index]
+    return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)  # type: ignore[no-any-return]
+
+
+def _normed(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+    a, b, residual, weight, equation, dim, axis, _, *settings = node.args
+    product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
+    part = move(walk.traced, product, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
+    total_key, squares_key, norm_key = node.meta["kernel"].others
+    total = _added(walk, node, total_key, part, walk.env[residual])  # type: ignore[index]
+    squares_of, squares_at = _planned(walk, node, squares_key)
+    squares = _made(walk, squares_of, squares_at, [total])
+    norm_of, norm_at = _planned(walk, node, norm_key)
+    norm = _made(walk, norm_of, norm_at, [total, squares, walk.env[weight]])  # type: ignore[index]
+    if list(norm_of.args[3:]) != settings or squares_of.args[1:] != (settings[2],):
+        raise MoveError(f"its norm has settings {settings}, the model's {list(norm_of.args[3:])}")
+    return Several((total, squares, norm))
+
+
+def _added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> State:
+    """A sum of two states, in either order."""
+    origin, strategy = _planned(walk, node, key)
+    first = walk.traced.reads(origin)[0]
+    states = [one, other] if isinstance(one, State) and one.ref == first else [other, one]
+    if len(origin.args) != _FACTORS or origin.kwargs:
+        raise MoveError(f"{key} is no plain sum")
+    return _made(walk, origin, strategy, states)
+
+
+def _made(walk: Walk, origin: fx.Node, strategy: Strategy, states: Sequence[Any]) -> State:
+    """What a traced node makes of these states."""
+    refs = walk.traced.reads(origin)
+    if len(refs) != len(states):
+        raise MoveError(f"it reads {len(states)} tensors, where {len(refs)} are due")
+    for number, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
+        due = State(ref, layout, walk.traced.value(ref).dtype)
+        if states[number] != due:
+            raise MoveError(
+                f"operand {number} of {origin.meta['key']} is {shown(states[number])}, where"
+                f" {shown(due)} is due"
+            )
+    found = walk.made_by(origin, strategy)
+    assert isinstance(found, State), "sums and norms have one result"
+    return found
+
+
+def _product(
+    walk: Walk,
+    node: fx.Node,
+    origin: fx.Node,
+    strategy: Strategy,
+    factors: Sequence[Any],
+    equation: str,
+    instead: Mapping[int, State],
+) -> State:
+    """The product of factors, of which some are the states `instead` of what the node reads, with
+    its bias.
+    """
+    local = expected_call(walk.traced.call(origin), strategy, walk.mesh_shape)
+    bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())
+    if local.target is not ops.dot or local.args[0] != equation:
+        raise MoveError(f"it computes {equation!r}, where {local.args[0]!r} is due")
+    if not matches(starts, local.kwargs.get("starts", ()), walk.env, walk.mesh_shape):
+        raise MoveError(
+            f"its parts begin at {starts}, where {local.kwargs.get('starts', ())} is due"
+        )
+    states = [instead.get(i, walk.env[factor]) for i, factor in enumerate(factors)]
+    return _made(walk, origin, strategy, states if bias is None else [*states, walk.env[bias]])

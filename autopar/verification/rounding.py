@@ -1,0 +1,230 @@
+"""Outputs and buffers that are zero up to rounding: the mean of what was centred, the sum of a
+softmax less one.
+
+An error cannot be measured against such a value. It is measured against what was summed for it:
+each sum has the scale of its terms, and scale passes through what is linear, additions, factors and
+views. All other ops begin anew with the magnitude of what they make, so that a large constant far
+up (the fill of a mask) says nothing about what is behind a softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar import ops
+from autopar.ops import norms
+from autopar.verification.case import Case
+from autopar.verification.comparison import Results, magnitude
+
+aten = torch.ops.aten
+_AS_READ = frozenset(
+    (
+        aten.view.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.neg.default,
+    )
+)
+Scales = dict[fx.Node, float]
+
+
+def scales_of_sums(case: Case) -> dict[str, float]:
+    """By name of each output and buffer, the scale of what was summed for it, in the traced
+    graph; 0 where it has none."""
+    scales: Scales = {}
+
+    def observe(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            scale = _SCALES.get(node.target, _own) if node.op == "call_function" else _own
+            scales[node] = max(
+                magnitude(value),
+                _as_read(node, value, scales)
+                if node.target in _AS_READ
+                else scale(node, value, scales),
+            )
+
+    case.run_traced(observe)
+    trace = case.trace
+    results = next(iter(reversed(trace.graph.nodes))).args[0]
+    named = {o.path: trace.node(o.node) for o in trace.outputs} | {
+        name: results[at] for name, at in trace.mutated.items()
+    }  # type: ignore[index]
+    return {name: scales.get(node, 0.0) for name, node in named.items()}
+
+
+def _own(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    return magnitude(value)
+
+
+def _as_read(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    return _scale(node.args[0], scales)
+
+
+def _added(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    return sum(_scale(arg, scales) for arg in node.args[:2]) * max(
+        1.0, abs(_number(node.kwargs.get("alpha", 1)))
+    )
+
+
+def _multiplied(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    return math.prod(_scale(arg, scales) for arg in node.args[:2])
+
+
+def _divided(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    divisor = node.args[1]
+    return (
+        _scale(node.args[0], scales) / abs(_number(divisor))
+        if isinstance(divisor, int | float) and divisor
+        else magnitude(value)
+    )
+
+
+def _summed(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    """As many terms as the sum has, each as large as the largest."""
+    num = node.args[0].meta["val"].numel() / max(value.numel(), 1)  # type: ignore[union-attr]
+    return _scale(node.args[0], scales) * num
+
+
+def _squared(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    return _scale(node.args[0], scales) * _summed(node, value, scales)
+
+
+def _contracted(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    equation, *operands = node.args
+    inputs, kept = str(equation).split("->")
+    sizes = {
+        x: size
+        for term, read in zip(inputs.split(","), operands, strict=False)
+        for x, size in zip(term, read.meta["val"].shape, strict=True)
+    }  # type: ignore[union-attr]
+    product = math.prod(_scale(x, scales) for x in operands[:2]) * math.prod(
+        size for x, size in sizes.items() if x not in kept
+    )
+    return product + sum(_scale(x, scales) for x in operands[2:])
+
+
+def _scale(read: Any, scales: Scales) -> float:
+    return scales.get(read, 0.0) if isinstance(read, fx.Node) else abs(_number(read))
+
+
+def _number(x: Any) -> float:
+    return float(abs(x)) if isinstance(x, int | float | complex) else 0.0
+
+
+_SCALES: Mapping[Any, Callable[[fx.Node, Tensor, Scales], float]] = {
+    aten.add.Tensor: _added,
+    aten.sub.Tensor: _added,
+    aten.mul.Tensor: _multiplied,
+    aten.mul.Scalar: _multiplied,
+    aten.div.Tensor: _divided,
+    aten.div.Scalar: _divided,
+    aten.sum.default: _summed,
+    aten.sum.dim_IntList: _summed,
+    aten.mean.default: _as_read,
+    aten.mean.dim: _as_read,
+    norms.channel_sum: _summed,
+    norms.squared_deviation: _squared,
+    ops.dot: _contracted,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps whose gradients are all truly zero, and hold rounding noise alone: the loss sees no
+# parameter, as the sum of a softmax does not.
+#
+# There is no gradient then against which an error could be measured. What is there is measured by
+# what backward adds up instead: the largest magnitude of what follows from the loss' tangent,
+# times that of parameters and inputs where this is larger than 1. All are zero where none is more
+# than a rounding of that, and where the traced graph's, at weights that are rounded otherwise,
+# are not what they were: a true gradient, however small, hardly changes then.
+
+_ROUNDINGS = 3  # of the weights; noise of few numbers may be the same by chance
+_SAME = 0.1  # a share of gradients by which noise changes at least
+
+
+def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
+    """The magnitude by which gradients are measured that are all zero; 0 where one of the
+    reference's is not.
+
+    Args:
+        rounding: the share of that magnitude that is a rounding.
+    """
+    largest, follows = 0.0, {case.trace.node(o.tangent) for o in case.trace.differentiable}
+
+    def observe(node: fx.Node, value: Any) -> None:
+        nonlocal largest
+        if node in follows or follows.intersection(node.all_input_nodes):
+            follows.add(node)
+            parts = value if isinstance(value, tuple | list) else (value,)
+            largest = max(
+                (largest, *(magnitude(part) for part in parts if isinstance(part, Tensor)))
+            )
+
+    gradients = case.run_traced(observe).gradients
+    read = [
+        x
+        for x in (*(case.tensors[p.name] for p in case.trace.parameters), *case.inputs)
+        if x.is_floating_point() or x.is_complex()
+    ]
+    scale = largest * max((1.0, *(magnitude(x) for x in read)))
+    if any(
+        magnitude(x) > rounding * scale
+        for x in (*reference.gradients.values(), *gradients.values())
+    ):
+        return 0.0
+    size = sum(float(x.abs().sum()) for x in gradients.values())
+    share = torch.finfo(case.computed).eps ** 0.5  # the lower half of the digits
+    moved = [
+        _rounded(case, seed, share).run_traced().gradients
+        for seed in range(_ROUNDINGS if size else 0)
+    ]
+    changes = [
+        sum(float((there[name] - x).abs().sum()) for name, x in gradients.items())
+        for there in moved
+    ]
+    return scale if not size or max(changes) > _SAME * size else 0.0
+
+
+def noise_of_rounding(case: Case) -> dict[str, float]:
+    """By parameter, how far its gradient moves if each weight is changed by one rounding.
+
+    Every order of summation rounds in another way, so no two programs agree more closely than that.
+    A gradient that is zero up to rounding, in a step where others are not, is such a case: of the
+    bias of a batch norm whose result is normed again. Noise grows there through each norm of nearly
+    equal numbers.
+
+    Returns:
+        The largest change of an element, by the name of a parameter.
+    """
+    eps = torch.finfo(case.computed).eps
+    gradients = case.run_traced().gradients
+    moved = [_rounded(case, seed, 2 * eps).run_traced().gradients for seed in range(_ROUNDINGS)]
+    return {
+        name: max(magnitude(there[name] - x) for there in moved) for name, x in gradients.items()
+    }
+
+
+def _rounded(case: Case, seed: int, share: float) -> Case:
+    """The case with weights that differ by at most half of `share`."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = {}
+    for name in (p.name for p in case.trace.parameters):
+        x = case.tensors[name]
+        factor = 1 + share * (torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5)
+        changed[name] = x * factor.to(x.device, case.computed)
+    return replace(case, tensors={**case.tensors, **changed})
