@@ -39,8 +39,8 @@ from torch import Tensor
 
 from autopar.kernels import library
 from autopar.kernels.chunked import Gather, Shards, gather, scatter
-from autopar.kernels.normed import norming
-from autopar.kernels.overlapped import gathering, scattering
+from autopar.kernels.normed import prepare_norm
+from autopar.kernels.overlapped import prepare_gather, prepare_scatter
 from autopar.kernels.peers import Blocks, Regions, SymmetricMemory
 from benchmarks.common import Row, run_rows
 from benchmarks.device_times import Times, in_turn, measure
@@ -132,7 +132,7 @@ def pieces(
     b = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
     if kernel == "all_gather_matmul":
         shards = Shards.of([rows, inner], 0, a.dtype, peers.size, num_chunks)
-        job, y = gathering(
+        job, y = prepare_gather(
             EQUATION, a[: -(-rows // peers.size)].contiguous(), b, 0, 0, [rows, inner]
         )
         copies = Gather(job.shard, job.gathered, lambda begin, length: None)
@@ -151,7 +151,7 @@ def pieces(
         }
     if kernel == "matmul_reduce_add_rmsnorm":
         residual = torch.randn(-(-rows // peers.size), columns, dtype=a.dtype, device=device)
-        product, _, _ = norming(
+        product, _, _ = prepare_norm(
             EQUATION,
             a,
             b,
@@ -164,7 +164,7 @@ def pieces(
             True,
         )
     else:
-        product, _ = scattering(EQUATION, a, b, None, 0, peers.size, 0)
+        product, _ = prepare_scatter(EQUATION, a, b, None, 0, peers.size, 0)
     parts = replace(product, produce=lambda begin, length, out: None)
     shards = Shards.of([rows, columns], 0, a.dtype, peers.size, num_chunks)
 

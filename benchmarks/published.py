@@ -31,7 +31,7 @@ from autopar.constraints import Constraint, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions
-from autopar.planner.reprice import repriced
+from autopar.planner.reprice import reprice_plan
 from autopar.plans import Plan
 from benchmarks import tables
 from benchmarks.common import ROOT, Row, console_of, run_rows
@@ -128,7 +128,7 @@ def _planned(
         if plan.pipeline is None
         else planned_part(plan, model, trace, (), batch)[0]
     )
-    slower_s = repriced(plan, part, plan.mesh, with_matmuls(setup.profile, SLOWER), options)
+    slower_s = reprice_plan(plan, part, plan.mesh, with_matmuls(setup.profile, SLOWER), options)
     return plan, (slower_s - plan.prediction.step_s) / (1 / SLOWER - 1)
 
 

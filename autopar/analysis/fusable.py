@@ -106,15 +106,19 @@ PIECES: Mapping[
 """Bytes for each element of x."""
 
 
-def _normed(args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype) -> Iterator[Pass]:
+def passes_of_norm(
+    args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
+) -> Iterator[Pass]:
     yield inputs[0].itemsize + out.itemsize, "elementwise"
 
 
-def _summed(args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype) -> Iterator[Pass]:
+def passes_of_sum(
+    args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
+) -> Iterator[Pass]:
     yield 2 * inputs[0].itemsize, "reduction"
 
 
-def _differentiated(
+def passes_of_gradient(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
     yield 2 * inputs[0].itemsize + out.itemsize, "elementwise"
@@ -130,10 +134,10 @@ class _Kernel:
 
 
 _KERNELS: Mapping[Callable[..., Any], _Kernel] = {
-    ops.rms_norm: _Kernel(_normed, frozenset({"x", "weight"})),
-    ops.rms_product: _Kernel(_summed, frozenset({"grad", "x", "weight"})),
-    ops.rms_norm_backward: _Kernel(_differentiated, frozenset({"grad", "x", "weight"})),
-    ops.rms_weight_gradient: _Kernel(_summed, frozenset({"grad", "x"})),
+    ops.rms_norm: _Kernel(passes_of_norm, frozenset({"x", "weight"})),
+    ops.rms_product: _Kernel(passes_of_sum, frozenset({"grad", "x", "weight"})),
+    ops.rms_norm_backward: _Kernel(passes_of_gradient, frozenset({"grad", "x", "weight"})),
+    ops.rms_weight_gradient: _Kernel(passes_of_sum, frozenset({"grad", "x"})),
 }
 
 

@@ -239,7 +239,7 @@ class _Pass:
                 return self.raises.add({(self._output.name, index): -power})
             if power is not None and not 0 <= power <= most:
                 raise refusal(node, self.num, f"{what} is {label}")
-            self.outputs[o.path] = _joined(label)
+            self.outputs[o.path] = _normalize_label(label)
             if o.tangent:
                 self.labels[o.tangent, 0] = _tangent(self.outputs[o.path], is_loss=o.is_loss)
         return []
@@ -259,7 +259,7 @@ class _Pass:
         return self.raises.add(low) if low else []
 
 
-def _joined(label: Label) -> Label:
+def _normalize_label(label: Label) -> Label:
     """An output's label, in one form: split, whole, a sum or an average."""
     if label.kind == "zero":
         return Label("split", label.dim) if label.dim >= 0 else WHOLE

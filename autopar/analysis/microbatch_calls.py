@@ -249,7 +249,7 @@ def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way 
         return Way(tuple(WHOLE for _ in whole.outputs))
     if any(read.kind == "place" for read in reads):
         return _of_places(whole, part, reads, num)
-    made = _made(whole, part, reads, num)
+    made = _label_created(whole, part, reads, num)
     if made is not None:
         return made
     ways = itertools.chain(
@@ -282,18 +282,18 @@ def _plain(value: Any) -> Any:
 # Tensors that are made, and not computed.
 
 
-def _made(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+def _label_created(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     """Constants, random draws, positions and copies."""
     target = whole.target
     if target in DRAWS or target is aten.repeat.default:
-        return _shaped(whole, part, num) if all(read == WHOLE for read in reads) else None
+        return _label_shaped(whole, part, num) if all(read == WHOLE for read in reads) else None
     if target is aten.arange.default:
         counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
         return Way((Label("place", 0),)) if counts else None
     value = _value(whole)
     if value is None or value != _value(part):  # it follows from the number of samples
         return None
-    return _shaped(whole, part, num)
+    return _label_shaped(whole, part, num)
 
 
 def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
@@ -320,7 +320,7 @@ def _value(call: Call) -> Any:
     return 0 if call.target in _ZEROS else 1 if call.target in _ONES else None
 
 
-def _shaped(whole: Call, part: Call, num: int) -> Way | None:
+def _label_shaped(whole: Call, part: Call, num: int) -> Way | None:
     label = label_by_shape(whole.outputs[0].shape, part.outputs[0].shape, num)
     return None if label is None else Way((label,), (0,) * len(whole.inputs))
 
@@ -347,7 +347,7 @@ def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
 
     if at.get(place) != reads[0].dim or not all(goes_along(n) for n in at if n != place):
         return None
-    return _shaped(whole, part, num)
+    return _label_shaped(whole, part, num)
 
 
 # Rules.

@@ -103,7 +103,7 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
             raise refusal(node, num, "the op of one microbatch reads what other ops make")
         return Site(node, operands, call_of(node), call_of(its))
 
-    nodes = _wanted(whole)
+    nodes = _calls_needed(whole)
     return [
         site(node)
         for forward in (True, False)
@@ -112,7 +112,7 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
     ]
 
 
-def _wanted(trace: Trace) -> list[fx.Node]:
+def _calls_needed(trace: Trace) -> list[fx.Node]:
     """The calls that outputs and gradients depend on, in graph order."""
     results = output_of(trace).args[0]
     stack: list[fx.Node] = list(results[: len(trace.outputs)])  # type: ignore[arg-type, index]

@@ -26,7 +26,7 @@ from autopar.analysis.microbatch_axis import label_joint_graph
 from autopar.analysis.microbatch_calls import WHOLE, Label
 from autopar.analysis.microbatch_sites import Edge
 from autopar.analysis.single_samples import Counterparts
-from autopar.capture.graphs import copied, dtype_of, emit, shape_of, sweep
+from autopar.capture.graphs import copy_graph, dtype_of, emit, shape_of, sweep
 from autopar.capture.trace import Input, Trace
 from autopar.rules import operands_of
 
@@ -71,7 +71,7 @@ class Counting:
     given: tuple[Given, ...]
 
 
-def counting(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
+def count_in_parts(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
     """How the terms of what is given are computed: one after another, since some follow from
     others.
 
@@ -84,10 +84,10 @@ def counting(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
         ranks[node.name] = rank + (node.name in of)
     last = max((ranks[g.node] for g in given), default=0)
     rounds = [tuple(g for g in given if ranks[g.node] == rank) for rank in range(1, last + 1)]
-    return tuple(_counting(part, now, paths) for now in rounds)
+    return tuple(_count_together(part, now, paths) for now in rounds)
 
 
-def _counting(part: Trace, given: tuple[Given, ...], paths: Mapping[str, str]) -> Counting:
+def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, str]) -> Counting:
     """Of values that do not follow from each other; `paths` of all."""
     own = {g.node for g in given}
     wanted, before = set(own), {name: path for name, path in paths.items() if name not in own}
@@ -120,7 +120,7 @@ def raise_operands(part: Trace, raised: Mapping[Edge, int], num: int) -> Trace:
     """
     if not raised:
         return part
-    graph = copied(part.graph)
+    graph = copy_graph(part.graph)
     nodes = {node.name: node for node in graph.nodes}
     readers: dict[tuple[fx.Node, int], list[Edge]] = defaultdict(list)
     for (name, index), power in raised.items():
@@ -131,7 +131,7 @@ def raise_operands(part: Trace, raised: Mapping[Edge, int], num: int) -> Trace:
         for name, index in sorted(edges, key=lambda edge: order[nodes[edge[0]]]):
             reader = nodes[name]
             product = _power(operand, _phase(operand, reader), power, num, products, reader)
-            _read(reader, index, product)
+            _replace_operand(reader, index, product)
     graph.lint()
     return _with_graph(part, graph)
 
@@ -168,7 +168,7 @@ def _power(
     return found
 
 
-def _read(reader: fx.Node, index: int, product: fx.Node) -> None:
+def _replace_operand(reader: fx.Node, index: int, product: fx.Node) -> None:
     """Let a node read another one as its operand of that number."""
     counted = iter(range(len(operands_of(reader))))
 
@@ -181,7 +181,7 @@ def _read(reader: fx.Node, index: int, product: fx.Node) -> None:
 
 def take_given(part: Trace, given: Sequence[Given]) -> Trace:
     """The trace that takes what is given of the batch as inputs, and does not compute it."""
-    graph = copied(part.graph)
+    graph = copy_graph(part.graph)
     nodes = {node.name: node for node in graph.nodes}
     inputs = list(part.inputs)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -233,7 +233,7 @@ class Microbatching:
     counting: tuple[Counting, ...] = ()
 
 
-def microbatching(
+def find_microbatching(
     whole: Trace, part: Trace, num: int, *, independent: bool = False
 ) -> Microbatching:
     """How `num` microbatches make a batch, from the traces of the whole and of one.
@@ -272,7 +272,7 @@ def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
     raised = raise_operands(part, how.raised, how.num)
     if not how.given:
         return raised, how
-    return take_given(raised, how.given), replace(how, counting=counting(raised, how.given))
+    return take_given(raised, how.given), replace(how, counting=count_in_parts(raised, how.given))
 
 
 def for_single_samples(

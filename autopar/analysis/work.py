@@ -23,7 +23,7 @@ from autopar.analysis.fusable import PIECES, passes
 from autopar.ops import experts, experts_backward, linear_cross_entropy
 from autopar.ops.formats import torchs_own
 from autopar.ops.random import NUM_PASSES
-from autopar.ops.score_functions import captures, module_of, over_all, reading
+from autopar.ops.score_functions import captures, find_reading, module_of, over_all
 
 # --------------------------------------------------------------------------------------------------
 # How many pairs of query and key an attention with a mask function computes.
@@ -38,7 +38,7 @@ _MOST = 1 << 26  # pairs that are looked at: of more, the rows of evenly spaced 
 
 def is_known(mask: str) -> bool:
     """Whether what a mask function hides follows from places alone."""
-    return not captures(mask) and not reading((mask,), ()).free & {"b", "h"}
+    return not captures(mask) and not find_reading((mask,), ()).free & {"b", "h"}
 
 
 @lru_cache(maxsize=1024)
@@ -145,7 +145,9 @@ def work(
         attention_kind, count = _ATTENTION[name]
         flops = count(args, input_infos, output_infos)
         query, key = (input_infos if attention_kind == "attention" else input_infos[1:])[:2]
-        unseen = _unseen(flops, query, key, mirrored) if _is_causal(target, args, kwargs) else 0
+        unseen = (
+            _flops_masked(flops, query, key, mirrored) if _is_causal(target, args, kwargs) else 0
+        )
         return Work(flops - unseen, moved, attention_kind)
     if name in _FLEX:
         flex_kind, mask, factor = _FLEX[name]
@@ -245,7 +247,7 @@ def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
     return (
-        *_sent(ids, (features + made) * item, num_senders),
+        *_work_of_sending(ids, (features + made) * item, num_senders),
         (Work(0, 4 * _bytes(ids), "reduction"), 1),
         (Work(0, x.shape[0] * made * (2 * wide + item), "elementwise"), 1),
         (_product(rows, features, parts * inner, item), num),
@@ -255,7 +257,7 @@ def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int
     )
 
 
-def _sent(ids: Info, row_bytes: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
+def _work_of_sending(ids: Info, row_bytes: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
     return ((Work(0, 2 * _numel(ids) * row_bytes, "indexing"), 1),) if num_senders > 1 else ()
 
 
@@ -268,7 +270,7 @@ def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
     weights = parts * inner * features + inner * made
     return (
-        *_sent(ids, (2 * features + made) * item, num_senders),
+        *_work_of_sending(ids, (2 * features + made) * item, num_senders),
         (Work(0, 4 * _bytes(ids), "reduction"), 1),
         (Work(0, _numel(x) * (2 * wide + item) + _bytes(gates), "elementwise"), 1),
         (_product(rows, features, parts * inner, item), 3 * num),
@@ -340,7 +342,7 @@ def _attention_flops(query: Info, key: Info, value: Info) -> int:
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _unseen(flops: int, query: Info, key: Info, mirrored: bool) -> int:
+def _flops_masked(flops: int, query: Info, key: Info, mirrored: bool) -> int:
     """What is not seen of `flops`: half of the square. The last part of split queries, which the
     others wait for, sees all keys but the half of its own square; each mirrored part sees the n-th
     part of what all see, a half of these queries' pairs with all keys."""

@@ -57,7 +57,7 @@ def _in_short(x: Tensor) -> str:
     return f"tensor of shape {tuple(x.shape)}"
 
 
-def launched() -> Unshaped:
+def launched_processes() -> Unshaped:
     """The processes of this job, to be shaped: nodes × processes of each, as torchrun says, or
     their number where nodes differ; one process where there is no launcher and no process group."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))

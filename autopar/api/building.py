@@ -32,7 +32,7 @@ from autopar.api.tracing import (
     as_planned,
     program_of,
     refuse_parts,
-    settled,
+    settle_outputs,
     traced_for,
     validate_before_run,
 )
@@ -115,7 +115,7 @@ def parallel_module(
         )
         for line in idle(plan) if rank() == 0 else ():
             log.warning(line)
-        usual = wanted == settled(
+        usual = wanted == settle_outputs(
             "auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False)
         )
         further = options if usual else replace(options, outputs=wanted)

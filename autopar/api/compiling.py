@@ -8,7 +8,14 @@ from typing import Any, Unpack, get_args
 
 from torch import Tensor, nn
 
-from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, launched
+from autopar.api.arguments import (
+    Example,
+    Launched,
+    as_call,
+    as_mesh,
+    check_model,
+    launched_processes,
+)
 from autopar.api.building import Order, parallel_module
 from autopar.api.options import PlanRequest, takes_options
 from autopar.api.tracing import refuse_wrapped
@@ -70,7 +77,9 @@ def compile(
     if mesh is not None and not is_unshaped(mesh):
         as_mesh(mesh)  # what is none is refused at once
     order = Order(
-        PlanRequest(model, launched() if mesh is None else mesh, hardware, chosen), plan, backend
+        PlanRequest(model, launched_processes() if mesh is None else mesh, hardware, chosen),
+        plan,
+        backend,
     )
     return (
         Deferred(order)

@@ -35,9 +35,9 @@ from autopar.api.tracing import (
     program_of,
     refuse_parts,
     refuse_wrapped,
-    settled,
+    settle_outputs,
     staged_trace,
-    traced,
+    trace_call,
     traced_for,
     with_validation,
 )
@@ -52,7 +52,7 @@ from autopar.core.units import share
 from autopar.emit import emit, emit_staged
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.planner import Planned
-from autopar.planner.reprice import repriced
+from autopar.planner.reprice import reprice_plan
 from autopar.plans import Plan
 from autopar.report import card as card  # with it, notebooks show plans
 from autopar.request import PlanKeywords, PlanOptions
@@ -113,7 +113,7 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
         return found
     options, trace = recorded(plan), part(plan)
     times = {
-        profile: repriced(plan, trace, plan.mesh, profile, options)
+        profile: reprice_plan(plan, trace, plan.mesh, profile, options)
         for profile in dict.fromkeys(hardware.profiles)
     }
     steps = trace.loss is not None and bool(trace.differentiable)
@@ -157,13 +157,13 @@ def plan_call(
         if hardware is None and not isinstance(devices, Mixed)
         else chosen
     ).begun()
-    trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
+    trace = trace_call(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
         log.warning(
             "nothing that the model returns has a gradient: planned for inference, without"
             " gradients and optimizer state"
         )
-        trace = traced(
+        trace = trace_call(
             model, args, kwargs, chosen.precision, inference=True
         )  # as the plan will be read
     refuse_parts(trace, chosen.batch)
@@ -173,7 +173,9 @@ def plan_call(
         else chosen.outputs
     )
     inference, has_loss = not trace.differentiable, trace.loss is not None
-    chosen = replace(chosen, inference=inference, outputs=settled(wanted, has_loss, inference))
+    chosen = replace(
+        chosen, inference=inference, outputs=settle_outputs(wanted, has_loss, inference)
+    )
     trace = as_wanted(trace, chosen.outputs)
     captured: dict[int, Trace] = {}
 

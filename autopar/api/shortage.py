@@ -22,10 +22,10 @@ from autopar.core.schedules import AUTO
 from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planner import Planned
 from autopar.planner.clock import Clock
-from autopar.planner.min_memory import Need, preferred, proven_bytes
+from autopar.planner.min_memory import Need, prefer_fastest, proven_bytes
 from autopar.planner.pipeline.search import staged_search
-from autopar.planner.report_infeasible import conflicting
-from autopar.planner.search import finished, need_of, needs, prepare_search
+from autopar.planner.report_infeasible import find_conflict
+from autopar.planner.search import finish_search, need_of, needs, prepare_search
 from autopar.request import PlanOptions
 
 # --------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def in_one_piece(
 
     def lightest() -> Planned | None:
         found = search.find_lightest()
-        return None if found is None else finished(found, clock, options)
+        return None if found is None else finish_search(found, clock, options)
 
     proven = proven_bytes(trace, search.ungrouped.priced, options.solve_s)
     return Kind(Need(proven, options.budget(slowest(hardware))), lightest)
@@ -117,7 +117,7 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
         )
         return found
     with clock.phase("conflict"):
-        between = _between(proven, smallest)
+        between = _describe_need(proven, smallest)
         stages = pipeline_in(chooser.options.constraints, chooser.mesh)
         tried = (
             f"; {error.what}" if stages is not None and stages.axis else ""
@@ -138,7 +138,7 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
     raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=needed) from error
 
 
-def _between(proven: Need | None, smallest: Need | None) -> str:
+def _describe_need(proven: Need | None, smallest: Need | None) -> str:
     """What is known of the least memory that would do, as a refusal; nothing where nothing is."""
     if proven is None:
         return ""
@@ -191,7 +191,7 @@ class _Shortage:
             for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1])
             if planned is not None
         ]
-        return proven, preferred(found, needs)
+        return proven, prefer_fastest(found, needs)
 
     def asking(self, proven: Need | None) -> str:
         """What asks for more than there is; nothing where that is not proven, or where no plan
@@ -204,7 +204,7 @@ class _Shortage:
             if not self._fits(chosen):
                 raise ConstraintError("it asks for more than there is")
 
-        found = conflicting(asked, hold)
+        found = find_conflict(asked, hold)
         rest = [c for c in asked if c not in found]
         names, without = " and ".join(map(in_words, found)), "it" if len(found) == 1 else "them"
         need = self._least(rest)
@@ -282,10 +282,10 @@ def _known(
         except ConstraintError as error:
             log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
             continue
-        yield replace(kind, lightest=partial(_marked, chooser, kind))
+        yield replace(kind, lightest=partial(_plan_with_marks, chooser, kind))
 
 
-def _marked(chooser: Chooser, kind: Kind) -> Planned | None:
+def _plan_with_marks(chooser: Chooser, kind: Kind) -> Planned | None:
     found = kind.lightest()
     return None if found is None else chooser.marked(found)
 

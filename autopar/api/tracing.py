@@ -15,7 +15,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
-from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching, ready
+from autopar.analysis.microbatches import (
+    Microbatching,
+    find_microbatching,
+    for_single_samples,
+    ready,
+)
 from autopar.capture import Trace, capture
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
@@ -34,7 +39,7 @@ from autopar.errors import (
 from autopar.plans import Pipeline, Plan
 from autopar.program.program import Microbatches, Program, StagedProgram
 from autopar.request import Outputs
-from autopar.stages import Cut, cut
+from autopar.stages import Cut, cut_trace
 from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
 
@@ -95,7 +100,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def traced(
+def trace_call(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -124,7 +129,7 @@ def traced_for(
 ) -> Trace:
     """The captured call in the precision and for the use that a plan was asked for; else as it
     is. Raises as `traced`."""
-    return traced(
+    return trace_call(
         model,
         args,
         kwargs,
@@ -137,7 +142,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raise CaptureError where something made the model parallel, or compiled it, before: it
     takes a plain module to start from."""
     if hasattr(model, "_orig_mod"):
-        raise _wrapped(
+        raise _wrapper_error(
             model,
             "",
             "the result of torch.compile",
@@ -148,21 +153,21 @@ def refuse_wrapped(model: nn.Module) -> None:
     )  # which one that waits for its first call does not tell
     for name, module in modules:
         if _is_compiled(module):
-            raise _wrapped(
+            raise _wrapper_error(
                 module,
                 name,
                 "compiled by autopar already",
                 "pass the plain module, which autopar.compile was given",
             )
         if isinstance(module, _WRAPPERS):
-            raise _wrapped(
+            raise _wrapper_error(
                 module,
                 name,
                 "made parallel by torch already",
                 "pass the plain module, which was wrapped (`model.module`)",
             )
         if isinstance(module, FSDPModule):
-            raise _wrapped(
+            raise _wrapper_error(
                 module,
                 name,
                 "sharded by torch already",
@@ -174,13 +179,13 @@ def _is_compiled(module: nn.Module) -> bool:
     return type(module).__module__.startswith("autopar.")
 
 
-def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureError:
+def _wrapper_error(module: nn.Module, name: str, what: str, remedy: str) -> CaptureError:
     return CaptureError(
         f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy
     )
 
 
-def settled(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
+def settle_outputs(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
     """How outputs come: by default as they lie beside a loss that is trained, and whole where
     they are what a call is for."""
     return ("dtensor" if has_loss and not inference else "full") if outputs == "auto" else outputs
@@ -331,14 +336,14 @@ def trace_part(
 
     if num > 1 and batch_size(args, kwargs) == num:
         four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
-        like = microbatching(
+        like = find_microbatching(
             four, two, 2, independent=independent
         )  # before one sample is captured: coupled ones may need others
         part = captured(microbatch_of(args, kwargs, num))
         part, how = ready(part, for_single_samples(like, two, part, num))
     else:
         part = captured(microbatch_of(args, kwargs, num))
-        part, how = ready(part, microbatching(whole, part, num, independent=independent))
+        part, how = ready(part, find_microbatching(whole, part, num, independent=independent))
     refuse_unproven(whole, part, microbatches_of(part, how), promised=independent)
     return part, how
 
@@ -352,7 +357,7 @@ def _of_parts(
 ) -> Trace:
     """The trace of a part of a batch that was captured as a whole."""
     try:
-        return traced(model, args, kwargs, precision, inference=inference)
+        return trace_call(model, args, kwargs, precision, inference=inference)
     except CaptureError as error:
         what = (
             f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples:"
@@ -413,7 +418,7 @@ def staged_trace(
     part, how = planned_part(plan, model, whole, args, kwargs)
     positions = _pipeline(plan).positions
     try:
-        return part, how, cut(part, positions) if positions else Cut((part,), (), {})
+        return part, how, cut_trace(part, positions) if positions else Cut((part,), (), {})
     except CutError as error:
         raise ChangedPlanError(
             f"the model cannot be cut as the plan says: {error.what}", where=error.where

@@ -36,9 +36,9 @@ from autopar.core.mesh import HardwareLike, Mesh
 from autopar.core.units import seconds, share, size
 from autopar.emit import returned_of
 from autopar.errors import ConstraintError, PlanError
-from autopar.planner.reprice import repriced
+from autopar.planner.reprice import reprice_plan
 from autopar.planner.sensitivity import all_flips
-from autopar.planner.transfer_plan import Carried, carried, notes, without_stages
+from autopar.planner.transfer_plan import Carried, carry_plan, notes, without_stages
 from autopar.plans import Flips, Plan
 from autopar.program.executor import Returned
 from autopar.request import PlanOptions, as_constraints
@@ -273,16 +273,16 @@ def what_if(
     )
     if there.axes == plan.mesh.axes:
         peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
-        found = Carried(repriced(plan, part, there, devices, options), peaks)
+        found = Carried(reprice_plan(plan, part, there, devices, options), peaks)
     else:
-        found = carried(
+        found = carry_plan(
             plan,
             part,
             there,
             devices,
             options,
             _bytes_of(trace),
-            _returned(plan, model, trace, args, kwargs),
+            _returned_outputs(plan, model, trace, args, kwargs),
         )
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
     options = (
@@ -362,7 +362,7 @@ def _part(
     )
 
 
-def _returned(
+def _returned_outputs(
     plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Returned | None:
     """What calls of a pipeline return, None without one."""

@@ -47,7 +47,7 @@ class Group:
     nodes: list[tuple[NodeChoice, Entry]] = field(default_factory=list)
 
 
-def starred(path: str) -> str:
+def star_indices(path: str) -> str:
     """A node's path with ``*`` for every index of repeated layers."""
     return _FIELD.sub("*", path)
 
@@ -72,10 +72,10 @@ def owner(node: str) -> str:
     path, kind = node.split("/")[:2]
     if kind in ("parameter", "buffer", "storage"):
         path = path.rpartition(".")[0]
-    return starred(path)
+    return star_indices(path)
 
 
-def grouped(plan: Plan) -> list[Group]:
+def group_by_module(plan: Plan) -> list[Group]:
     """One group per module and set of copies, computing modules in forward order first."""
     groups: list[Group] = []
     for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
@@ -378,7 +378,7 @@ def breakdown(plan: Plan) -> tuple[Part, ...]:
     The parts' compute and communication times add up to the prediction's, their kept bytes to its
     activations.
     """
-    groups = grouped(plan)
+    groups = group_by_module(plan)
     transfers: dict[int, list[Communication]] = {}
     kept: dict[int, list[Kept]] = {}
     for communication in plan.communications:
@@ -453,7 +453,7 @@ def _part(
     recompute_s = sum(entry.again_s * len(entry.instances) for entry in again)
     part = replace(
         part,
-        sharded=tuple(_sharded(weights, axis) for axis in axes),
+        sharded=tuple(_describe_sharding(weights, axis) for axis in axes),
         compute_s=sum(entry.time_s * len(entry.instances) for entry in group.entries) + recompute_s,
         transfers=_transfers(communications),
         kept_bytes=sum(_kept_bytes(k, group.entries, plan.mesh.shape) for k in kept),
@@ -461,7 +461,7 @@ def _part(
         recompute_s=recompute_s,
     )
     if group.module in CROSSING:
-        return _crossing(part, len(axes))
+        return _part_of_crossing(part, len(axes))
     if not group.nodes:
         return replace(part, parallelism=("replicated",) * len(axes))
     main, entry = max(
@@ -485,7 +485,7 @@ def _part(
     )
 
 
-def _crossing(part: Part, num_axes: int) -> Part:
+def _part_of_crossing(part: Part, num_axes: int) -> Part:
     """The part of what crosses between stages: its decisions are the layouts in which it does,
     their time is that of waiting for it."""
     phase = "forward" if part.module == BEFORE else "backward"
@@ -523,11 +523,16 @@ def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterabl
     compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (working,)
     copies = any(layout != working for k in kept if k.node == node for layout in k.layouts)
     return Weight(
-        starred(node.partition("/")[0]).rpartition(".")[2], storage, compute, copies, working, sums
+        star_indices(node.partition("/")[0]).rpartition(".")[2],
+        storage,
+        compute,
+        copies,
+        working,
+        sums,
     )
 
 
-def _sharded(weights: Iterable[Weight], axis: int) -> str:
+def _describe_sharding(weights: Iterable[Weight], axis: int) -> str:
     """How weights that rest sharded on `axis` are gathered; the better sharded where they
     differ."""
     words = set()

@@ -132,7 +132,7 @@ def _kernel(name: str) -> _Kernel:
 
 def _cast_to(op: _Kernel, dtype: Callable[[], torch.dtype]) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return _called(op, args, kwargs, dtype())
+        return _call_outside(op, args, kwargs, dtype())
 
     return kernel
 
@@ -140,7 +140,7 @@ def _cast_to(op: _Kernel, dtype: Callable[[], torch.dtype]) -> _Kernel:
 def _cast_to_widest(op: _Kernel) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtypes = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf)]
-        return _called(
+        return _call_outside(
             op,
             args,
             kwargs,
@@ -157,7 +157,7 @@ def _fp32_result(op: Any) -> _Kernel:
         given = args[position] if len(args) > position else kwargs.get("dtype")
         if given is None and _is_cast(args[0]):
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
-        return _called(op, args, kwargs, None)
+        return _call_outside(op, args, kwargs, None)
 
     return kernel
 
@@ -171,7 +171,7 @@ def _with_fp32_result(op: Any) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         named = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
         dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
-        return _called(op, tuple(named[name] for name in positional), {"dtype": dtype}, None)
+        return _call_outside(op, tuple(named[name] for name in positional), {"dtype": dtype}, None)
 
     return kernel
 
@@ -189,7 +189,7 @@ def _refusal(name: str) -> _Kernel:
     return kernel
 
 
-def _called(
+def _call_outside(
     op: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
 ) -> Any:
     """`op` outside of autocast, on operands in `dtype`."""

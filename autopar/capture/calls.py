@@ -56,7 +56,7 @@ def check_call(
         raise CallError(what, remedy=remedy) from None
 
 
-def given(
+def bind_arguments(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call by name, those of ``**kwargs`` among them."""
@@ -125,7 +125,7 @@ def refused_by_forward(
     What such tensors alone are refused for is none of the call's. It is run of a copy, whose
     attributes it may change.
     """
-    copied = _copied(model)
+    copied = _copy_module(model)
     if copied is None:
         return None
     try:
@@ -159,7 +159,7 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
     """The path of the module in which `run` stops, with tensors that have shapes and no values, in
     the function that has the line `source`; empty where it does not, or where that is the model
     itself."""
-    copied = _copied(model)
+    copied = _copy_module(model)
     if copied is None:
         return ""
     entered: list[str] = []
@@ -191,7 +191,7 @@ def _stopped_in(error: BaseException, source: str) -> bool:
     return at["file"] == place["file"] and int(place["line"]) in lines
 
 
-def _copied(model: nn.Module) -> nn.Module | None:
+def _copy_module(model: nn.Module) -> nn.Module | None:
     """A copy over the same tensors; None where an attribute of a module cannot be copied."""
     attributes = (
         x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)
@@ -242,13 +242,13 @@ def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
     )
 
 
-def called(
+def find_called(
     model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]
 ) -> set[str]:
     """Which of these modules `run` calls, with tensors that have shapes and no values; all where
     that cannot be found out."""
     seen: set[str] = set()
-    copied = _copied(model)
+    copied = _copy_module(model)
     if copied is None:
         return set(paths)
     try:

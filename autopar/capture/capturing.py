@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.calls import argument_of, called, check_call, given
+from autopar.capture.calls import argument_of, bind_arguments, check_call, find_called
 from autopar.capture.diagnostics import ReadsInputs, of_modules, refuse_unseen
 from autopar.capture.dynamo.branches import all_finite, asks_for_finite, raises_left_out
 from autopar.capture.dynamo.joint import RawJoint, raw_joint
 from autopar.capture.dynamo.outputs import prints_left_out
-from autopar.capture.dynamo.preparing import Prepared, prepared
+from autopar.capture.dynamo.preparing import Prepared, prepare_call
 from autopar.capture.execute import propagate
-from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered
+from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumber_path
 from autopar.capture.hugging_face import (
     asks_for_documents,
     branches_of_eager,
@@ -79,13 +79,13 @@ def capture(
     refuse_unseen(model)
     signature = inspect.signature(model.forward)
     check_call(signature, args, kwargs or {})
-    refuse_caches(model, given(signature, args, kwargs or {}))
+    refuse_caches(model, bind_arguments(signature, args, kwargs or {}))
     leaves, _ = flatten_call(args, dict(kwargs or {}))
     refuse_state_and_inputs(model, ((argument_of(path, model), leaf) for path, leaf in leaves))
     refuse_overlaps(model)
     with (
         collected_seldom(),
-        prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call,
+        prepare_call(model, args, dict(kwargs or {}), precision, inference=inference) as call,
     ):
         _refuse_called(model, call)
         with raises_left_out() as lines, prints_left_out() as printed:
@@ -106,7 +106,7 @@ def _refuse_called(model: nn.Module, call: Prepared) -> None:
         for refusal in of_modules(model)
         if isinstance(refusal.where, Where)
     }
-    reached = called(model, refusals, call.run) if refusals else set()
+    reached = find_called(model, refusals, call.run) if refusals else set()
     for path, refusal in refusals.items():
         if path in reached:
             raise refusal
@@ -146,12 +146,12 @@ def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """With what the inputs hold that forward has to read, where these may be known."""
     while True:
         try:
-            return _captured(model, call, fold)
+            return _capture_once(model, call, fold)
         except ReadsInputs as refusal:
             call = call.knowing(refusal.keys)
 
 
-def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     refusal, replaced = "" if fold else "it was not asked for", dict[Run, tuple[Run, ...]]()
     while fold:
         try:
@@ -186,7 +186,7 @@ def _normal_form(
     refuse_sparse(graph)
     if shortened is not None:
         for node in graph.nodes:
-            node.meta["module"] = renumbered(node.meta["module"], shortened.kept)
+            node.meta["module"] = renumber_path(node.meta["module"], shortened.kept)
     inline_constants(graph, raw.constants)
     border = Border(raw, call)
     border.narrow()

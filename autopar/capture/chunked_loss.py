@@ -26,7 +26,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar import ops
-from autopar.capture.graphs import IN_PLACE, aten, calls, copied, dtype_of, emit, shape_of, sweep
+from autopar.capture.graphs import (
+    IN_PLACE,
+    aten,
+    calls,
+    copy_graph,
+    dtype_of,
+    emit,
+    shape_of,
+    sweep,
+)
 from autopar.capture.trace import Input, Parameter, Trace, assign_keys
 from autopar.capture.trees import flatten_with_paths
 from autopar.errors import CaptureError
@@ -50,7 +59,7 @@ def loss_alone(trace: Trace) -> Trace:
     dropped = {o.path for o in trace.outputs if not o.is_loss}
     if not dropped:
         return trace
-    graph = copied(trace.graph)
+    graph = copy_graph(trace.graph)
     end = next(iter(reversed(graph.nodes)))
     outputs = tuple(o for o in trace.outputs if o.is_loss)
     kept = [
@@ -131,7 +140,7 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     Raises:
         CaptureError: where the model has none that can.
     """
-    graph = copied(trace.graph)
+    graph = copy_graph(trace.graph)
     result = replace(trace, graph=graph)
     heads, refusals = heads_of(result)
     if not heads:

@@ -154,7 +154,9 @@ def as_capture_error(error: BaseException) -> CaptureError:
     kind = type(error).__name__  # torch's classes for these are private
     if flex := _FLEX.search(frames := "".join(_frames(error))):
         said = f"cannot be captured by torch: {what}"
-        return of_flex_attention(said, user_line(frames[: flex.start()]), _marked(text), op=flex[1])
+        return of_flex_attention(
+            said, user_line(frames[: flex.start()]), _marked_remedy(text), op=flex[1]
+        )
     if refused := refusal_in_words(text, source):
         return refused
     if "_ctc_loss" in text:
@@ -194,7 +196,7 @@ def as_capture_error(error: BaseException) -> CaptureError:
     default = (
         _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
     )
-    remedy = _marked(text) or default
+    remedy = _marked_remedy(text) or default
     if unknown and not unknown[1].startswith("guard"):
         remedy = _READS
     if kind == "DataDependentOutputException":
@@ -206,7 +208,7 @@ def as_capture_error(error: BaseException) -> CaptureError:
     )
 
 
-def _marked(text: str) -> str:
+def _marked_remedy(text: str) -> str:
     """The remedy of the first mark in what torch says."""
     return next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), "")
 
@@ -326,7 +328,7 @@ def _frames(error: BaseException) -> Iterable[str]:
     return traceback.format_list(stack) if stack else traceback.format_tb(error.__traceback__)
 
 
-def rebinding(warned: Iterable[str]) -> CaptureError | None:
+def rebinding_error(warned: Iterable[str]) -> CaptureError | None:
     """The refusal where Dynamo warns that forward may bind a buffer or parameter to a new tensor.
 
     Changes in place are results of the graph; a new tensor under the old name is a side effect
@@ -397,7 +399,7 @@ def refuse_unseen(model: nn.Module) -> None:
             remedy="pass the model itself: model._orig_mod",
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise _scripted("")
+        raise _scripted_error("")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise CaptureError(
@@ -417,7 +419,7 @@ def refuse_unseen(model: nn.Module) -> None:
             )
 
 
-def _scripted(name: str) -> CaptureError:
+def _scripted_error(name: str) -> CaptureError:
     return CaptureError(
         "a module of TorchScript (torch.jit.script, trace or load), which has no forward that can"
         " be captured",
@@ -431,7 +433,7 @@ def of_modules(model: nn.Module) -> Iterator[CaptureError]:
     the module's path."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            yield _scripted(name)
+            yield _scripted_error(name)
         if (
             isinstance(module, nn.RNNBase)
             and module.dropout
@@ -499,6 +501,6 @@ def quiet(model: nn.Module, run: Callable[[], object]) -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-    refusal = rebinding(str(warning.message) for warning in caught)
+    refusal = rebinding_error(str(warning.message) for warning in caught)
     if refusal is not None and rebinds(model, run):
         raise refusal

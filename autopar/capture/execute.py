@@ -125,11 +125,11 @@ def execute(
     values += [*inputs, *(seed.to(device) for seed in seeds)]
     with as_written():
         results = _run(
-            trace.graph, [promoted(value, dtype) for value in values], dtype, observe, device
+            trace.graph, [promote(value, dtype) for value in values], dtype, observe, device
         )
     outputs = tuple(results[: len(trace.outputs)])
     gradients = {
-        entry.name: _stored(results[entry.gradient], entry)
+        entry.name: _cast_to_stored(results[entry.gradient], entry)
         for entry in trace.parameters
         if entry.gradient is not None
     }
@@ -174,7 +174,7 @@ def _call(
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     target: Any = node.target
     if device is not None:
-        kwargs = placed(kwargs, device)
+        kwargs = place_on_device(kwargs, device)
         if (
             target is torch.ops.aten.view.default
         ):  # strides are a CPU's, and another device's kernels may choose others
@@ -184,7 +184,7 @@ def _call(
     args = tuple(promoted_dtype(argument, dtype) for argument in args)
     kwargs = {name: promoted_dtype(argument, dtype) for name, argument in kwargs.items()}
     # of integers torch makes floats of its default dtype, whatever that of the model is
-    return tree_map(lambda value: promoted(value, dtype), target(*args, **kwargs))
+    return tree_map(lambda value: promote(value, dtype), target(*args, **kwargs))
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -192,13 +192,13 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next((x.device for x in tensors), torch.device("cpu"))
 
 
-def placed(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def place_on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Of an op that makes a tensor: on `device`. Graphs are captured on the CPU, which theirs
     name."""
     return {**kwargs, "device": device} if kwargs.get("device") is not None else dict(kwargs)
 
 
-def promoted(value: Any, dtype: torch.dtype | None) -> Any:
+def promote(value: Any, dtype: torch.dtype | None) -> Any:
     """A floating tensor in `dtype`, a complex one with parts in it; any other value, and any
     where no dtype is asked for, as it is."""
     return (
@@ -220,5 +220,5 @@ def promoted_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
     return argument
 
 
-def _stored(gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+def _cast_to_stored(gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     return gradient.reshape(parameter.shape)

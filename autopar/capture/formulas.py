@@ -376,7 +376,7 @@ def join_norms(graph: fx.Graph) -> None:
     """Replace each such norm in a graph of torch functions."""
     places = Places(graph)
     for node in list(graph.nodes):
-        found = _called(node) if name_of(node) == "rms_norm" else _written_out(node)
+        found = _match_call(node) if name_of(node) == "rms_norm" else _written_out(node)
         if found is None or any(
             places.any_change(reader, found.result) for reader in found.readers
         ):
@@ -391,7 +391,7 @@ def join_norms(graph: fx.Graph) -> None:
         erase(graph, found.result, _NORMS_WRITTEN_WITH)
 
 
-def _called(node: fx.Node) -> _Norm | None:
+def _match_call(node: fx.Node) -> _Norm | None:
     given = dict(zip(_RMS_NORM, node.args, strict=False)) | dict(node.kwargs)
     x, eps, weight, dtype = (
         given.get("input"),
@@ -415,7 +415,7 @@ def _written_out(root: fx.Node) -> _Norm | None:
     summed = _under_root(root)
     mean, eps = _split(summed, "add") if summed is not None else (None, None)
     squares = _mean_of(mean) if mean is not None and isinstance(eps, int | float) else None
-    squared = _squared(squares) if squares is not None else None
+    squared = _match_square(squares) if squares is not None else None
     dtype = float_dtype(root)
     alike = all(float_dtype(each) == dtype for each in (summed, mean, squares))
     if (
@@ -430,7 +430,7 @@ def _written_out(root: fx.Node) -> _Norm | None:
     if x is squared and torch.promote_types(_dtype(x), dtype) != dtype:
         return None
     for user in root.users:
-        other = _scaled(user, root)
+        other = _match_scaled(user, root)
         if (
             other is not None
             and float_dtype(user) == dtype
@@ -471,7 +471,7 @@ def _under_root(node: fx.Node) -> fx.Node | None:
     return under if isinstance(under, fx.Node) else None
 
 
-def _scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
+def _match_scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
     """What a node multiplies with the root, or divides by it."""
     inverse = name_of(root) == "rsqrt" or (name_of(root) == "pow" and root.args[1] == -0.5)
     if not inverse:
@@ -525,7 +525,7 @@ def _mean_of(node: fx.Node) -> fx.Node | None:
 _MEAN = {"input", "dim", "keepdim"}
 
 
-def _squared(node: fx.Node) -> fx.Node | None:
+def _match_square(node: fx.Node) -> fx.Node | None:
     if (name_of(node) == "pow" and len(node.args) == 2 and node.args[1] == 2) or name_of(
         node
     ) == "square":

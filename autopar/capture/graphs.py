@@ -91,7 +91,7 @@ def sweep(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same nodes, under the same names."""
     result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:

@@ -27,7 +27,7 @@ from autopar.errors import CaptureError, Where
 _cast = torch.ops.aten._to_copy.default
 
 
-def narrowed(dtype: torch.dtype, precision: torch.dtype | None) -> torch.dtype:
+def narrow_dtype(dtype: torch.dtype, precision: torch.dtype | None) -> torch.dtype:
     """`precision` in place of a wider floating dtype; any other as it is."""
     if precision is None or not dtype.is_floating_point or dtype.itemsize <= precision.itemsize:
         return dtype
@@ -45,7 +45,7 @@ def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
         user.replace_input_with(node, read)
 
 
-def widened(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
+def widen_gradient(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The gradient of a parameter that rests in `dtype`: of one that is read in several places
     the terms are cast, and then added up."""
     if dtype_of(gradient) == dtype:
@@ -64,7 +64,7 @@ def widened(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
             return emit(
                 gradient,
                 gradient.target,
-                tuple(widened(term, dtype) for term in terms),
+                tuple(widen_gradient(term, dtype) for term in terms),
                 shape_of(gradient),
                 dtype=dtype,
             )
@@ -80,7 +80,7 @@ def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
     if (
         not isinstance(dtype, torch.dtype)
         or not dtype.is_floating_point
-        or narrowed(dtype_of(parameter), dtype) == dtype_of(parameter)
+        or narrow_dtype(dtype_of(parameter), dtype) == dtype_of(parameter)
     ):
         return
     parameter.meta["val"] = parameter.meta["val"].to(dtype)
@@ -145,7 +145,7 @@ def is_mixed(arguments: Any) -> bool:
     return len(_dtypes_among(arguments)) > 1
 
 
-def tried(
+def try_kernel(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Tried | None:
     """What the kernel makes of a mixed call; None where nothing is known, as of users' ops, which
@@ -156,7 +156,7 @@ def tried(
     """
     if isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN:
         return None
-    key = target, _token(args), _token(tuple(kwargs.items()))
+    key = target, _symbolic_token(args), _symbolic_token(tuple(kwargs.items()))
     if key not in _known:
         with as_written(), torch.random.fork_rng(devices=()):
             _known[key] = next(
@@ -182,7 +182,7 @@ def as_kernels_give(
     Args:
         fake: makes a fake tensor from one on meta, on a device.
     """
-    found = tried(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
+    found = try_kernel(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
     if found is None or found.refusal or found.dtypes == _dtypes_of(result):
         return result
 
@@ -221,23 +221,25 @@ def settle_dtypes(
             alone.add(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
         found = (
-            tried(node.target, args, kwargs, node.meta["val"]) if is_mixed((args, kwargs)) else None
+            try_kernel(node.target, args, kwargs, node.meta["val"])
+            if is_mixed((args, kwargs))
+            else None
         )
         if found is None or not found.refusal:
             continue
         if precision is None or node not in alone or found.widest != _dtypes_of(node.meta["val"]):
-            raise _refused(node, (args, kwargs), found.refusal, precision)
-        _widen(node, _widest(args))
+            raise _mixed_error(node, (args, kwargs), found.refusal, precision)
+        _widen_operands(node, _widest(args))
 
 
-def _widen(node: fx.Node, dtype: torch.dtype) -> None:
+def _widen_operands(node: fx.Node, dtype: torch.dtype) -> None:
     with node.graph.inserting_before(node):
         for operand in node.all_input_nodes:
             if is_tensor(operand) and _is_number(dtype_of(operand)):
                 node.replace_input_with(operand, cast(node, operand, dtype))
 
 
-def _refused(
+def _mixed_error(
     node: fx.Node, arguments: Any, refusal: str, precision: torch.dtype | None
 ) -> CaptureError:
     names = " and ".join(
@@ -350,7 +352,7 @@ def _is_number(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _token(x: Any) -> Any:
+def _symbolic_token(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype
-    return tuple(map(_token, x)) if isinstance(x, list | tuple) else (type(x), x)
+    return tuple(map(_symbolic_token, x)) if isinstance(x, list | tuple) else (type(x), x)

@@ -88,7 +88,7 @@ def tell_of_known(paths: Sequence[str]) -> None:
         )
 
 
-def settled(
+def settle_attributes(
     first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[str, ...]:
     """The names of what forward writes and a program does not keep, since no forward depends on it.

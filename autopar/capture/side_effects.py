@@ -83,7 +83,7 @@ def outside_values(
     """
     for source in sources:
         try:
-            found = _found(source, local, everywhere)
+            found = _locate_value(source, local, everywhere)
             value = None if found is None else value_at(found[1], found[2])
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
             continue  # a name of another kind
@@ -102,7 +102,7 @@ def outside_values(
 def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> str:
     """What people call a place outside of the model by Dynamo's name; ``""`` where it is none."""
     try:
-        found = _found(source, local, everywhere)
+        found = _locate_value(source, local, everywhere)
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
         return ""
     return "" if found is None else found[0]
@@ -114,7 +114,7 @@ def is_as_found(
     """Whether what forward left at a place outside of the model is the plain value that it found
     there."""
     try:
-        found = _found(source, local, everywhere)
+        found = _locate_value(source, local, everywhere)
         value = None if found is None else value_at(found[1], found[2])
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
         return False  # a name of another kind
@@ -144,7 +144,7 @@ def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(user_line(user.meta.get("stack_trace") or "") for user in users) or ("",)
 
 
-def _found(
+def _locate_value(
     source: str, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
     """What people call it, its holder and the steps from there; None where it is no such value."""
@@ -273,7 +273,7 @@ class Notes:
         return next((write for write in self.writes if write.place.source == source), None)
 
 
-def noting(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[[Any], None]:
+def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[[Any], None]:
     """Dynamo's `OutputGraph.cleanup`, which also takes notes before it forgets."""
 
     def note(output: Any) -> None:
@@ -520,13 +520,13 @@ def _line(stacks: Iterable[Any], name: str) -> str:
     )
 
 
-def _realized(var: Any) -> Any:
+def _realize_variable(var: Any) -> Any:
     return var.realize() if type(var).__name__.startswith("Lazy") and var.is_realized() else var
 
 
 def _value(var: Any) -> Any:
     """What a tracker of Dynamo's stands for."""
-    var = _realized(var)
+    var = _realize_variable(var)
     if type(var).__name__.startswith("Lazy"):
         return var.original_value()
     if (node := _node(var)) is not None:
@@ -558,13 +558,13 @@ def _items(var: Any) -> list[tuple[Any, Any]] | None:
 def _nodes(var: Any, source: str) -> dict[fx.Node, str]:
     """The nodes of the tensors in a tracker, and the names that Dynamo will have for their
     places."""
-    var = _realized(var)
+    var = _realize_variable(var)
     if (node := _node(var)) is not None:
         return {node: source}
     return {
         node: f"{source}[{key!r}]"
         for key, item in _items(var) or ()
-        if (node := _node(_realized(item))) is not None
+        if (node := _node(_realize_variable(item))) is not None
     }
 
 

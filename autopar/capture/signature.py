@@ -16,7 +16,7 @@ from autopar.capture.folding import Run, repeat
 from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.normalize.random import next_state
 from autopar.capture.normalize.tangents import add_tangents_last
-from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
+from autopar.capture.precision import absorb_casts, before_cast, cast_input, widen_gradient
 from autopar.capture.trace import Input, KnownBuffer, Output, Parameter, Trace
 from autopar.errors import CaptureError, Where
 from autopar.ops import random
@@ -72,9 +72,9 @@ class Border:
         made = list(self._output.args[0])
         for position, ((kind, name), _) in enumerate(self.results):
             if kind == "gradient":
-                made[position] = widened(made[position], self.stored[name])
+                made[position] = widen_gradient(made[position], self.stored[name])
             elif kind == "input gradient":
-                made[position] = widened(made[position], self.raw.in_leaves[name][1].dtype)
+                made[position] = widen_gradient(made[position], self.raw.in_leaves[name][1].dtype)
         self._output.args = (tuple(made),)
         sweep(self.graph)
 
@@ -172,7 +172,7 @@ class Border:
         inputs = tuple(
             Input(
                 paths[kind[1]],
-                *_described(node),
+                *_describe_node(node),
                 gradient=positions.get(("input gradient", kind[1])),
                 requires_grad=self.raw.in_leaves[kind[1]][1].requires_grad and not self.inference,
             )
@@ -186,7 +186,7 @@ class Border:
         outputs = tuple(
             Output(
                 leaves[kind[1]][0],
-                *_described(final[position]),
+                *_describe_node(final[position]),
                 kind[1] == self.raw.loss,
                 tangents.get(kind[1], ""),
                 requires_grad=leaves[kind[1]][1].requires_grad,
@@ -278,7 +278,7 @@ class Border:
 _GROUPS = ("output", "gradient", "mutation", "input gradient")  # of results, in their order
 
 
-def _described(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
+def _describe_node(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
     return node.name, shape_of(node), node.meta["val"].dtype
 
 

@@ -335,7 +335,7 @@ def label(
             phase = "backward"
         elif "partitioner_tag" in meta:
             phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"
-        module = _registered(recorded_module(meta), elsewhere)
+        module = _registered_path(recorded_module(meta), elsewhere)
         source = user_line(meta.get("stack_trace") or "")
         if not _modules(meta) and phase == "backward" and node.op == "call_function":
             sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
@@ -377,7 +377,7 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _registered(path: str, elsewhere: Mapping[str, str]) -> str:
+def _registered_path(path: str, elsewhere: Mapping[str, str]) -> str:
     prefix = path if elsewhere else ""
     while prefix and prefix not in elsewhere:
         prefix = prefix.rpartition(".")[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.certificate.report import NEAR, Finding
-from autopar.emit import simulated
+from autopar.emit import simulate_program
 from autopar.plans import Entry, Plan, beyond_shares_s
 from autopar.program.program import Program
 
@@ -48,7 +48,7 @@ def bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Fin
 
 def _bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Bar]:
     """The time line, in order."""
-    phases = dict(zip(_PHASES, simulated(program, plan), strict=True))
+    phases = dict(zip(_PHASES, simulate_program(program, plan), strict=True))
     now_s = 0.0
     for phase in (*_PHASES, "step"):
         for label, kind, time_s in _around(plan, phase, crossing):

@@ -196,7 +196,7 @@ def _put_in(
     return int(rows * elements * getattr(torch, c.dtype).itemsize)
 
 
-def issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tuple[int, int]]:
+def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tuple[int, int]]:
     """(phase, kind, axis) → number and bytes of the collectives that the program runs: a bucket
     is one, its members none."""
     found: dict[tuple[str, str, int], tuple[int, int]] = {}

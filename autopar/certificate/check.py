@@ -25,17 +25,17 @@ from autopar.certificate.decisions import Decisions, crossing_keys
 from autopar.certificate.facts import Claims, Context, Facts, Tensor
 from autopar.certificate.intra_op import OwnWalk
 from autopar.certificate.kernels import KernelWalk
-from autopar.certificate.marks import as_asked, captured, identity, notes
+from autopar.certificate.marks import as_asked, check_capture, identity, notes
 from autopar.certificate.moves import Walk, steps_per_step
-from autopar.certificate.proof import Stored, proven
-from autopar.certificate.report import NEAR, Certificate, Finding, unverified
+from autopar.certificate.proof import Stored, check_proof
+from autopar.certificate.report import NEAR, Certificate, Finding, list_unverified
 from autopar.certificate.resources import emission, memory, overlap, seconds_of, sum_resting, times
 from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import Hardware, HardwareProfile, slowest
 from autopar.core.layout import Layout
 from autopar.core.placements import Halo
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import emit, least_overlap, overlapped
+from autopar.emit import apply_overlap, emit, least_overlap
 from autopar.emit.context import parameter_key, storage_key
 from autopar.errors import AutoparError
 from autopar.plans import KERNELS_BUFFERS, Entry, Overlap, Plan
@@ -246,7 +246,7 @@ def certify(
     budget = plan.options.get("memory_bytes")
     said = (
         *identity(trace, plan, hardware),
-        *captured(trace, plan),
+        *check_capture(trace, plan),
         *(() if context else as_asked(plan)),
     )
     report = Certificate(
@@ -258,7 +258,9 @@ def certify(
         budget_bytes=budget if isinstance(budget, int) else 0,
         objective_s=proof.objective_s,
         claimed_bound_s=proof.bound_s,
-        unverified=unverified(plan, but=("prediction.timeline",) if is_simulated(plan) else ()),
+        unverified=list_unverified(
+            plan, but=("prediction.timeline",) if is_simulated(plan) else ()
+        ),
     )
     if not report.ok:
         return report
@@ -290,7 +292,7 @@ class _Job:
         plan = self.plan
         stored = Stored(self.trace, plan, self.priced, self.facts)
         bound_s = stored.bound_s()
-        found = [*stored.findings, *proven(plan.proof, bound_s)]
+        found = [*stored.findings, *check_proof(plan.proof, bound_s)]
         report = replace(
             report,
             certified_bound_s=bound_s,
@@ -356,7 +358,7 @@ class _Job:
                 accumulates=self.context.accumulates,
                 named=False,
             )
-            program, held = overlapped(serial, self.plan)[0], least_overlap(serial, self.plan)
+            program, held = apply_overlap(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             found += bars(self.plan, program, crossing_keys(self.trace))

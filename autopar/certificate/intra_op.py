@@ -63,7 +63,7 @@ _MOST_RANKS = 64  # that the kernels know
 Form = tuple[object, ...]
 
 
-def routed(
+def check_routed(
     node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh, profile: HardwareProfile
 ) -> Iterator[Finding]:
     """What does not hold of a node of which some collectives are said to go between peers."""
@@ -111,7 +111,7 @@ def routed(
         yield Finding("kernels", f"there are {num_ranks} ranks, and routes know {_MOST_RANKS}", key)
 
 
-def shared(
+def count_shared(
     node: fx.Node, strategy: Strategy, mesh_shape: Sequence[int], axis: int
 ) -> dict[Form, int]:
     """Bytes on a rank of what a node whose rows go between peers shares along an axis, by form."""
@@ -215,8 +215,10 @@ class OwnWalk:
                     key,
                 )
         if any(c.kernel is not None for c in said):
-            yield from routed(node, phase, said, self.mesh, self.profile)
-            self.shared.update(shared(node, strategy, self.mesh.shape, said[0].collective.axis))
+            yield from check_routed(node, phase, said, self.mesh, self.profile)
+            self.shared.update(
+                count_shared(node, strategy, self.mesh.shape, said[0].collective.axis)
+            )
 
     def _expected(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
         call, sizes = call_of(node), self.mesh.shape
@@ -295,7 +297,7 @@ def is_free(target: Callable[..., Any]) -> bool:
     return packet in _FREE or bool(alias)
 
 
-def counted(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tuple[int, int]:
+def count_work(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tuple[int, int]:
     """Flops and bytes of a call on these local tensors.
 
     Args:
@@ -404,7 +406,7 @@ def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
     dtype = product_dtype(reads)
     if call.target not in _IN_PASSES:
         kind = "view" if is_free(call.target) else done[0][0].kind.replace("view", "elementwise")
-        return rates.op_s(kind, *counted(call, reads, makes, mirrored=mirrored), dtype)
+        return rates.op_s(kind, *count_work(call, reads, makes, mirrored=mirrored), dtype)
     return sum(times * rates.op_s(w.kind, w.flops, w.bytes, dtype) for w, times in done)
 
 

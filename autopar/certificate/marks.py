@@ -63,7 +63,7 @@ def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
     return replace(report, findings=(*report.findings, Finding("model", what)))
 
 
-def captured(trace: Trace, plan: Plan) -> Iterator[Finding]:
+def check_capture(trace: Trace, plan: Plan) -> Iterator[Finding]:
     """Whether the model was captured as the plan says."""
     if plan.capture != str(trace.folding):
         yield Finding("words", f"the model is captured {trace.folding}, not {plan.capture}")

@@ -374,11 +374,13 @@ def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding
         key = storage_key(p.name)
         seen = claims.chosen[parameter_key(p.name)]
         rests = claims.chosen[key].outputs[0] if key in claims.chosen else seen.outputs[0]
-        yield from _led(p, walk, claims, 0, rests, seen.outputs[0])
-        yield from _led(p, walk, claims, 1, seen.inputs[0].plain if seen.inputs else rests, rests)
+        yield from _check_path(p, walk, claims, 0, rests, seen.outputs[0])
+        yield from _check_path(
+            p, walk, claims, 1, seen.inputs[0].plain if seen.inputs else rests, rests
+        )
 
 
-def _led(
+def _check_path(
     p: Parameter, walk: Walk, claims: Claims, result: int, source: Layout, target: Layout
 ) -> Iterator[Finding]:
     """From one layout to the other, by collectives that each start where one before it ended."""

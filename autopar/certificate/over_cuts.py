@@ -59,9 +59,9 @@ from autopar.certificate.unit_places import (
     ends_of,
     flags,
     in_full,
-    led,
     raise_to_ends,
-    weighted,
+    reach_layouts,
+    weigh_terms,
 )
 from autopar.core.collective import HOST_KINDS
 from autopar.core.layout_graph import all_layouts
@@ -304,7 +304,7 @@ class Unfolded:
         kept = made | wanted
         if value.keepable is not None and not self._free:
             kept &= flags(num, [np.array(sorted(value.keepable), int)])
-        wants = weighted(num, ((len(reads[i]), pi) for i, pi in later.items()))
+        wants = weigh_terms(num, ((len(reads[i]), pi) for i, pi in later.items()))
         mu = np.where(kept, np.minimum(self._mu(v, num), wants), 0.0)
         has_unpriced = ref in self.places.hidden or len(now) < len(forward)
         return _Tensor(
@@ -358,7 +358,7 @@ class Unfolded:
         """
         kappa = np.where(
             tensor.kept,
-            np.maximum(weighted(tensor.num, tensor.terms(tensor.later)) - tensor.mu, 0.0),
+            np.maximum(weigh_terms(tensor.num, tensor.terms(tensor.later)) - tensor.mu, 0.0),
             0.0,
         )
         for i, u in enumerate(self.problem.variants[tensor.variant].uses):
@@ -407,8 +407,8 @@ class Unfolded:
                 sum(len(tensor.makers) == 1 or r.unit == p.unit for r in each)
                 for each in tensor.reads
             ]
-            first = weighted(tensor.num, ((mine[i], pi) for i, pi in tensor.now.items()))
-            then = weighted(tensor.num, ((mine[i], pi) for i, pi in tensor.later.items()))
+            first = weigh_terms(tensor.num, ((mine[i], pi) for i, pi in tensor.now.items()))
+            then = weigh_terms(tensor.num, ((mine[i], pi) for i, pi in tensor.later.items()))
             self.x[p] -= (
                 first + (then if tensor.value.resident else np.where(tensor.kept, then, 0.0))
             )[at]
@@ -437,9 +437,11 @@ class Unfolded:
             range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1)
         ):
             far = [sum((p.unit >= border) == forward for p in each) for each in reads]
-            gain = weighted(num, ((far[i], pi) for i, pi in tensor.now.items()))
-            behind = weighted(num, ((far[i], pi) for i, pi in tensor.later.items()))
-            before = weighted(num, ((len(reads[i]) - far[i], pi) for i, pi in tensor.later.items()))
+            gain = weigh_terms(num, ((far[i], pi) for i, pi in tensor.now.items()))
+            behind = weigh_terms(num, ((far[i], pi) for i, pi in tensor.later.items()))
+            before = weigh_terms(
+                num, ((len(reads[i]) - far[i], pi) for i, pi in tensor.later.items())
+            )
             near = np.maximum(before - tensor.mu, 0.0) if forward else np.zeros(num)
             makes_s, reads_s = (
                 gain - near + more,
@@ -464,7 +466,9 @@ class Unfolded:
             tensor's phase and later (seconds).
         """
         graph = tensor.value.graph
-        worth = np.where(led(graph, tensor.wanted | tensor.exposed, back=True), tensor.mu, 0.0)
+        worth = np.where(
+            reach_layouts(graph, tensor.wanted | tensor.exposed, back=True), tensor.mu, 0.0
+        )
         first = tensor.terms(tensor.now) + (
             [(1, np.zeros(tensor.num))] if tensor.has_unpriced else []
         )
@@ -474,7 +478,7 @@ class Unfolded:
         )
         loss, left = 0.0, list[Floats]()
         for pis, begin, gain, seconds in phases:
-            reached = led(graph, begin)
+            reached = reach_layouts(graph, begin)
             if tensor.exposed:
                 for _, pi in pis:
                     raise_to_ends(graph, pi, reached)

@@ -453,7 +453,7 @@ class Stored:
         return rows
 
 
-def proven(proof: Proof, bound_s: float) -> Iterator[Finding]:
+def check_proof(proof: Proof, bound_s: float) -> Iterator[Finding]:
     """Whether certified bound ≤ what the multipliers prove ≤ objective, searched bound ≤
     objective, and bound and gap follow from these."""
     slack = NEAR * abs(proof.objective_s)

@@ -83,7 +83,7 @@ class Rates:
         n = self.mesh.shape[c.axis]
         if n == 1:
             return 0.0
-        moved_s = self._memory_s(2 * _copied(c, n))
+        moved_s = self._memory_s(2 * _bytes_copied(c, n))
         if c.kind == "slice":
             return launch_s + moved_s
         link = self.profile.links[self.link_of(c.axis)]
@@ -107,7 +107,7 @@ class Rates:
         if kind == "all_to_all":
             bandwidth *= link.all_to_all_efficiency
         computed_s = (
-            launch_s + _rounds(kind, n) * link.latency_s + _sent(kind, n, put_in) / bandwidth
+            launch_s + _rounds(kind, n) * link.latency_s + _bytes_sent(kind, n, put_in) / bandwidth
         )
         if not curves:
             return computed_s
@@ -220,7 +220,7 @@ def _rounds(kind: Kind, n: int) -> int:
     return (n - 1).bit_length() * (2 if kind == "all_reduce" else 1)
 
 
-def _sent(kind: Kind, n: int, put_in: float) -> float:
+def _bytes_sent(kind: Kind, n: int, put_in: float) -> float:
     """Bytes that one rank sends."""
     to_others = (n - 1) * put_in
     return (
@@ -234,10 +234,10 @@ def _sent(kind: Kind, n: int, put_in: float) -> float:
 
 def _share(kind: Kind, n: int) -> float:
     """Bytes that one rank sends per byte of the larger of what goes in and what comes out."""
-    return _sent(kind, n, 1.0 / n if kind == "all_gather" else 1.0)
+    return _bytes_sent(kind, n, 1.0 / n if kind == "all_gather" else 1.0)
 
 
-def _copied(c: Collective, n: int) -> int:
+def _bytes_copied(c: Collective, n: int) -> int:
     """Bytes that a rank copies, since parts of ranks lie one behind the other: what comes out of an
     all_gather, and what goes into a reduce_scatter, unless it is along the leading dim.
     """

@@ -195,7 +195,7 @@ class Unverified:
         return f"{', '.join(self.paths)} ({self.why})"
 
 
-def unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified, ...]:
+def list_unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified, ...]:
     """What of a plan its certificate does not vouch for.
 
     Args:

@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.certificate.buckets import issued
+from autopar.certificate.buckets import count_issued
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Context, Facts
 from autopar.certificate.report import Finding, near
 from autopar.core.collective import HOST_KINDS
 from autopar.cost.priced import OPTIMIZERS
-from autopar.emit import simulated
+from autopar.emit import simulate_program
 from autopar.emit.context import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
 from autopar.kernels import dispatched, fused
@@ -44,7 +44,7 @@ _CALLS: dict[Any, str] = {
 def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
     """Whether the emitted graphs hold the collectives that the plan lists, by phase, kind and
     axis: number and bytes."""
-    both = issued(plan, claims)
+    both = count_issued(plan, claims)
     listed = Counter({where: num for where, (num, _) in both.items()})
     sizes = Counter({where: size for where, (_, size) in both.items()})
     graphs = [
@@ -117,7 +117,7 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
             "overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}"
         )
     hidden_s = (
-        sum(phase.hidden_s for phase in simulated(program, plan))
+        sum(phase.hidden_s for phase in simulate_program(program, plan))
         if plan.overlap.slowdown < 1.0
         else 0.0
     )

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.certificate.intra_op import call_s, counted, local_infos, product_dtype
+from autopar.certificate.intra_op import call_s, count_work, local_infos, product_dtype
 from autopar.certificate.rates import Rates
 from autopar.core.layout import Strategy
 from autopar.rules import Call, TensorInfo
@@ -93,7 +93,7 @@ class Product:
         bias = reads[len(cut) :]  # along the last dims of the result, as far as it has any
         cut += [_cut(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
         result = self._made(num)
-        work = counted(self.call, cut, [result], mirrored=False)
+        work = count_work(self.call, cut, [result], mirrored=False)
         seconds = self.rates.op_s("matmul", *work, product_dtype(cut))
         if self.adds:
             size = math.prod(result.shape) * result.dtype.itemsize

@@ -19,7 +19,7 @@ from autopar.core.schedules import INTERLEAVED
 from autopar.cost.priced import OPTIMIZERS
 from autopar.plans import KERNELS_BUFFERS, Pipeline, Plan
 from autopar.program.program import ProgramTensor, StagedProgram
-from autopar.program.schedule import Action, interleaved, num_rounds
+from autopar.program.schedule import Action, interleaved_schedule, num_rounds
 from autopar.program.stage_memory import chunk_memory, rank_peak
 
 _STATIC = ("parameters", "optimizer", "copies", "buffers", "inputs")
@@ -29,7 +29,9 @@ def actions_of(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
     """What the rank of a stage does, where it holds others beside it."""
     num_ranks = len(pipeline.rank_bytes)
     return (
-        interleaved(num_ranks, pipeline.num_chunks, pipeline.num_microbatches)[stage % num_ranks]
+        interleaved_schedule(num_ranks, pipeline.num_chunks, pipeline.num_microbatches)[
+            stage % num_ranks
+        ]
         if num_ranks
         else ()
     )

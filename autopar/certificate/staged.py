@@ -21,11 +21,11 @@ from autopar.certificate.bars import is_simulated
 from autopar.certificate.check import certify
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Context, Facts
-from autopar.certificate.marks import as_asked, captured, identity, notes, of_stages
+from autopar.certificate.marks import as_asked, check_capture, identity, notes, of_stages
 from autopar.certificate.over_cuts import Pipelines, Unfolded, least_over_cuts
-from autopar.certificate.proof import Stored, proven
+from autopar.certificate.proof import Stored, check_proof
 from autopar.certificate.rates import handed_on_s, wire_between
-from autopar.certificate.report import Certificate, Finding, near, unverified
+from autopar.certificate.report import Certificate, Finding, list_unverified, near
 from autopar.certificate.schedules import (
     actions_of,
     held_by_chunks,
@@ -67,7 +67,7 @@ def certify_staged(
     assert pipeline is not None, "the plan has stages"
     said = (
         *identity(whole, plan, hardware),
-        *captured(part, plan),
+        *check_capture(part, plan),
         *of_stages(plan, pipeline),
         *as_asked(plan),
     )
@@ -81,7 +81,7 @@ def certify_staged(
         budget_bytes=int(plan.options.get("memory_bytes", 0)),
         objective_s=plan.proof.objective_s,
         claimed_bound_s=plan.proof.bound_s,
-        unverified=unverified(
+        unverified=list_unverified(
             plan, but=("prediction.timeline",) if all(map(is_simulated, pipeline.stages)) else ()
         ),
     )
@@ -118,14 +118,14 @@ def certify_staged(
     found += [
         *cuts(part, made, pipeline),
         *budgets(plan, pipeline),
-        *_joined(plan, pipeline, made, handed_s),
+        *_check_joins(plan, pipeline, made, handed_s),
     ]
     found += shared_memory(plan, program, made.stages, hardware)
     bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)
     bound_s += handed_s
-    found += proven(plan.proof, bound_s)
+    found += check_proof(plan.proof, bound_s)
     report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
-    return _summed(report, stages, pipeline, num, handed_s)
+    return _sum_stages(report, stages, pipeline, num, handed_s)
 
 
 def _bound_s(
@@ -168,7 +168,7 @@ def _bound_s(
     parts = {}
     num = 0
     for profile, proof in zip(kinds, proofs, strict=True):
-        unfolded, stored = _unfolded(
+        unfolded, stored = _unfold_part(
             part, replace(plan, proof=proof), pipeline, profile, constraints
         )
         parts[profile], num = unfolded, num + stored.num_multipliers
@@ -195,7 +195,7 @@ def _bound_s(
     )
 
 
-def _unfolded(
+def _unfold_part(
     part: Trace,
     plan: Plan,
     pipeline: Pipeline,
@@ -357,7 +357,7 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
         )
 
 
-def _joined(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
+def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
     """What joins the stages; `handed_s` of a step goes into handing outputs to all of them."""
     num = len(pipeline.stages)
     expected = tuple(
@@ -472,7 +472,7 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
         )
 
 
-def _summed(
+def _sum_stages(
     report: Certificate,
     stages: Sequence[Certificate],
     pipeline: Pipeline,

@@ -232,7 +232,7 @@ def flags(num: int, layouts: Iterable[Ints]) -> Flags:
     return found
 
 
-def weighted(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
+def weigh_terms(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
     return sum((times * pi for times, pi in terms), np.zeros(num))
 
 
@@ -241,7 +241,7 @@ def ends_of(graph: LayoutGraph) -> tuple[Ints, Ints]:
     return np.array([a.src for a in graph.arcs], int), np.array([a.dst for a in graph.arcs], int)
 
 
-def led(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
+def reach_layouts(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
     """The layouts that collectives lead to, or, `back`, come from."""
     tails, heads = ends_of(graph)[:: -1 if back else 1]
     found = start.copy()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.checkpoint.parts import Copy, write_bytes
-from autopar.checkpoint.safetensors_files import TensorFile, damaged, unsafe, write_tensors
+from autopar.checkpoint.safetensors_files import TensorFile, damage_error, unsafe, write_tensors
 from autopar.checkpoint.values import Tensors, decode, encode
 from autopar.core.json_text import read_json
 
@@ -165,7 +165,7 @@ def _damage_of(path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise damaged(f"{path.name} of the checkpoint is damaged: {error}", path) from error
+        raise damage_error(f"{path.name} of the checkpoint is damaged: {error}", path) from error
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

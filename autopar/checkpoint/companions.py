@@ -35,7 +35,7 @@ from autopar.errors import RuntimeStateError
 from autopar.runtime.dtensor_checkpoints import checkpointable
 from autopar.runtime.parameter_module import Holder
 from autopar.runtime.rank_comm import by_all, num_ranks, of_all
-from autopar.runtime.tensor_guards import sampled
+from autopar.runtime.tensor_guards import sample_checksum
 
 _ALIKE = (
     "let it be alike on all ranks; or let each pass what all have: found = [None] * world_size, "
@@ -166,7 +166,9 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
             them.
     """
     modules = {
-        name: _unwrapped(other) for name, other in others.items() if isinstance(other, nn.Module)
+        name: _unwrap_module(other)
+        for name, other in others.items()
+        if isinstance(other, nn.Module)
     }
     found: dict[str, Saved] = {}
     for name, other in others.items():
@@ -223,7 +225,7 @@ def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Save
         parts = others_of(holder, others)
         for part in parts.values():
             part.state()
-        made.append((parts, _encoded(parts)))
+        made.append((parts, _encode_parts(parts)))
 
     by_all(collect, "what is saved with the model")
     parts, written = made[0]
@@ -234,7 +236,7 @@ def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Save
     return parts, written
 
 
-def _encoded(parts: Mapping[str, Saved]) -> Others:
+def _encode_parts(parts: Mapping[str, Saved]) -> Others:
     values = {name: part.value() for name, part in parts.items() if isinstance(part, ValueState)}
     return Others.of(
         values, {name: _kind_of(part) for name, part in parts.items() if name not in values}
@@ -250,11 +252,11 @@ def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
     marks: dict[str, int | None] = {
         name: crc32(text.encode()) for name, text in written.texts().items()
     }
-    marks |= {name: sampled(tensor) for name, tensor in written.tensors.items()}
+    marks |= {name: sample_checksum(tensor) for name, tensor in written.tensors.items()}
     for part in parts.values():
         if isinstance(part, ModuleState):
             marks |= {
-                key: sampled(x)
+                key: sample_checksum(x)
                 for key, x in part.state().items()
                 if isinstance(x, Tensor) and not isinstance(x, DTensor)
             }
@@ -319,7 +321,7 @@ def _key(name: str) -> str:
     return f"others{name}"
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap_module(module: nn.Module) -> nn.Module:
     """Of a compiled module that is planned at its first call, what stands behind it; one that
     was not called says so here."""
     if _has_own_state(module):

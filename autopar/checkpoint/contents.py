@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from autopar.checkpoint.safetensors_files import SUFFIX, damaged
+from autopar.checkpoint.safetensors_files import SUFFIX, damage_error
 from autopar.checkpoint.values import decode
 from autopar.core.json_text import read_json
 
@@ -116,7 +116,7 @@ def read_contents(place: Path) -> Metadata:
     try:
         metadata = _metadata_of(read_json(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise damaged(f"{CONTENTS} of the checkpoint is damaged: {error}", path) from error
+        raise damage_error(f"{CONTENTS} of the checkpoint is damaged: {error}", path) from error
     check_boxes(metadata, path)
     return metadata
 
@@ -134,7 +134,7 @@ def check_boxes(metadata: Metadata, path: Path) -> None:
     """
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and (fault := _find_fault(tensor)):
-            raise damaged(
+            raise damage_error(
                 f"{path.name} of the checkpoint is damaged: the parts of {key} {fault}", path
             )
 

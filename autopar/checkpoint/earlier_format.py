@@ -72,7 +72,7 @@ class OldReader(FileSystemReader):
         if self._known is not None:
             return self._known
         with place.open("rb") as file:
-            metadata = _unpickled(file, place)
+            metadata = _read_metadata(file, place)
         _check_form(metadata, place)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -154,7 +154,7 @@ def _check_form(metadata: Metadata, place: Path) -> None:
         raise unsafe(f"{FILE} of the checkpoint is damaged: {error}", place) from error
 
 
-def _unpickled(file: IO[bytes], place: Path) -> Metadata:
+def _read_metadata(file: IO[bytes], place: Path) -> Metadata:
     try:
         found = _Unpickler(file, place).load()
     except RuntimeStateError:

@@ -80,16 +80,16 @@ def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
         RuntimeStateError: on all ranks, where it is of another format, or some rank does not see
             it.
     """
-    about, damage = by_first(lambda: _read(place), str(place))
+    about, damage = by_first(lambda: _read_manifest(place), str(place))
     if damage:
         return {}, damage
     mine = {name: wanted for name, wanted in sorted(about["files"].items())[rank() :: num_ranks()]}
-    found = by_all(lambda: _damaged(place, mine), str(place), SHARE)
+    found = by_all(lambda: _find_damage(place, mine), str(place), SHARE)
     names = sorted(line for lines in found for line in lines)
     return about, f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def _read(place: Path) -> tuple[Mapping[str, Any], str]:
+def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
     """What `autopar.json` says, once all other files are there as well, and what is damaged."""
     try:
         about = read_json((place / ABOUT).read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def _find_fault(about: Mapping[str, Any]) -> str:
     return f"does not list {min(missing)}" if missing else ""
 
 
-def _damaged(place: Path, wanted: Mapping[str, int]) -> list[str]:
+def _find_damage(place: Path, wanted: Mapping[str, int]) -> list[str]:
     """What is wrong with files of these checksums.
 
     Raises:

@@ -39,7 +39,7 @@ UNSAFE = "do not use it unless you know who wrote it; take another checkpoint, o
 """What to do about a file that would run code, or that no version of this wrote."""
 
 
-def damaged(what: str, path: Path) -> RuntimeStateError:
+def damage_error(what: str, path: Path) -> RuntimeStateError:
     """The error of a file of a checkpoint that is not as it was written."""
     remedy = "take another checkpoint, or copy this one again from where it was saved"
     return RuntimeStateError(what, where=str(path), remedy=remedy)
@@ -160,4 +160,4 @@ class TensorFile:
         return whole[box] if box else whole
 
     def _refuse(self, fault: str) -> RuntimeStateError:
-        return damaged(f"{self._path.name} {fault}", self._path)
+        return damage_error(f"{self._path.name} {fault}", self._path)

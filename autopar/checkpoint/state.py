@@ -88,7 +88,7 @@ class ModuleState:
         ]
         bare = self.label.removeprefix("the ")
         return [
-            *_missing(wanted, saved, self),
+            *_find_missing(wanted, saved, self),
             *(
                 f"{key.removeprefix(self.prefix)} of its {bare} is not in this one"
                 for key in beyond
@@ -175,7 +175,7 @@ class OptimizerState:
         }
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        return _missing(wanted, saved, self)
+        return _find_missing(wanted, saved, self)
 
     def undo(self) -> None:
         if self._before is not None:
@@ -317,7 +317,7 @@ def _has_optimizer(saved: Metadata) -> bool:
     return any(key.startswith(_OPTIMIZER) for key in saved.state_dict_metadata)
 
 
-def _missing(
+def _find_missing(
     wanted: Mapping[str, Any], saved: Metadata, part: ModuleState | OptimizerState
 ) -> list[str]:
     """What is not in the checkpoint, or of another shape."""

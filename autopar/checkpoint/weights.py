@@ -100,7 +100,7 @@ class WeightFiles:
                         )
         missing = [name for name in indexed or () if name not in known]
         if missing:
-            raise _damaged(
+            raise _weights_damage_error(
                 f"the index says that {missing[0]!r} is in a file that does not hold it", path
             )
         return WeightFiles(path, known, shapes, dtypes)
@@ -150,13 +150,13 @@ def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = [path.parent / name for name in sorted(set(index.values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(
+        raise _weights_damage_error(
             f"the index cannot be read ({type(error).__name__}: {error})", path
         ) from error
     return files, index
 
 
-def _damaged(what: str, path: Path) -> RuntimeStateError:
+def _weights_damage_error(what: str, path: Path) -> RuntimeStateError:
     """The error of a file that is not what was written."""
     return RuntimeStateError(
         what, where=str(path), remedy="download or copy it again, and the files that it goes with"
@@ -199,7 +199,7 @@ class _opened:
             self._content = safe_open(self._file, framework="pt")
             return self._content.__enter__()
         except (OSError, SafetensorError) as error:
-            raise _damaged(
+            raise _weights_damage_error(
                 f"it cannot be read ({type(error).__name__}: {error})", self._file
             ) from error
 
@@ -347,7 +347,7 @@ def load_weights(
 
     def match() -> tuple[set[str], tuple[str, ...]]:
         found["files"] = files = WeightFiles.of(Path(path))
-        found["pieces"], missing = _matched(
+        found["pieces"], missing = _match_names(
             holder, files, rename or _same, strict=strict, wanted=names
         )
         return {piece.name for piece in found["pieces"]}, missing
@@ -491,7 +491,7 @@ def _same(name: str) -> str:
     return name
 
 
-def _matched(
+def _match_names(
     holder: Holder,
     files: WeightFiles,
     rename: Callable[[str], str],

@@ -138,12 +138,14 @@ def check_command(
     check_writable(json_file)
     check_there(plan, hardware)
     from autopar.api import check
-    from autopar.cli.models import asked, built
+    from autopar.cli.models import built, options_asked
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta", **asked(loaded))
+        network, example = built(
+            hf, model, module, batch, seq, dtype, "meta", **options_asked(loaded)
+        )
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
     if json_file is not None:
@@ -167,12 +169,14 @@ def verify_command(
     gradient with the plain model."""
     check_there(plan)
     from autopar.api import verify
-    from autopar.cli.models import asked, built
+    from autopar.cli.models import built, options_asked
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "cpu", **asked(loaded))
+        network, example = built(
+            hf, model, module, batch, seq, dtype, "cpu", **options_asked(loaded)
+        )
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
     say(str(found))
@@ -223,13 +227,15 @@ def what_if_command(
     check_there(plan, hardware)
     there, budget = None if mesh is None else read_mesh(mesh, devices_per_node), parse_size(memory)
     from autopar.api import what_if
-    from autopar.cli.models import asked, built
+    from autopar.cli.models import built, options_asked
     from autopar.constraints.text import parse_constraint
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta", **asked(loaded))
+        network, example = built(
+            hf, model, module, batch, seq, dtype, "meta", **options_asked(loaded)
+        )
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         more = [parse_constraint(text) for text in constraint or ()]
         found = what_if(

@@ -57,12 +57,14 @@ def turning_of(
         what = "what would turn choices cannot be told without the model"
         raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
-        network, example = built(config, name, function, batch, seq, dtype, "meta", **asked(plan))
+        network, example = built(
+            config, name, function, batch, seq, dtype, "meta", **options_asked(plan)
+        )
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
 
 
-def asked(plan: Plan) -> Asked:
+def options_asked(plan: Plan) -> Asked:
     """What of its options bears on the model that is built for it: whether it has no backward,
     and in what parameters are read."""
     return {

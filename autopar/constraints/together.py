@@ -151,7 +151,9 @@ def elsewhere(
         ConstraintError: of a grid of tensor parallelism without one of its sides.
     """
     return tuple(
-        moved for c in constraints if (moved := _moved(c, before, there, stages)) is not None
+        moved
+        for c in constraints
+        if (moved := _remap_constraint(c, before, there, stages)) is not None
     )
 
 
@@ -160,7 +162,7 @@ def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tup
     arguments and errors as of `elsewhere`."""
     constraints = tuple(constraints)
     layouts = (
-        _moved(c, before, there, "")
+        _remap_constraint(c, before, there, "")
         for c in constraints
         if isinstance(c, LayoutConstraint | Resting)
     )
@@ -176,7 +178,9 @@ def axes_from(before: Mesh, there: Mesh) -> tuple[int | None, ...]:
     return tuple(old.get(axis.name) if axis.size > 1 else None for axis in there.axes)
 
 
-def _moved(constraint: Constraint, before: Mesh, there: Mesh, stages: str) -> Constraint | None:
+def _remap_constraint(
+    constraint: Constraint, before: Mesh, there: Mesh, stages: str
+) -> Constraint | None:
     if isinstance(constraint, LayoutConstraint):
         return _layouts(constraint, before, there)
     if isinstance(constraint, Resting):

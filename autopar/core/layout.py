@@ -35,11 +35,11 @@ def write(
     placements: Sequence[Placement], order: Sequence[int], *, uncast: bool, host: bool
 ) -> str:
     """The text of a layout, arguments as of `Layout`."""
-    tokens = [_token(placements, order, axis) for axis in range(len(placements))]
+    tokens = [_placement_token(placements, order, axis) for axis in range(len(placements))]
     return " ".join(tokens) + _UNCAST * uncast + _HOST * host
 
 
-def _token(placements: Sequence[Placement], order: Sequence[int], axis: int) -> str:
+def _placement_token(placements: Sequence[Placement], order: Sequence[int], axis: int) -> str:
     placement = placements[axis]
     if isinstance(placement, Special):
         return str(placement)
@@ -54,7 +54,7 @@ def _token(placements: Sequence[Placement], order: Sequence[int], axis: int) -> 
     return "R"
 
 
-def read(text: str) -> tuple[list[Placement], list[int], bool, bool]:
+def read_layout(text: str) -> tuple[list[Placement], list[int], bool, bool]:
     """Placements, order, whether uncast, and whether on hosts, of the layout that `text` is of.
 
     Raises:
@@ -163,7 +163,7 @@ class Layout:
             LayoutError: where a token cannot be read, or the splitters of a dim are not numbered 0,
                 1, … all of them.
         """
-        placements, order, uncast, host = read(text)
+        placements, order, uncast, host = read_layout(text)
         return Layout(placements, order, uncast=uncast, host=host)
 
     @staticmethod

@@ -268,9 +268,9 @@ def read_hardware(hardware: HardwareLike) -> Hardware:
     if isinstance(hardware, HardwareProfile | Mixed):
         return hardware
     if isinstance(hardware, str | os.PathLike):
-        axis, along = _parsed(os.fspath(hardware))
-        return _mixed({axis: along}) if axis else HardwareProfile.load(hardware)
-    return _mixed(hardware)
+        axis, along = _parse_hardware(os.fspath(hardware))
+        return _mixed_hardware({axis: along}) if axis else HardwareProfile.load(hardware)
+    return _mixed_hardware(hardware)
 
 
 def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
@@ -297,7 +297,7 @@ def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
     )
 
 
-def _mixed(hardware: object) -> Mixed:
+def _mixed_hardware(hardware: object) -> Mixed:
     if not isinstance(hardware, Mapping):
         raise HardwareError(
             f"hardware={hardware!r} is no profile", remedy=f"name a profile, pass one, or {_FORM}"
@@ -345,7 +345,7 @@ def _on(mixed: Mixed, mesh: Mesh) -> Mixed:
     return mixed
 
 
-def _parsed(text: str) -> tuple[str, list[str]]:
+def _parse_hardware(text: str) -> tuple[str, list[str]]:
     """The axis and its profiles of ``stage=h100-sxm,a100-sxm-80gb``; no axis where the text is a
     name or a path."""
     axis, equals, along = text.partition("=")

@@ -133,7 +133,7 @@ def second_start(size: int, length: int, start: int) -> int:
     return size - start - length // 2
 
 
-def swapped(parts: Sequence[Tensor], dim: int) -> list[Tensor]:
+def swap_parts(parts: Sequence[Tensor], dim: int) -> list[Tensor]:
     """The parts along `dim`, by rank, after a swap: plain ones mirrored, mirrored ones plain."""
     halves = [part.tensor_split(2, dim) for part in parts]
     return [torch.cat([first, halves[-1 - i][1]], dim=dim) for i, (first, _) in enumerate(halves)]

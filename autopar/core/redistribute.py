@@ -94,7 +94,7 @@ def _chain(
 ) -> set[Arc]:
     """Dijkstra against the arcs, as far as the nearest layout that is at hand: what `_steiner`
     gives for one target."""
-    root, incoming = have[0], _incoming(graph, have)
+    root, incoming = have[0], _arcs_by_end(graph, have)
     far, how, heap = [math.inf] * len(graph.layouts), dict[int, Arc](), [(0.0, target)]
     far[target] = 0.0
     while heap and heap[0][1] != root:
@@ -105,7 +105,7 @@ def _chain(
             if (longer := so_far + cost(arc)) < far[source]:
                 far[source], how[source] = longer, arc
                 heapq.heappush(heap, (longer, source))
-    _reached(graph, far[root], have, [target])
+    _refuse_unreached(graph, far[root], have, [target])
     found: set[Arc] = set()
     while root != target:
         found.add(how[root])
@@ -113,7 +113,7 @@ def _chain(
     return found
 
 
-def _incoming(graph: LayoutGraph, have: list[int]) -> list[list[tuple[Arc, int]]]:
+def _arcs_by_end(graph: LayoutGraph, have: list[int]) -> list[list[tuple[Arc, int]]]:
     """By node, the arcs that end there, each with the node that it begins at. What is at hand is
     one node, the first, where none ends: so each branch of a tree begins where that is cheapest."""
     at_hand, found = set(have), [list[tuple[Arc, int]]() for _ in graph.layouts]
@@ -123,7 +123,7 @@ def _incoming(graph: LayoutGraph, have: list[int]) -> list[list[tuple[Arc, int]]
     return found
 
 
-def _reached(graph: LayoutGraph, cost: float, have: list[int], want: list[int]) -> None:
+def _refuse_unreached(graph: LayoutGraph, cost: float, have: list[int], want: list[int]) -> None:
     """Refuse what costs more than anything."""
     if cost == math.inf:
         names = ", ".join(str(graph.layouts[t]) for t in want)
@@ -139,7 +139,7 @@ def _steiner(
     layouts in mask."""
     root, incoming = (
         have[0],
-        [[(arc, v, cost(arc)) for arc, v in arcs] for arcs in _incoming(graph, have)],
+        [[(arc, v, cost(arc)) for arc, v in arcs] for arcs in _arcs_by_end(graph, have)],
     )
     num, full = len(graph.layouts), (1 << len(want)) - 1
     best = [[math.inf] * num for _ in range(full + 1)]
@@ -155,7 +155,7 @@ def _steiner(
                     row[v], how[mask][v] = both, sub
             sub = (sub - 1) & mask
         _relax(row, how[mask], incoming)
-    _reached(graph, best[full][root], have, want)
+    _refuse_unreached(graph, best[full][root], have, want)
     return _collect(how, full, root)
 
 

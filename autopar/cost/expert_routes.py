@@ -83,7 +83,7 @@ def with_routes(
     mesh_shape, numbers = price.mesh.shape, dict[SharedRows, int]()
     routes: dict[tuple[int, int], Route] = {}
     for n, source in enumerate(sources):
-        for s, calls in _dispatching(source, mesh_shape):
+        for s, calls in _dispatch_strategies(source, mesh_shape):
             saved_s = sum(sum(savings(*each, price, profile)) for each in calls)
             if saved_s > profile.launch_overhead_s:
                 shared = [rows for each in calls for rows in shared_rows(*each, mesh_shape)]
@@ -118,7 +118,7 @@ def why_not(priced: Priced, n: int, s: int, axis: int) -> str:
     return why_none(priced.moves.price.mesh, axis) or (NO_ROOM if offered else TOO_LITTLE)
 
 
-def _dispatching(
+def _dispatch_strategies(
     source: Source, mesh_shape: Sequence[int]
 ) -> Iterator[tuple[int, list[tuple[Call, Strategy]]]]:
     """The strategies of an op that send rows, and what sends them."""

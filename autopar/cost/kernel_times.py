@@ -143,7 +143,7 @@ def terms_of(call: Call) -> tuple[str, str, str]:
     return chunked.terms_of(str(call.args[0]))
 
 
-def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
+def seconds_saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
     """Seconds that the kernel saves, and in how many chunks a rank's part goes; nothing, where that
     costs more than it hides.
 

@@ -32,7 +32,7 @@ from autopar.core.layout_graph import Arc
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Hidden, Kernel, Kernels, Problem, is_early
 from autopar.core.solution import Choices
-from autopar.cost.kernel_times import ADDITION, NAMES, TAIL, Region, Site, saved, terms_of
+from autopar.cost.kernel_times import ADDITION, NAMES, TAIL, Region, Site, seconds_saved, terms_of
 from autopar.cost.priced import Priced, Source
 from autopar.rules import Call, operands_of
 from autopar.sharding import Cluster, ClusterClass, ClusterStrategy, Ref, pattern_of
@@ -496,7 +496,7 @@ class _Offers:
             *map(tuple, site.infos()),
         )
         if key not in self._known:
-            self._known[key] = saved(site, arc.time_s, self.profile)
+            self._known[key] = seconds_saved(site, arc.time_s, self.profile)
         saved_s, chunks = self._known[key]
         if saved_s <= self.profile.launch_overhead_s:
             return []

@@ -197,7 +197,12 @@ class Liveness:
             add(live, sizes, op, 1)
         back = tuple((v, n) for v, n in fetched.items() if n)
         return Moment(
-            node, tuple((v, n) for v, n in held.items() if n), frozen(live), 0, frozen(again), back
+            node,
+            tuple((v, n) for v, n in held.items() if n),
+            freeze_sizes(live),
+            0,
+            freeze_sizes(again),
+            back,
         )
 
     def _backward_value(
@@ -287,7 +292,9 @@ class Liveness:
                         self.add_gradient(n, value, live)
             self.add_returned(live, now)
             add(live, self.widened[name][1], op, 1)
-            yield Moment(name + WIDENED, tuple((v, n) for v, n in held.items() if n), frozen(live))
+            yield Moment(
+                name + WIDENED, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live)
+            )
 
     def add_gradient(self, name: str, value: Value, live: dict[int, list[int]]) -> None:
         """Add a gradient that is done, in its fewest bytes, where none is added to a sum."""
@@ -337,7 +344,7 @@ class Liveness:
                 if v in held:
                     held[v] -= self.spans[ref[0]].waits(now, value.num_versions)
         self.add_returned(live, now)
-        return Moment(first.node, tuple((v, n) for v, n in held.items() if n), frozen(live))
+        return Moment(first.node, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live))
 
     def _num_waiting(self, refs: Sequence[Ref], now: float, num_versions: int) -> int:
         return sum(self.spans[name].waits(now, num_versions) for name, _ in refs)
@@ -358,5 +365,5 @@ def add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) 
         total[op] = [a + count * b for a, b in zip(before, sizes, strict=True)]
 
 
-def frozen(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def freeze_sizes(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((op, tuple(each)) for op, each in sizes.items())

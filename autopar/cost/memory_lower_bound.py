@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.core.problem import Moment
-from autopar.cost.memory import Liveness, add, frozen
+from autopar.cost.memory import Liveness, add, freeze_sizes
 from autopar.cost.spans import NEVER
 from autopar.sharding import Cluster
 
@@ -89,7 +89,9 @@ class _Now:
         if self.backward:
             self.liveness.add_returned(live, self.now)
         return Moment(
-            self.cluster.members[0].node, tuple((v, n) for v, n in held.items() if n), frozen(live)
+            self.cluster.members[0].node,
+            tuple((v, n) for v, n in held.items() if n),
+            freeze_sizes(live),
         )
 
     def _waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:

@@ -31,7 +31,7 @@ from autopar.cost.kernels import with_kernels
 from autopar.cost.offload import away, host_budget
 from autopar.cost.op_times import CollectivePrices, call_time, own_collectives
 from autopar.cost.priced import Crossing, Priced, Source
-from autopar.cost.zero_costs import HeldPrices, Making, adding_partial, resting
+from autopar.cost.zero_costs import HeldPrices, Making, adding_partial, resting_strategy
 from autopar.cost.zero_stages import StepMoves, cannot_rest
 from autopar.rules import TensorInfo
 from autopar.sharding import ClusterClass, ClusterStrategy, Forced, Ref, group_of
@@ -134,7 +134,7 @@ class Builder:
                 strategies = held.strategies(first, possible, stages, self.uncast.get(first.name))
             else:
                 strategies = tuple(
-                    resting(first, layout, self.mesh.shape, self.optimizer, self.profile)
+                    resting_strategy(first, layout, self.mesh.shape, self.optimizer, self.profile)
                     for layout in possible
                 )
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)

@@ -57,7 +57,9 @@ class HeldPrices:
                     if strategy is not None:
                         found.setdefault(strategy.layouts, []).append(strategy)
         return tuple(
-            s for alike in found.values() for s in (alike if self.all_ways else _undominated(alike))
+            s
+            for alike in found.values()
+            for s in (alike if self.all_ways else _drop_dominated(alike))
         )
 
     def _strategy(self, p: Parameter, held: Held, dtype: torch.dtype) -> OpStrategy | None:
@@ -159,7 +161,7 @@ def narrowing_s(
     return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, profile)
 
 
-def resting(
+def resting_strategy(
     p: Parameter,
     layout: Layout,
     mesh_shape: Sequence[int],
@@ -238,7 +240,7 @@ class Making:
                 ]
 
 
-def _undominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:
+def _drop_dominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:
     """Those of which no other, or none before it, takes as little time and rests with as few
     bytes, here and there."""
     for i, s in enumerate(alike):

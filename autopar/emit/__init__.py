@@ -1,22 +1,22 @@
 """Trace and plan → Program."""
 
-from autopar.emit.buckets import WaitingError, bucketed, can_share, on_bucket, slack_of
+from autopar.emit.buckets import WaitingError, apply_buckets, can_share, on_bucket, slack_of
 from autopar.emit.build import emit, emit_staged, returned_of
-from autopar.emit.overlap import Orders, least_overlap, overlapped, places
-from autopar.emit.simulation import simulated
+from autopar.emit.overlap import Orders, apply_overlap, least_overlap, places
+from autopar.emit.simulation import simulate_program
 
 __all__ = [
     "Orders",
     "WaitingError",
-    "bucketed",
+    "apply_buckets",
+    "apply_overlap",
     "can_share",
     "emit",
     "emit_staged",
     "least_overlap",
     "on_bucket",
-    "overlapped",
     "places",
     "returned_of",
-    "simulated",
+    "simulate_program",
     "slack_of",
 ]

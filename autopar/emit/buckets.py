@@ -65,7 +65,7 @@ def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective
     )
 
 
-def bucketed(program: Program, plan: Plan) -> Program:
+def apply_buckets(program: Program, plan: Plan) -> Program:
     """The program with the buckets that the plan says.
 
     Raises:
@@ -194,10 +194,10 @@ class _Together:
             raise ChangedPlanError(what)
         sources = [n.args[0] for n in members]
         reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)  # type: ignore[union-attr]
-        return _Together(bucket, members, reads, tuple(map(_made, members)))  # type: ignore[arg-type]
+        return _Together(bucket, members, reads, tuple(map(_cast_behind, members)))  # type: ignore[arg-type]
 
 
-def _made(step: fx.Node) -> fx.Node:
+def _cast_behind(step: fx.Node) -> fx.Node:
     """The cast behind a step, where that alone reads it, else the step."""
     users = list(step.users)
     return (
@@ -235,10 +235,10 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
         raise WaitingError(
             f"members of the bucket of {', '.join(inside)} wait for each other"
         ) from error
-    return _written(nodes, waits, buckets, mesh_shape)
+    return _write_in_order(nodes, waits, buckets, mesh_shape)
 
 
-def _written(
+def _write_in_order(
     nodes: Sequence[fx.Node],
     waits: TopologicalSorter[int],
     buckets: Mapping[int, _Together],

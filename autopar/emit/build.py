@@ -13,7 +13,7 @@ from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Parameter, Trace
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout
-from autopar.emit.buckets import bucketed
+from autopar.emit.buckets import apply_buckets
 from autopar.emit.context import (
     CALLS,
     CAST,
@@ -29,7 +29,7 @@ from autopar.emit.context import (
     storage_key,
 )
 from autopar.emit.legality import check_legal
-from autopar.emit.overlap import overlapped
+from autopar.emit.overlap import apply_overlap
 from autopar.emit.phase import Phase
 from autopar.errors import ChangedPlanError
 from autopar.kernels.collectives import sum_dtype
@@ -221,8 +221,8 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
     program = replace(program, plan_hash=plan.hash) if named else program
-    return overlapped(
-        bucketed(with_step(program, trace, index) if accumulates else program, plan), plan
+    return apply_overlap(
+        apply_buckets(with_step(program, trace, index) if accumulates else program, plan), plan
     )[0]
 
 

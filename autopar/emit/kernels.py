@@ -108,7 +108,7 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
     raise ChangedPlanError(f"the plan has {pattern} {what}", where=where_of(made))
 
 
-def emitted(
+def emit_kernel(
     phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool
 ) -> bool:
     """Emit a product together with a collective at its border; whether there is one."""
@@ -128,7 +128,7 @@ def emitted(
         if step.kernel.name == NORMED:
             _norm(phase, node, strategy, refs, operand, step)
             return True
-    step = _scattering(phase, node, strategy, again) if len(strategy.outputs) == 1 else None
+    step = _scatter_step(phase, node, strategy, again) if len(strategy.outputs) == 1 else None
     if step is not None and _kernel(step).name != NORMED:
         _scatter(phase, node, strategy, refs, step)
     return step is not None or _stands_later(phase, node, again)
@@ -140,11 +140,11 @@ def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
     place = product_added(total)
     if place is None or total.args[place] is not node:
         return False
-    step = _scattering(phase, total, phase.job.index.chosen[total.meta["key"]], again)
+    step = _scatter_step(phase, total, phase.job.index.chosen[total.meta["key"]], again)
     return step is not None and product_of(total, step) is node
 
 
-def _scattering(
+def _scatter_step(
     phase: Phase, made: fx.Node, strategy: Strategy, again: bool
 ) -> Communication | None:
     """The step by which a kernel scatters what a node makes."""

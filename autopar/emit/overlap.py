@@ -16,7 +16,7 @@ from autopar.emit.simulation import blocked_s, node_times
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.plans import Overlap, Piece, Plan
 from autopar.program.program import Action, Program
-from autopar.program.reorder import without_idle_starts, written
+from autopar.program.reorder import without_idle_starts, write_order
 
 # --------------------------------------------------------------------------------------------------
 # Room for early steps: how many bytes they may hold, by place in a phase.
@@ -338,12 +338,12 @@ class Schedule:
 _ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # times what early steps hold
 
 
-def overlapped(program: Program, plan: Plan) -> tuple[Program, Overlap]:
+def apply_overlap(program: Program, plan: Plan) -> tuple[Program, Overlap]:
     """The program with its communication beside its compute, as far as `plan.overlap` says, and
     what early steps hold in it at most; with
     that little room alone they may come in another order."""
     found, held = Orders(program, plan).within(plan.overlap)
-    return written(found), held
+    return write_order(found), held
 
 
 def least_overlap(program: Program, plan: Plan) -> Overlap:
@@ -374,7 +374,7 @@ class Orders:
             held[phase] = schedule.most_held
             if schedule.most_held:  # else nothing is started, and the order stays as it was
                 orders[phase] = order
-        return replace(self.program, orders=orders), _allowing(overlap, held)
+        return replace(self.program, orders=orders), _allow_bytes(overlap, held)
 
     def least(self, overlap: Overlap) -> Overlap:
         """The overlap that gives the same program with few bytes allowed: what early steps hold at
@@ -388,7 +388,7 @@ class Orders:
                 (n for n in less if most and n < limit and schedule.within(n).run() == order),
                 limit if most else 0,
             )
-        return _allowing(overlap, held)
+        return _allow_bytes(overlap, held)
 
     def _schedules(self, overlap: Overlap) -> dict[str, Schedule]:
         """By phase, where early steps are allowed to hold something."""
@@ -415,7 +415,7 @@ class Orders:
         return self._phases[phase]
 
 
-def _allowing(overlap: Overlap, held: Mapping[str, int]) -> Overlap:
+def _allow_bytes(overlap: Overlap, held: Mapping[str, int]) -> Overlap:
     if overlap.slowdown >= 1.0:
         return overlap
     room = {"forward": overlap.forward_room, "backward": overlap.backward_room}

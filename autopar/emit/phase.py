@@ -325,7 +325,7 @@ class Phase:
                 refs[0], strategy.inputs[0], key
             )
             return
-        if kernels.emitted(self, node, strategy, refs, again):
+        if kernels.emit_kernel(self, node, strategy, refs, again):
             return
         operands = [
             self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)

@@ -88,7 +88,7 @@ class Simulated:
     missing_s: float
 
 
-def simulated(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
+def simulate_program(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
     """Forward and backward; of the plan's entries those that are run in neither graph, such as
     the optimizer's, are in neither."""
     forward, backward = (

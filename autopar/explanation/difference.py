@@ -100,7 +100,7 @@ def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
         return places[0].get((module, instance), ()), places[1].get((module, instance), ())
 
     both, axes = (
-        (_collected(first, cell), _collected(second, cell)),
+        (_collect_parts(first, cell), _collect_parts(second, cell)),
         axes_of([_pieces(plan)[0].plan for plan in (first, second)]),
     )
     keys = list(dict.fromkeys((*both[0], *both[1])))
@@ -168,7 +168,7 @@ _Cell = Callable[[str, tuple[int, ...]], tuple[_Place, _Place]]
 _Found = dict[tuple[str, tuple[_Place, _Place]], list[tuple[int, _Piece, Part]]]
 
 
-def _collected(plan: Plan, cell: _Cell) -> _Found:
+def _collect_parts(plan: Plan, cell: _Cell) -> _Found:
     """(module, cell) → the stages that have it, and its part there, split such that copies of a
     cell are together."""
     found: _Found = {}
@@ -456,7 +456,7 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
 
 def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
     axes = next(share.axes for share in (a, b) if share)
-    yield from _said(a.part if a else None, b.part if b else None, axes)
+    yield from _describe_change(a.part if a else None, b.part if b else None, axes)
     where = [_where(share) for share in (a, b) if share]
     if len(where) == 2 and where[0] != where[1]:
         yield f"{where[0]} → {where[1]}"
@@ -494,7 +494,7 @@ def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[lis
     noticed_s = _NOTICED * max(plan.prediction.step_s for plan in plans)
     for key in dict.fromkeys((*before, *after)):
         a, b = before.get(key), after.get(key)
-        said = tuple(_said(a, b, axes))
+        said = tuple(_describe_change(a, b, axes))
         costs = _minus(b, a)
         if said or costs[2] or max(abs(costs[0]), abs(costs[1])) > noticed_s:
             some = a or b
@@ -510,7 +510,7 @@ def _minus(b: Part | None, a: Part | None) -> tuple[float, float, int]:
     return x[0] - y[0], x[1] - y[1], x[2] - y[2]
 
 
-def _said(a: Part | None, b: Part | None, axes: tuple[str, ...]) -> Iterator[str]:
+def _describe_change(a: Part | None, b: Part | None, axes: tuple[str, ...]) -> Iterator[str]:
     if a is None or b is None:
         yield "only in the first plan" if b is None else "only in the second plan"
         return

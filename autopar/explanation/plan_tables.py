@@ -20,7 +20,7 @@ from autopar.explanation.summary import (
     as_emitted,
     at_best,
     beside,
-    covered,
+    describe_coverage,
     idle,
     made_for,
     memory,
@@ -258,7 +258,7 @@ class Explanation(Readable):
         yield from of_dispatch(plan)
         yield objective(plan)
         yield self._price()
-        yield from covered(plan)
+        yield from describe_coverage(plan)
 
     def _price(self) -> str:
         """What memory is worth."""
@@ -317,7 +317,7 @@ class Explanation(Readable):
     def _runner_ups(self) -> Iterator[tuple[str, ...]]:
         for part in self.parts:
             if part.runner_up is not None and part.main is not None and part.main in part.entries:
-                chosen = _chosen(part.main)
+                chosen = _describe_choice(part.main)
                 yield escape(part.name), part.main.op, chosen, *self._other(part.runner_up)
 
     def _decision(self, entry: Entry) -> tuple[str, ...]:
@@ -330,7 +330,7 @@ class Explanation(Readable):
         )
         return (
             escape(op),
-            _chosen(entry),
+            _describe_choice(entry),
             seconds(entry.time_s * len(entry.instances)),
             *self._other(entry.runner_up),
             escape(source),
@@ -425,7 +425,7 @@ def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
     )
 
 
-def _chosen(entry: Entry) -> str:
+def _describe_choice(entry: Entry) -> str:
     """The layouts that cross the decision's border: what the first op reads and the last makes."""
     first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
     return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"

@@ -216,7 +216,9 @@ def _times(
         ]
     stages, along, num = plan.pipeline.stages, plan.pipeline.axis, plan.pipeline.num_microbatches
     if axis == along:
-        received = zip(stages, *_received(plan.pipeline, plan.mesh, hardware, free), strict=True)
+        received = zip(
+            stages, *_seconds_received(plan.pipeline, plan.mesh, hardware, free), strict=True
+        )
         return [s.prediction.step_s - planned_s + priced_s for s, planned_s, priced_s in received]
     profiles = [profile_of(hardware, along, number) for number in range(len(stages))]
     shorter = [
@@ -252,7 +254,7 @@ def _shorter_s(
     return load.least_s(slowdown) - changed.least_s(slowdown)
 
 
-def _received(
+def _seconds_received(
     pipeline: Pipeline, mesh: Mesh, hardware: Hardware, free: HardwareProfile | None = None
 ) -> tuple[list[float], list[float]]:
     """Per stage seconds of a microbatch that it receives, in the plan and on its devices: forward

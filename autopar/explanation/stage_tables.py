@@ -23,7 +23,7 @@ from autopar.explanation.summary import (
     Readable,
     as_emitted,
     at_best,
-    covered,
+    describe_coverage,
     idle,
     made_for,
     memory,
@@ -177,7 +177,7 @@ class StagedExplanation(Readable):
         yield from of_dispatch(plan)
         yield objective(plan)
         yield from self._prices()
-        yield from covered(plan)
+        yield from describe_coverage(plan)
 
     def _waves(self) -> str:
         """The slowest stage of forward, and that of backward, each of which all others wait for."""

@@ -197,7 +197,7 @@ def at_best(plan: Plan) -> str:
     )
 
 
-def covered(plan: Plan) -> Iterator[str]:
+def describe_coverage(plan: Plan) -> Iterator[str]:
     """What the bound covers, one line each, and how repeated layers were captured."""
     for position, what in enumerate(plan.proof.covers):
         yield f"{'the bound covers: ' if not position else ' ' * 18}{what}"

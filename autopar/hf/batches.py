@@ -35,7 +35,7 @@ def forms(model: Any, channels: int, sides: Sequence[int]) -> Iterator[Form]:
         yield {"pixel_values": (1, *image)}
 
 
-def made(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
+def build_batch(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
     """`batch` samples of a form, on the device of the context."""
     return {
         name: (
@@ -66,7 +66,7 @@ def form_and_tokens(
             asked = type(model)(model.config).to(dtype).eval() if device == "meta" else model
             for form in forms(model, channels, sides):
                 try:
-                    found = asked.get_image_features(**made(form, 1, dtype))
+                    found = asked.get_image_features(**build_batch(form, 1, dtype))
                 except (
                     Exception
                 ) as error:  # whatever a model raises of a form that it does not take
@@ -248,7 +248,7 @@ def _tokens(sizes: _Sizes) -> dict[str, Any]:
         raise AutoparError(what, remedy=f"pass --seq of more than {num_tokens}")
     ids = torch.where(ids == mark, (mark + 1) % sizes.vocabulary(), ids)
     ids[:, :num_tokens] = mark
-    return {"input_ids": ids, **made(form, sizes.batch, sizes.dtype)}
+    return {"input_ids": ids, **build_batch(form, sizes.batch, sizes.dtype)}
 
 
 def _pixels(sizes: _Sizes) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ def _series(sizes: _Sizes) -> dict[str, Tensor]:
     return made
 
 
-def _perceived(sizes: _Sizes) -> dict[str, Any]:
+def _perceiver_inputs(sizes: _Sizes) -> dict[str, Any]:
     return {"inputs": _tokens(sizes)["input_ids"]}
 
 
@@ -329,7 +329,7 @@ _INPUTS: Mapping[str, Callable[[_Sizes], dict[str, Any]]] = MappingProxyType(
         "input_features": _spectrum,
         "input_values": _sound,
         "past_values": _series,
-        "inputs": _perceived,
+        "inputs": _perceiver_inputs,
     }
 )
 

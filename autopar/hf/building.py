@@ -67,7 +67,7 @@ def build(
     """
     kind, head, settings = parse(spec)
     config = _config(kind, settings)
-    _quieten(config, settings, dropout)
+    _zero_dropout(config, settings, dropout)
     if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # labels are shifted, and what is ignored becomes padding
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -137,13 +137,13 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _quieten(config: Any, settings: Mapping[str, Any], dropout: float | None) -> None:
+def _zero_dropout(config: Any, settings: Mapping[str, Any], dropout: float | None) -> None:
     """Set every dropout that the settings do not name, in nested configurations too; nothing
     random beside it."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "model_type"):
             nested = settings.get(name)
-            _quieten(value, nested if isinstance(nested, Mapping) else {}, dropout)
+            _zero_dropout(value, nested if isinstance(nested, Mapping) else {}, dropout)
         elif name in settings:
             continue
         elif name.endswith(("layerdrop", "layer_drop")) and isinstance(value, float):

@@ -188,15 +188,15 @@ class Accelerator(accelerate.Accelerator):
 
     def on_main_process(self, function: Any = None) -> Any:
         """The function on one rank, nothing on others."""
-        return function if self.is_main_process else _nothing
+        return function if self.is_main_process else _do_nothing
 
     def on_local_main_process(self, function: Any = None) -> Any:
         """The function on one rank of each machine, nothing on others."""
-        return function if self.is_local_main_process else _nothing
+        return function if self.is_local_main_process else _do_nothing
 
     def on_last_process(self, function: Any = None) -> Any:
         """The function on the last rank, nothing on others."""
-        return function if self.is_last_process else _nothing
+        return function if self.is_last_process else _do_nothing
 
     def wait_for_everyone(self) -> None:
         """Until all ranks are here."""
@@ -215,7 +215,7 @@ class Accelerator(accelerate.Accelerator):
     save_model = save_state
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """What other ranks do."""
 
 

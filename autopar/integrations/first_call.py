@@ -90,7 +90,7 @@ def may_be_read_once(data: Any, num_workers: int) -> bool:
     return hasattr(data, "__next__")
 
 
-def peeked(loader: Any) -> Any:
+def peek_batch(loader: Any) -> Any:
     """A loader's first batch, which it gives again, and after it what it would have given: samplers
     and their generators are copied, and where it has workers data are read in one of its own. None
     where there is none.

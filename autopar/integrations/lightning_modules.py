@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from autopar.errors import RuntimeStateError, size_text
-from autopar.integrations.first_call import first_call, peeked
+from autopar.integrations.first_call import first_call, peek_batch
 from autopar.runtime.parameter_module import Holder
 
 log = logging.getLogger("autopar")
@@ -135,9 +135,9 @@ def _first_batch(loaders: Any, *, in_turn: bool) -> Any:
         else CombinedLoader(loaders, "sequential" if in_turn else "max_size_cycle")
     )
     if in_turn:
-        return peeked(combined.flattened[0])
+        return peek_batch(combined.flattened[0])
     together = CombinedLoader(combined.iterables, "max_size_cycle")
-    read = [peeked(each) for each in together.flattened]
+    read = [peek_batch(each) for each in together.flattened]
     if any(each is None for each in read):
         return None
     together.flattened = [[each] for each in read]

@@ -80,7 +80,7 @@ def load_adapter(module: nn.Module, model: nn.Module, folder: str | Path) -> Non
     adapter = _active(model)
     named = Path(folder) / adapter / _ADAPTER
     path = named if named.is_file() else Path(folder) / _ADAPTER
-    names = by_first(lambda: _fitting(model, adapter, path), str(path))
+    names = by_first(lambda: _match_keys(model, adapter, path), str(path))
     load_weights(module, path, rename=lambda name: names.get(name, name), names=set(names))
 
 
@@ -145,7 +145,7 @@ def _all_keys(model: Any) -> set[str]:
     return {name for adapter in model.peft_config for name in _keys(model, adapter)}
 
 
-def _fitting(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
+def _match_keys(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
     """Names, and their keys in the file.
 
     Raises:

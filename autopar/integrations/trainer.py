@@ -38,7 +38,7 @@ from autopar.integrations.first_call import first_call, may_be_read_once, same_r
 from autopar.integrations.pretrained import is_peft, load_adapter, names_saved
 from autopar.runtime.full_state import whole_values
 from autopar.runtime.parameter_module import Holder, holder_of
-from autopar.runtime.plain_model import Noted, noted
+from autopar.runtime.plain_model import Noted, note_tensors
 from autopar.runtime.rank_comm import by_first, num_ranks, rank
 
 # --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class PlainModel:
                             parameter.detach().to("meta"), requires_grad=parameter.requires_grad
                         )
                     module._parameters[name] = made[parameter]
-        return PlainModel(model, tuple(each for each in noted(model) if each.is_parameter))
+        return PlainModel(model, tuple(each for each in note_tensors(model) if each.is_parameter))
 
     def check(self, model: nn.Module) -> None:
         """Raises RuntimeStateError where another model stands in its place, or something was done

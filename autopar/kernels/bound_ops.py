@@ -53,7 +53,7 @@ def start_all_gather(
     if size == 1:
         return [x]
     if length is not None:
-        x = _padded(x, dim, part_of(length, size))
+        x = _pad_dim(x, dim, part_of(length, size))
     return _start_gather(x.contiguous(), size, name)
 
 
@@ -61,7 +61,9 @@ def finish_all_gather(
     started: Started, dim: int, size: int, name: str, length: int | None = None
 ) -> Tensor:
     return (
-        _itself(started) if size == 1 else _cut(_joined(_awaited(started, name), dim), dim, length)
+        _itself(started)
+        if size == 1
+        else _cut_dim(_join_parts(_await_received(started, name), dim), dim, length)
     )
 
 
@@ -93,7 +95,7 @@ def finish_reduce_scatter(
     if size == 1:
         return _itself(started)
     own = started.pop()
-    return _cut(_awaited(started, name).squeeze(0), dim, own)
+    return _cut_dim(_await_received(started, name).squeeze(0), dim, own)
 
 
 def all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
@@ -116,7 +118,7 @@ def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started
 
 
 def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) -> Tensor:
-    return _itself(started) if size == 1 else _awaited(started, name)
+    return _itself(started) if size == 1 else _await_received(started, name)
 
 
 def all_to_all(
@@ -146,7 +148,7 @@ def start_all_to_all(
         return [x]
     own = part_range(x.shape[to_dim], [size], [coordinate])[1]
     if length is not None:
-        x = _padded(x, dim, part_of(length, size))
+        x = _pad_dim(x, dim, part_of(length, size))
     return [
         *_start_exchange(_leading_parts(_whole_parts(x, to_dim, size), to_dim, size), size, name),
         own,
@@ -165,7 +167,9 @@ def finish_all_to_all(
     if size == 1 or dim == to_dim:
         return _itself(started)
     own = started.pop()
-    return _cut(_cut(_joined(_awaited(started, name), dim), dim, length), to_dim, own)
+    return _cut_dim(
+        _cut_dim(_join_parts(_await_received(started, name), dim), dim, length), to_dim, own
+    )
 
 
 def halo(
@@ -227,7 +231,7 @@ def finish_halo(
         return torch.cat([beyond(x, around, before), x, beyond(x, around, after)], dim=dim)
     has_previous, has_next = coordinate > 0, coordinate < size - 1
     row, shape = x.numel() // x.shape[dim], list(x.shape)
-    first, last = _awaited(started, name).split(
+    first, last = _await_received(started, name).split(
         [before * row * has_previous, after * row * has_next]
     )
     left = (
@@ -263,7 +267,7 @@ def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: in
         return _itself(started)
     x = started.pop()
     first = x.narrow(dim, 0, x.shape[dim] // 2)
-    return torch.cat([first, _awaited(started, name).view(first.shape)], dim=dim)
+    return torch.cat([first, _await_received(started, name).view(first.shape)], dim=dim)
 
 
 def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
@@ -276,14 +280,14 @@ def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
     )
 
 
-def exchanged(rows: Tensor, leaving: list[int], coming: list[int], name: str) -> Tensor:
+def exchange_rows(rows: Tensor, leaving: list[int], coming: list[int], name: str) -> Tensor:
     """So many rows for every rank, one after another → as many from every rank as come."""
-    return _awaited(
+    return _await_received(
         [_functional.all_to_all_single(rows.contiguous(), coming, leaving, name), rows], name
     )
 
 
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
     """Filled up with zeros at the end of `dim`."""
     missing = length - x.shape[dim]
     return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
@@ -291,10 +295,10 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 def _whole_parts(x: Tensor, dim: int, size: int) -> Tensor:
     """Filled up so that all parts of `dim` are equally long."""
-    return _padded(x, dim, part_of(x.shape[dim], size) * size)
+    return _pad_dim(x, dim, part_of(x.shape[dim], size) * size)
 
 
-def _cut(x: Tensor, dim: int, length: int | None) -> Tensor:
+def _cut_dim(x: Tensor, dim: int, length: int | None) -> Tensor:
     """The first `length` of `dim`, in memory of its own; all of it where none is said."""
     return (
         x
@@ -309,7 +313,7 @@ def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
     return x.unflatten(dim, (size, part_of(x.shape[dim], size))).movedim(dim, 0).contiguous()
 
 
-def _joined(parts: Tensor, dim: int) -> Tensor:
+def _join_parts(parts: Tensor, dim: int) -> Tensor:
     """[size, .., d, ..] → [.., size · d, ..], contiguous: `flatten` alone returns a strided view
     if d is 1."""
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
@@ -369,7 +373,7 @@ def _summable(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def _awaited(started: Started, name: str) -> Tensor:
+def _await_received(started: Started, name: str) -> Tensor:
     """What came, in the dtype that was sent; what was sent is let go."""
     come, sent = started
     started.clear()

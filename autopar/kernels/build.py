@@ -228,11 +228,11 @@ def _build(
         )
     cache, stem = cache_folder(), f"{name}-{_key(command, files, folder)}"
     place = cache / f"{stem}{suffix}"
-    if (report := _read(place, stem)) is not None:
+    if (report := _read_cached(place, stem)) is not None:
         return Built(place, report, 0.0)
     try:
-        with _locked(cache / f"{stem}.lock"):
-            report = _read(place, stem)
+        with _lock_file(cache / f"{stem}.lock"):
+            report = _read_cached(place, stem)
             return (
                 _compile(name, command, files, place, stem)
                 if report is None
@@ -242,7 +242,7 @@ def _build(
         raise _unwritable(error) from error
 
 
-def _read(place: Path, stem: str) -> str | None:
+def _read_cached(place: Path, stem: str) -> str | None:
     """What the compiler said of a library in the cache; None if it has to be compiled."""
     try:
         if not (reason := find_foreign(place)):
@@ -309,7 +309,7 @@ def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         try:
-            return _watched(name, process)
+            return _watch_process(name, process)
         except subprocess.TimeoutExpired:
             return 1, f"the compiler took longer than {LIMIT_S:.0f} s"
         finally:
@@ -317,24 +317,24 @@ def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _watched(name: str, process: subprocess.Popen[str]) -> tuple[int, str]:
+def _watch_process(name: str, process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        return _ended(process, _QUIET_S)
+        return _end_process(process, _QUIET_S)
     except subprocess.TimeoutExpired:
         doing = f"compiling autopar's kernels ({name}), once"
         if not err.is_terminal:
             complain(f"{doing} …")
         with err.status(f"{doing} …"):
-            return _ended(process, LIMIT_S)
+            return _end_process(process, LIMIT_S)
 
 
-def _ended(process: subprocess.Popen[str], limit_s: float) -> tuple[int, str]:
+def _end_process(process: subprocess.Popen[str], limit_s: float) -> tuple[int, str]:
     report, _ = process.communicate(timeout=limit_s)
     return process.returncode, report
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_file(path: Path) -> Iterator[None]:
     """Hold the lock of that file; another process that holds it is waited for."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -368,11 +368,11 @@ def cut_bias(
     return (
         None
         if bias is None
-        else cut([bias_term(equation, bias.dim())], [bias], letter, begin, length)[0]
+        else cut_rows([bias_term(equation, bias.dim())], [bias], letter, begin, length)[0]
     )
 
 
-def cut(
+def cut_rows(
     terms: Sequence[str], tensors: Sequence[Tensor], letter: str, begin: int, length: int
 ) -> list[Tensor]:
     """Of each tensor that has the letter these rows; the others as they are."""

@@ -184,7 +184,7 @@ class InGroup:
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
         (mine,) = counts
-        theirs = bound_ops.exchanged(mine, [1] * self.size, [1] * self.size, self.name)
+        theirs = bound_ops.exchange_rows(mine, [1] * self.size, [1] * self.size, self.name)
         leaving, coming = torch.stack((mine, theirs)).tolist()
         return [Traffic(tuple(map(sum, leaving)), tuple(map(tuple, coming)))]
 
@@ -192,7 +192,7 @@ class InGroup:
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
         return [
-            bound_ops.exchanged(
+            bound_ops.exchange_rows(
                 tensors.pop()[index[0]],
                 list(traffic[0].leaving),
                 list(traffic[0].by_sender),
@@ -202,7 +202,7 @@ class InGroup:
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         return [
-            bound_ops.exchanged(
+            bound_ops.exchange_rows(
                 rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name
             )
         ]

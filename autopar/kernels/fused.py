@@ -23,8 +23,13 @@ from autopar.core.collective import Kind
 from autopar.core.layout import part_range
 from autopar.kernels import collectives
 from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
-from autopar.kernels.normed import Made, dot_reduce_add_rmsnorm, norming
-from autopar.kernels.overlapped import all_gather_dot, dot_reduce_scatter, gathering, scattering
+from autopar.kernels.normed import Made, dot_reduce_add_rmsnorm, prepare_norm
+from autopar.kernels.overlapped import (
+    all_gather_dot,
+    dot_reduce_scatter,
+    prepare_gather,
+    prepare_scatter,
+)
 from autopar.kernels.peers import Peers
 from autopar.kernels.routed import Combine, Dispatch, Routes, combine, dispatch
 
@@ -256,7 +261,7 @@ def gather_all(
     for rank, (shard, other, bias) in enumerate(
         zip(shards, others, biases or [None] * len(shards), strict=True)
     ):
-        jobs[rank], y = gathering(equation, shard, other, which, dim, shape, bias)
+        jobs[rank], y = prepare_gather(equation, shard, other, which, dim, shape, bias)
         products.append(y)
     gather(peers, Shards.of(shape, dim, shards[0].dtype, peers.size, num_chunks), jobs)
     return [(jobs[rank].gathered, products[rank]) for rank in range(peers.size)]
@@ -278,7 +283,7 @@ def scatter_all(
     for rank, ((a, b), addend, bias) in enumerate(
         zip(pairs, addends or none, biases or none, strict=True)
     ):
-        jobs[rank], shape = scattering(equation, a, b, addend, dim, peers.size, rank, bias)
+        jobs[rank], shape = prepare_scatter(equation, a, b, addend, dim, peers.size, rank, bias)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
     return [jobs[rank].out for rank in range(peers.size)]
 
@@ -299,7 +304,7 @@ def scatter_norm_all(
     shape: list[int] = []
     made = []
     for rank, ((a, b), residual, weight) in enumerate(zip(pairs, residuals, weights, strict=True)):
-        jobs[rank], shape, own = norming(
+        jobs[rank], shape, own = prepare_norm(
             equation, a, b, residual, weight, dim, peers.size, rank, eps, rounded
         )
         made.append(own)

@@ -57,7 +57,7 @@ def follows(inputs: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def making() -> Iterator[None]:
+def make_on_host() -> Iterator[None]:
     """What is made inside is made on the host."""
     before, _making[0] = _making[0], True
     try:
@@ -68,7 +68,7 @@ def making() -> Iterator[None]:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """Uninitialised memory of the host, page-locked where a GPU is to reach it."""
-    with making():
+    with make_on_host():
         return put_on_host(torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned))
 
 
@@ -86,26 +86,28 @@ def fetch(x: Tensor, device: str = "cpu") -> Tensor:
 def start_store(x: Tensor, device: str = "cpu") -> Started:
     x = x.resolve_conj().resolve_neg().contiguous()
     come = empty(x.shape, x.dtype, pinned=device == "cuda")
-    return [come, x, _copied(come, x, x.device, "store")]
+    return [come, x, _record_copy(come, x, x.device, "store")]
 
 
 def finish_store(started: Started, device: str = "cpu", read: bool = False) -> Tensor:
     if read and started[-1] is not None:
         started[-1].synchronize()
-    return _awaited(started)
+    return _await_copy(started)
 
 
 def start_fetch(x: Tensor, device: str = "cpu") -> Started:
     x = x.resolve_conj().resolve_neg()
     come = torch.empty(x.shape, dtype=x.dtype, device=device)
-    return [come, x, _copied(come, x, come.device, "fetch")]
+    return [come, x, _record_copy(come, x, come.device, "fetch")]
 
 
 def finish_fetch(started: Started, device: str = "cpu") -> Tensor:
-    return _awaited(started)
+    return _await_copy(started)
 
 
-def _copied(come: Tensor, sent: Tensor, device: torch.device, way: str) -> torch.cuda.Event | None:
+def _record_copy(
+    come: Tensor, sent: Tensor, device: torch.device, way: str
+) -> torch.cuda.Event | None:
     """The event of the copy on a GPU; elsewhere it is done."""
     if device.type != "cuda":
         come.copy_(sent)
@@ -120,7 +122,7 @@ def _copied(come: Tensor, sent: Tensor, device: torch.device, way: str) -> torch
     return stream.record_event()
 
 
-def _awaited(started: Started) -> Tensor:
+def _await_copy(started: Started) -> Tensor:
     """What came; what was sent is let go, which the current stream may only free after the copy."""
     come, _, copied = started
     if copied is not None:

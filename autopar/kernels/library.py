@@ -124,29 +124,29 @@ _LOG = logging.getLogger(__name__)
 
 def host() -> ctypes.CDLL | None:
     """The library for the CPU, or None."""
-    return _loaded("host", _variant())[0]
+    return _load_library("host", _variant())[0]
 
 
 def cuda() -> ctypes.CDLL | None:
     """The library for CUDA devices, or None."""
-    return _loaded("cuda", _variant())[0]
+    return _load_library("cuda", _variant())[0]
 
 
 def why_not(kind: str = "host") -> str:
     """Why there is no library for ``host`` or ``cuda``; empty where there is one."""
-    return _loaded(kind, _variant())[1]
+    return _load_library(kind, _variant())[1]
 
 
 def forget() -> None:
     """Look for libraries again at the next call: the environment has changed."""
-    _loaded.cache_clear()
+    _load_library.cache_clear()
 
 
 def has(device: torch.device) -> bool:
     """Whether kernels for tensors on `device` are there; where not, the reason is logged once."""
     return (
         device.type in ("cpu", "cuda")
-        and _loaded("host" if device.type == "cpu" else "cuda", _variant())[0] is not None
+        and _load_library("host" if device.type == "cpu" else "cuda", _variant())[0] is not None
     )
 
 
@@ -187,7 +187,7 @@ def function(kind: str, name: str) -> Callable[..., int]:
     Raises:
         KernelError: where there is no library.
     """
-    library, reason = _loaded(kind, _variant())
+    library, reason = _load_library(kind, _variant())
     if library is None:
         raise KernelError(f"{name} is not there: {reason}", remedy="call the reference instead")
     return getattr(library, name)
@@ -254,7 +254,7 @@ _LEAST = (8, 0)  # of the architectures that are compiled for; PTX serves later 
 
 
 @cache
-def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
+def _load_library(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     """The library and an empty reason, or None and why."""
     if variant == "reference":
         return None, "AUTOPAR_KERNELS=reference asks for the references in torch"

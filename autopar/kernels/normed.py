@@ -22,7 +22,7 @@ from autopar.errors import KernelError
 from autopar.kernels import bound_ops, library
 from autopar.kernels.chunked import Scatter, Shards, check_chunked, result_shape, scatter, terms_of
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.overlapped import Dot, scattered_gradients, scattering
+from autopar.kernels.overlapped import Dot, prepare_scatter, scattered_gradients
 from autopar.kernels.packing import ordered_sum
 from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
 
@@ -357,14 +357,14 @@ def matmul_reduce_add_rmsnorm(
             torch.einsum(equation, a, b), dim, "sum", size, name, coordinate
         )
         return forward_op([part], residual, weight, eps, rounded)
-    job, shape, made = norming(
+    job, shape, made = prepare_norm(
         equation, a, b, residual, weight, dim, size, coordinate, eps, rounded
     )
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
     return made
 
 
-def norming(
+def prepare_norm(
     equation: str,
     a: Tensor,
     b: Tensor,
@@ -378,7 +378,7 @@ def norming(
 ) -> tuple[Scatter, list[int], Made]:
     """A rank's part in matmul_reduce_add_rmsnorm, the shape of its whole product, and what it
     fills. All tensors are contiguous."""
-    job, shape = scattering(equation, a, b, None, dim, size, rank)
+    job, shape = prepare_scatter(equation, a, b, None, dim, size, rank)
     made = with_room(job.out)
     return (
         replace(
@@ -403,7 +403,9 @@ def _alone(
     """Allocate what a rank does in matmul_reduce_add_rmsnorm beside what it shares: of all
     chunks its own rows need the most."""
     held = a.contiguous(), b.contiguous(), residual.contiguous(), weight.contiguous()
-    job, shape, _made = norming(equation, *held, dim, group.size, group.coordinate, eps, rounded)
+    job, shape, _made = prepare_norm(
+        equation, *held, dim, group.size, group.coordinate, eps, rounded
+    )
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
     _table = a.new_empty(group.size, dtype=torch.int64)  # of the parts' addresses
 

@@ -47,8 +47,8 @@ from autopar.kernels.chunked import (
     Scatter,
     Shards,
     check_chunked,
-    cut,
     cut_bias,
+    cut_rows,
     gather,
     in_order,
     multiply,
@@ -253,12 +253,12 @@ def all_gather_matmul(
             say_once(group, APART, reason)
         whole = x.clone() if size == 1 else bound_ops.all_gather(x, dim, size, name, length)
         return whole, multiply(equation, *in_order(which, whole, other), bias).contiguous()
-    job, y = gathering(equation, x, other, which, dim, shape, bias)
+    job, y = prepare_gather(equation, x, other, which, dim, shape, bias)
     gather(peers, Shards.of(shape, dim, x.dtype, size, num_chunks), {coordinate: job})
     return job.gathered, y
 
 
-def gathering(
+def prepare_gather(
     equation: str,
     shard: Tensor,
     other: Tensor,
@@ -275,7 +275,9 @@ def gathering(
     letter = terms[which][dim]
 
     def consume(begin: int, rows: int) -> None:
-        left, right, out = cut(terms, (*in_order(which, gathered, other), y), letter, begin, rows)
+        left, right, out = cut_rows(
+            terms, (*in_order(which, gathered, other), y), letter, begin, rows
+        )
         multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
 
     return Gather(shard, gathered, consume), y
@@ -295,7 +297,9 @@ def _gather_alone(
     own rows, taken at once, need the most."""
     length = x.shape[dim] * group.size if length is None else length
     shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-    job, _product = gathering(equation, x.contiguous(), other.contiguous(), which, dim, shape, bias)
+    job, _product = prepare_gather(
+        equation, x.contiguous(), other.contiguous(), which, dim, shape, bias
+    )
     job.consume(*part_range(length, (group.size,), (group.coordinate,)))
 
 
@@ -333,12 +337,12 @@ def matmul_reduce_scatter(
             if size == 1
             else bound_ops.reduce_scatter(product, dim, "sum", size, name, coordinate)
         )
-    job, shape = scattering(equation, a, b, addend, dim, size, coordinate, bias)
+    job, shape = prepare_scatter(equation, a, b, addend, dim, size, coordinate, bias)
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
     return job.out
 
 
-def scattering(
+def prepare_scatter(
     equation: str,
     a: Tensor,
     b: Tensor,
@@ -354,7 +358,7 @@ def scattering(
     letter = terms[2][dim]
 
     def produce(begin: int, rows: int, out: Tensor) -> None:
-        left, right = cut(terms[:2], (a, b), letter, begin, rows)
+        left, right = cut_rows(terms[:2], (a, b), letter, begin, rows)
         multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
         if addend is not None:
             out.add_(addend.narrow(dim, begin, rows))
@@ -377,7 +381,7 @@ def _scatter_alone(
 ) -> None:
     """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory
     that is shared."""
-    job, shape = scattering(
+    job, shape = prepare_scatter(
         equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate, bias
     )
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)

@@ -53,7 +53,7 @@ class BucketLayout:
 
     def segments(self) -> tuple[int, ...]:
         """Elements of each tensor's segment, padding included: the same in every row."""
-        return _computed(_segments, self)
+        return _compute_or_recall(_segments, self)
 
     @property
     def row(self) -> int:
@@ -66,7 +66,7 @@ class BucketLayout:
 
     def local_sizes(self, first: int, count: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of tensors that hold the parts of `count` ranks from `first` on."""
-        return _computed(_local_sizes, self, first, count)
+        return _compute_or_recall(_local_sizes, self, first, count)
 
 
 # Remembered: a training step packs by the same few layouts again and again, and the host should be
@@ -92,7 +92,7 @@ def _local_sizes(layout: BucketLayout, first: int, count: int) -> tuple[tuple[in
     )
 
 
-def _computed(remembered: Any, layout: BucketLayout, *settings: int) -> Any:
+def _compute_or_recall(remembered: Any, layout: BucketLayout, *settings: int) -> Any:
     """What a remembered function gives; for lengths that are symbols, as while a compiler
     traces, it is computed anew."""
     is_known = all(type(length) is int for size in layout.sizes for length in size)
@@ -258,12 +258,15 @@ def reference_pack(
     ):
         wide = tensor.to(library.wide(tensor.dtype, dtype)) * scale
         parts = [
-            _padded(part, segment) for part in _parts(wide, dim, length, layout.parts, first, count)
+            _pad_flat(part, segment)
+            for part in _parts(wide, dim, length, layout.parts, first, count)
         ]
         for row, part in zip(rows, parts, strict=True):
             row.append(part.to(dtype))
         if squares:
-            chunks = [_padded(part, -(-segment // CHUNK) * CHUNK).view(-1, CHUNK) for part in parts]
+            chunks = [
+                _pad_flat(part, -(-segment // CHUNK) * CHUNK).view(-1, CHUNK) for part in parts
+            ]
             sums.append(add_all(ordered_sum(torch.cat(chunks).double().square())))
     empty = torch.empty(0, dtype=dtype, device=device)
     bucket = torch.stack([torch.cat([empty, *row]) for row in rows])
@@ -300,7 +303,7 @@ def _parts(
     return [tensor.narrow(dim, start - ranges[0][0], n).reshape(-1) for start, n in ranges]
 
 
-def _padded(flat: Tensor, length: int) -> Tensor:
+def _pad_flat(flat: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, length - flat.numel()))
 
 

@@ -405,7 +405,7 @@ _said: set[str] = set()
 
 
 @contextmanager
-def provided(name: str, peers: Peers) -> Iterator[None]:
+def provide_peers(name: str, peers: Peers) -> Iterator[None]:
     """Groups of this name are `peers` inside, in every thread."""
     if not name or name in _provided:
         raise KernelError(

@@ -419,7 +419,7 @@ def moe_dispatch(
             )
             return job.rows, job.table, job.position
         say_once(group, _APART, reason)
-    return _dispatched(x, experts, num_experts, most, group)
+    return _dispatch_by_all_to_all(x, experts, num_experts, most, group)
 
 
 @torch.library.custom_op("autopar::moe_combine", mutates_args=())
@@ -444,11 +444,11 @@ def moe_combine(
             combine(peers, routes, {coordinate: job})
             return job.y, job.returned
         say_once(group, _APART, reason)
-    returned = _returned(rows, table, group)
+    returned = _return_by_all_to_all(rows, table, group)
     return weighted_sum(returned, position, weights), returned
 
 
-def _dispatched(
+def _dispatch_by_all_to_all(
     x: Tensor, experts: Tensor, num_experts: int, most: int, group: AxisGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By an all_to_all: for every home the same room, its rows first."""
@@ -465,13 +465,13 @@ def _dispatched(
     leaving = (x[order // experts.shape[1]]).split(
         _by_home(table[group.coordinate], group.size).tolist()
     )
-    sent = torch.stack([_filled(mine, most) for mine in leaving])
+    sent = torch.stack([_fill_rows(mine, most) for mine in leaving])
     come = bound_ops.all_to_all(sent, 1, 0, group.size, group.name, group.coordinate).view(
         sent.shape
     )
     places = _places(table, group)
     return (
-        _filled(
+        _fill_rows(
             torch.cat([come[sender, begin : begin + count] for sender, begin, count in places]),
             group.size * most,
         ),
@@ -480,7 +480,7 @@ def _dispatched(
     )
 
 
-def _returned(rows: Tensor, table: Tensor, group: AxisGroup) -> Tensor:
+def _return_by_all_to_all(rows: Tensor, table: Tensor, group: AxisGroup) -> Tensor:
     """By an all_to_all, as `_dispatched`, the other way round."""
     most = rows.shape[0] // group.size
     sent, row = rows.new_zeros(group.size, most, rows.shape[1]), 0
@@ -511,7 +511,7 @@ def _places(table: Tensor, group: AxisGroup) -> list[tuple[int, int, int]]:
     ]
 
 
-def _filled(rows: Tensor, length: int) -> Tensor:
+def _fill_rows(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(length - rows.shape[0], rows.shape[1])])
 
 

@@ -104,7 +104,7 @@ def forward_of(
 ) -> Tensor:
     """What one expert, up [g, f, h] and down [d, f], makes of rows [r, h]: [r, d], in `out`
     where this is given."""
-    return torch.mm(_between(_up(rows, up), act), down.t(), out=out)
+    return torch.mm(_activate_hidden(_up(rows, up), act), down.t(), out=out)
 
 
 def backward_of(
@@ -123,7 +123,7 @@ def backward_of(
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     hidden = _up(rows, up)
-    between = _between(hidden, act)
+    between = _activate_hidden(hidden, act)
     d_between = grad @ down
     d_gate = (d_between * between).sum(-1, dtype=wide).to(gate.dtype)
     d_down = (grad * gate).to(rows.dtype).t() @ between
@@ -153,7 +153,7 @@ def _up(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows @ weight.flatten(0, 1).t()).view(-1, *weight.shape[:2])
 
 
-def _between(hidden: Tensor, act: str) -> Tensor:
+def _activate_hidden(hidden: Tensor, act: str) -> Tensor:
     """[r, g, f] → [r, f]."""
     made = ACTS[act][0](hidden[:, 0])
     return made * hidden[:, 1] if hidden.shape[1] == 2 else made
@@ -442,9 +442,9 @@ def _experts_of_rows(rows: Tensor, places: list[int], up: Tensor, down: Tensor, 
     made = rows.new_empty(rows.shape[0], down.shape[1])
     for expert, here in _dispatched_by_expert(places, up.shape[0]):
         room = _room(made, here)
-        done = forward_of(_taken(rows, here), up[expert], down[expert], act, room)
+        done = forward_of(_take_rows(rows, here), up[expert], down[expert], act, room)
         if room is None:
-            _put(made, here, done)
+            _put_rows(made, here, done)
     return made
 
 
@@ -457,14 +457,14 @@ def _experts_of_rows_backward(
     d_rows, d_gates = rows.new_empty(rows.shape[0], up.shape[-1]), gates.new_empty(gates.shape)
     d_up, d_down = up.new_zeros(up.shape), down.new_zeros(down.shape)
     for expert, here in _dispatched_by_expert(places, up.shape[0]):
-        grad, x = _taken(rows, here).split((down.shape[1], up.shape[-1]), 1)
+        grad, x = _take_rows(rows, here).split((down.shape[1], up.shape[-1]), 1)
         weights, room = (up[expert], down[expert]), _room(d_rows, here)
         d_x, d_gate, d_up[expert], d_down[expert] = backward_of(
-            grad, x, _taken(gates, here), *weights, act, room
+            grad, x, _take_rows(gates, here), *weights, act, room
         )
         if room is None:
-            _put(d_rows, here, d_x)
-        _put(d_gates, here, d_gate.unsqueeze(1))
+            _put_rows(d_rows, here, d_x)
+        _put_rows(d_gates, here, d_gate.unsqueeze(1))
     return d_rows, d_gates, d_up, d_down
 
 
@@ -509,7 +509,7 @@ def _dispatched_by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int
             yield expert, found
 
 
-def _taken(rows: Tensor, places: Places) -> Tensor:
+def _take_rows(rows: Tensor, places: Places) -> Tensor:
     lying = _room(rows, places)
     return (
         torch.cat([rows[begin : begin + count] for begin, count in places])
@@ -526,7 +526,7 @@ def _room(rows: Tensor, places: Places) -> Tensor | None:
     return None if others or lying.data_ptr() % _ALIGNMENT else lying
 
 
-def _put(rows: Tensor, places: Places, made: Tensor) -> None:
+def _put_rows(rows: Tensor, places: Places, made: Tensor) -> None:
     for (begin, count), piece in zip(
         places, made.split([count for _, count in places]), strict=True
     ):

@@ -63,9 +63,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tenso
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q))
     for block in _blocks(q, k, how):
-        own, (keys, values) = q[block.queries], (_repeated(x[block.keys], q) for x in (k, v))
+        own, (keys, values) = q[block.queries], (_repeat_heads(x[block.keys], q) for x in (k, v))
         scores = _products(own, keys).mul_(how.scale)
-        scores = torch.where(block.seen, _scored(block, how)(scores, *how.captured), float("-inf"))
+        scores = torch.where(
+            block.seen, _score_block(block, how)(scores, *how.captured), float("-inf")
+        )
         found = scores.logsumexp(-1)
         lse[block.queries] = found
         out[block.queries] = torch.matmul(_weights(scores, found).to(v.dtype), values)
@@ -93,7 +95,7 @@ def attend_backward(
     rest = rest if grad_lse is None else rest - grad_lse
     for block in _blocks(q, k, how):
         own, own_grad = q[block.queries], grad[block.queries]
-        keys, values = (_repeated(x[block.keys], q) for x in (k, v))
+        keys, values = (_repeat_heads(x[block.keys], q) for x in (k, v))
         products = _products(own, keys).mul_(how.scale)
         scores, pull = torch.func.vjp(
             _of_wanted(block, how, wanted), products, *(how.captured[n] for n in wanted)
@@ -106,8 +108,10 @@ def attend_backward(
         for total, part in zip(others, found, strict=True):
             total.add_(part)
         dq[block.queries] = torch.matmul(d_products, keys.to(dq.dtype))
-        dk[block.keys] += _summed(torch.matmul(d_products.transpose(-2, -1), own.to(dk.dtype)), k)
-        dv[block.keys] += _summed(
+        dk[block.keys] += _sum_heads(
+            torch.matmul(d_products.transpose(-2, -1), own.to(dk.dtype)), k
+        )
+        dv[block.keys] += _sum_heads(
             torch.matmul(weights.transpose(-2, -1).to(dv.dtype), own_grad.to(dv.dtype)), v
         )
     likes = (q, k, v, *(how.captured[n] for n in wanted))
@@ -146,7 +150,7 @@ def _blocks(q: Tensor, k: Tensor, how: Scoring) -> Iterator[_Block]:
             scalars = _coordinates(
                 own[0], slice(0, heads), own[1], slice(0, num_keys), how.starts, q.device
             )
-            seen = _masked(scalars, how)
+            seen = _evaluate_mask(scalars, how)
             columns = (
                 seen.flatten(0, 2).any(0).nonzero().flatten() if seen.numel() else seen.nonzero()
             )
@@ -180,13 +184,13 @@ _DIMS = {
 }
 
 
-def _masked(scalars: dict[str, Tensor], how: Scoring) -> Tensor:
+def _evaluate_mask(scalars: dict[str, Tensor], how: Scoring) -> Tensor:
     function = module_of(how.mask, tuple(scalars), len(how.captured), how.own)
     every = over_all(function, [_DIMS[name] for name in scalars], len(how.captured))
     return every(*scalars.values(), *how.captured)
 
 
-def _scored(block: _Block, how: Scoring) -> Callable[..., Tensor]:
+def _score_block(block: _Block, how: Scoring) -> Callable[..., Tensor]:
     """The score function of scores [b, h, q, k] and captured tensors."""
     function = module_of(how.score, ("score", *block.scalars), len(how.captured), how.own)
     every = over_all(function, [-1, *(_DIMS[name] for name in block.scalars)], len(how.captured))
@@ -198,7 +202,7 @@ def _of_wanted(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[.
         captured = list(how.captured)
         for number, tensor in zip(wanted, given, strict=True):
             captured[number] = tensor
-        return _scored(block, how)(products, *captured)
+        return _score_block(block, how)(products, *captured)
 
     return function
 
@@ -216,19 +220,19 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Heads of keys or values, one for each of the queries."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _summed(grad: Tensor, k: Tensor) -> Tensor:
+def _sum_heads(grad: Tensor, k: Tensor) -> Tensor:
     """Of gradients for each head of the queries and each sample, those of k's heads and samples."""
     grad = grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
     return grad if grad.shape[0] == k.shape[0] or k.shape[0] > 1 else grad.sum(0, keepdim=True)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
@@ -253,14 +257,14 @@ def _by_torch(
         samples, rows = (
             size if reads(how.mask, name) else None for name, size in (("b", batch), ("h", heads))
         )
-        make = _compiled(torchs.create_block_mask)
+        make = _compile_function(torchs.create_block_mask)
         block_mask = make(mask_mod, samples, rows, length, k.shape[2], device=q.device)
     settings = {
         "scale": how.scale,
         "enable_gqa": k.shape[1] != heads,
         "return_aux": torchs.AuxRequest(lse=True),
     }
-    out, aux = _compiled(torchs.flex_attention)(
+    out, aux = _compile_function(torchs.flex_attention)(
         q, k, v, score_mod=score_mod, block_mask=block_mask, **settings
     )
     return out, aux.lse
@@ -275,7 +279,7 @@ def _backward_by_torch(
     wanted: Sequence[int],
     how: Scoring,
 ) -> list[Tensor]:
-    with _recording():
+    with _record_gradients():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         captured = [
             x.detach().requires_grad_(number in wanted) for number, x in enumerate(how.captured)
@@ -287,7 +291,7 @@ def _backward_by_torch(
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[None]:
+def _record_gradients() -> Iterator[None]:
     """With gradients, which torch leaves out within an op."""
     keys = torch._C.DispatchKey
     with contextlib.ExitStack() as stack:

@@ -136,7 +136,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("autopar::rms_norm", mutates_args=())
-def _normed(
+def _norm_whole(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -161,7 +161,7 @@ def _normed_backward(
     return d_x, rms_weight_gradient(grad, x, squares, n, eps, dtype).to(weight.dtype)
 
 
-@_normed.register_fake
+@_norm_whole.register_fake
 def _(
     x: Tensor,
     weight: Tensor | None,
@@ -194,7 +194,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return d_x, None if weight is None else d_weight, None, None, None, None
 
 
-_normed.register_autograd(_differentiate, setup_context=_remember)
+_norm_whole.register_autograd(_differentiate, setup_context=_remember)
 normed = torch.ops.autopar.rms_norm.default
 normed_backward = torch.ops.autopar.rms_norm_backward.default
 
@@ -229,8 +229,8 @@ def normalize(
 ) -> Tensor:
     """``(x − mean) · rstd · weight + bias`` in the dtype of `x`."""
     scale = rstd if weight is None else rstd * weight
-    result = _minus(x, mean).mul_(_seen(scale, x))
-    return (result if bias is None else result.add_(_seen(bias, x))).to(x.dtype)
+    result = _minus(x, mean).mul_(_view_channels(scale, x))
+    return (result if bias is None else result.add_(_view_channels(bias, x))).to(x.dtype)
 
 
 def normalize_backward(
@@ -249,19 +249,19 @@ def normalize_backward(
         grad_sum: `channel_sum` of `grad`. product: its `scaled_product`.
         count: elements per channel of the whole batch.
     """
-    normalized = _minus(x, mean).mul_(_seen(rstd * product / -count, x))
-    centered = normalized.add_(grad).sub_(_seen(grad_sum / count, x))
-    return centered.mul_(_seen(rstd if weight is None else rstd * weight, x)).to(x.dtype)
+    normalized = _minus(x, mean).mul_(_view_channels(rstd * product / -count, x))
+    centered = normalized.add_(grad).sub_(_view_channels(grad_sum / count, x))
+    return centered.mul_(_view_channels(rstd if weight is None else rstd * weight, x)).to(x.dtype)
 
 
 def _others(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _seen(channels: Tensor, x: Tensor) -> Tensor:
+def _view_channels(channels: Tensor, x: Tensor) -> Tensor:
     return channels.view((-1,) + (1,) * (x.dim() - 2))
 
 
 def _minus(x: Tensor, mean: Tensor) -> Tensor:
     """x − mean, a new tensor, in at least float32."""
-    return x - _seen(mean.float() if x.dtype in _HALF else mean, x)
+    return x - _view_channels(mean.float() if x.dtype in _HALF else mean, x)

@@ -51,7 +51,7 @@ WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProx
 def initial_state(seed: int) -> Tensor:
     """The state before the first step: a scalar of int64. Different seeds begin far apart."""
     return _mix64(
-        torch.tensor(_signed(seed + _GOLDEN, 64), dtype=torch.int64)
+        torch.tensor(_to_signed(seed + _GOLDEN, 64), dtype=torch.int64)
     )  # 0 would stay 0, and so would the first bits
 
 
@@ -173,9 +173,9 @@ def _bits(
     split = len(sizes)  # dims from here on are the inner ones
     while split and math.prod(sizes[split - 1 :]) <= _INNER:
         split -= 1
-    key = _mix64(state + _signed((2 * draw + stream) * _GOLDEN, 64))
+    key = _mix64(state + _to_signed((2 * draw + stream) * _GOLDEN, 64))
     outer = _index(shape, starts, sizes, range(split), torch.int64, state.device)
-    rows = _mix64(outer.mul_(_signed(_GOLDEN, 64)).add_(key))
+    rows = _mix64(outer.mul_(_to_signed(_GOLDEN, 64)).add_(key))
     first, second = rows.to(torch.int32), (rows >> 32).to(torch.int32)
     inner = _index(shape, starts, sizes, range(split, len(sizes)), torch.int32, state.device)
     return _mix32(_mix32(inner.bitwise_xor(first)).add_(second))
@@ -202,27 +202,27 @@ def _index(
 
 def _mix64(z: Tensor) -> Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ _shifted(z, shift, 64)) * _signed(factor, 64)
-    return z ^ _shifted(z, 31, 64)
+        z = (z ^ _shift_right(z, shift, 64)) * _to_signed(factor, 64)
+    return z ^ _shift_right(z, 31, 64)
 
 
 def _mix32(z: Tensor) -> Tensor:
     """In place."""
-    z.bitwise_xor_(_shifted(z, 16, 32)).mul_(_signed(0x7FEB352D, 32))
-    z.bitwise_xor_(_shifted(z, 15, 32)).mul_(_signed(0x846CA68B, 32))
-    return z.bitwise_xor_(_shifted(z, 16, 32))
+    z.bitwise_xor_(_shift_right(z, 16, 32)).mul_(_to_signed(0x7FEB352D, 32))
+    z.bitwise_xor_(_shift_right(z, 15, 32)).mul_(_to_signed(0x846CA68B, 32))
+    return z.bitwise_xor_(_shift_right(z, 16, 32))
 
 
-def _shifted(z: Tensor, shift: int, width: int) -> Tensor:
+def _shift_right(z: Tensor, shift: int, width: int) -> Tensor:
     """Shifted right without the sign."""
     return (z >> shift).bitwise_and_(2 ** (width - shift) - 1)
 
 
-def _signed(value: int, width: int) -> int:
+def _to_signed(value: int, width: int) -> int:
     """The two's complement of `value`'s lowest bits."""
     return (value + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
 
 
 def _unit(bits: Tensor, digits: int = 24) -> Tensor:
     """[0, 1) in steps of 2^−digits, as float32."""
-    return _shifted(bits, 32 - digits, 32).to(torch.float32).mul_(2.0**-digits)
+    return _shift_right(bits, 32 - digits, 32).to(torch.float32).mul_(2.0**-digits)

@@ -112,21 +112,21 @@ def write_function(graph: fx.Graph, scalars: Sequence[str], captured: Sequence[i
             name = _name_of(node.target)
             overload_of(name)
             kwargs = {
-                key: _written(value, written)
+                key: _write_value(value, written)
                 for key, value in node.kwargs.items()
                 if key != "pin_memory"
             }
             does.append(
                 [
                     name,
-                    _written(node.args, written),
+                    _write_value(node.args, written),
                     {key: value for key, value in kwargs.items() if value is not None},
                 ]
             )
             written[node] = {"v": len(does) - 1}
         elif node.op == "output":
             return json.dumps(
-                {"does": does, "gives": _written(node.args[0], written)}, separators=(",", ":")
+                {"does": does, "gives": _write_value(node.args[0], written)}, separators=(",", ":")
             )
         elif node.op == "get_attr":
             written[node] = None  # `_written` refuses it where it is read
@@ -143,7 +143,7 @@ def _name_of(target: Any) -> str:
     return str(target)
 
 
-def _written(value: Any, written: Mapping[fx.Node, Any]) -> Any:
+def _write_value(value: Any, written: Mapping[fx.Node, Any]) -> Any:
     match value:
         case fx.Node():
             if written.get(value) is None:
@@ -166,7 +166,7 @@ def _written(value: Any, written: Mapping[fx.Node, Any]) -> Any:
         case torch.layout() | torch.memory_format():
             return None
         case list() | tuple():
-            return [_written(each, written) for each in value]
+            return [_write_value(each, written) for each in value]
     raise UnwritableError(
         f"the function calls an op with {value!r}",
         remedy="write the function with tensors and numbers alone",
@@ -215,8 +215,8 @@ def _module(
                 ],
             ]
         read_args, read_kwargs = (
-            _read(args, env, device),
-            {key: _read(value, env, device) for key, value in kwargs.items()},
+            _read_value(args, env, device),
+            {key: _read_value(value, env, device) for key, value in kwargs.items()},
         )
         if name == INDEX and for_kernels:
             env["v", number] = graph.call_function(
@@ -224,7 +224,7 @@ def _module(
             )
         else:
             env["v", number] = graph.call_function(overload_of(name), tuple(read_args), read_kwargs)
-    graph.output(_read(function.gives, env, device))
+    graph.output(_read_value(function.gives, env, device))
     if not device.users:
         graph.erase_node(device)
     return fx.GraphModule({}, graph)
@@ -237,7 +237,7 @@ def _own_place(
     return index if coordinate is None else {"c": f"own {coordinate}"}
 
 
-def _read(value: Any, env: Mapping[tuple[str, Any], Any], device: fx.Node) -> Any:
+def _read_value(value: Any, env: Mapping[tuple[str, Any], Any], device: fx.Node) -> Any:
     match value:
         case {"c": name}:
             return env["c", name]
@@ -252,7 +252,7 @@ def _read(value: Any, env: Mapping[tuple[str, Any], Any], device: fx.Node) -> An
         case {"device": True}:
             return device
         case list():
-            return [_read(each, env, device) for each in value]
+            return [_read_value(each, env, device) for each in value]
     return value
 
 
@@ -338,7 +338,7 @@ class Reading:
 
 
 @lru_cache(maxsize=1024)
-def reading(texts: tuple[str, ...], ranks: tuple[int, ...]) -> Reading:
+def find_reading(texts: tuple[str, ...], ranks: tuple[int, ...]) -> Reading:
     """What functions read of captured tensors with so many dims."""
     uses: dict[int, list[tuple[str | None, ...]]] = {}
     for text in texts:

@@ -287,7 +287,8 @@ def attend_placed(
     """`out` and `lse` of the queries `q`, the first of which is at `start`; tensors and
     `mirrored_in` as of `autopar.ops.attention`."""
     found = [
-        _attended(q[:, :, rows], k, v, scale, first) for rows, first in _runs(q, start, mirrored_in)
+        _attend_range(q[:, :, rows], k, v, scale, first)
+        for rows, first in _runs(q, start, mirrored_in)
     ]
     if len(found) == 1:
         return found[0]
@@ -295,7 +296,9 @@ def attend_placed(
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, start: int) -> tuple[Tensor, Tensor]:
+def _attend_range(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, start: int
+) -> tuple[Tensor, Tensor]:
     """Of queries that lie one after another."""
     before, beside = _ranges(q.shape[2], k, start)
     if not _length(beside):
@@ -303,7 +306,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, start: int) -> tupl
     out, lse = attend(q, k[:, :, beside], v[:, :, beside], None, True, scale)
     if not _length(before):
         return out, lse
-    return _joined(out, lse, *attend(q, k[:, :, before], v[:, :, before], None, False, scale))
+    return _join_ranges(out, lse, *attend(q, k[:, :, before], v[:, :, before], None, False, scale))
 
 
 def attend_placed_backward(
@@ -371,7 +374,9 @@ def _length(keys: slice) -> int:
     return int(keys.stop - keys.start)
 
 
-def _joined(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def _join_ranges(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Of two ranges of keys what they give together, in `out`'s memory; in at least float32,
     which `lse` is in."""
     whole = torch.logaddexp(lse, other_lse)

@@ -16,7 +16,7 @@ from autopar.emit.context import placeholder_keys
 from autopar.plans import Plan, RunnerUp
 from autopar.program.program import Program
 from autopar.sharding import Ref, pattern_of
-from autopar.solve import Evaluation, evaluated
+from autopar.solve import Evaluation, evaluate_choices
 
 # --------------------------------------------------------------------------------------------------
 # What a plan is assembled from, and tensors and nodes in the user's words.
@@ -39,7 +39,9 @@ class PlanDraft:
     @staticmethod
     def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> PlanDraft:
         """Of choices as they are, without what would come next."""
-        return PlanDraft(trace, mesh, priced, choices, evaluated(priced.problem, choices), {})
+        return PlanDraft(
+            trace, mesh, priced, choices, evaluate_choices(priced.problem, choices), {}
+        )
 
 
 def tensor_patterns(

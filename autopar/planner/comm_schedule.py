@@ -21,7 +21,7 @@ from autopar.core.collective import bucket_time, most_put_in
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.cost.priced import Priced
-from autopar.emit import Orders, WaitingError, bucketed, can_share, on_bucket, places, slack_of
+from autopar.emit import Orders, WaitingError, apply_buckets, can_share, on_bucket, places, slack_of
 from autopar.emit.context import Moved
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
@@ -31,7 +31,7 @@ from autopar.plans import Bucket, Communication, Member, Overlap, Piece, Plan
 from autopar.program.executor import Returned
 from autopar.program.memory import NodePeak, PeakMemory, all_peaks
 from autopar.program.program import Program
-from autopar.program.reorder import written
+from autopar.program.reorder import write_order
 from autopar.program.schedule import Action
 from autopar.program.stage_memory import StagePeak, chunk_memory, rank_peak, trace_stage_peak
 from autopar.request import PlanOptions
@@ -205,7 +205,7 @@ def _apart(steps: Sequence[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def offered(
+def offer_buckets(
     groups: Groups,
     program: Program,
     now_s: float,
@@ -281,7 +281,9 @@ class Ordering:
         with self.clock.phase("overlap"):
             least = plain.orders.least(ordered.plan.overlap)
             return replace(
-                ordered, plan=replace(ordered.plan, overlap=least), program=written(ordered.program)
+                ordered,
+                plan=replace(ordered.plan, overlap=least),
+                program=write_order(ordered.program),
             )
 
     def _in_buckets(self, tried: Candidate) -> Iterator[Candidate]:
@@ -290,14 +292,16 @@ class Ordering:
 
         def fits_together(buckets: tuple[Bucket, ...]) -> bool:
             try:
-                programs[buckets] = bucketed(tried.program, replace(tried.plan, buckets=buckets))
+                programs[buckets] = apply_buckets(
+                    tried.program, replace(tried.plan, buckets=buckets)
+                )
             except WaitingError:  # groups over several axes, each in order, may not be so together
                 return False
             return True
 
         groups = Groups.of(tried.plan, self.priced.profile, self.priced.moves.num_microbatches)
         for buckets in dict.fromkeys(
-            offered(groups, tried.program, tried.plan.prediction.serial_s, fits_together)
+            offer_buckets(groups, tried.program, tried.plan.prediction.serial_s, fits_together)
         ):
             if buckets:
                 yield replace(
@@ -456,7 +460,7 @@ class Peaks:
         schedule = self.schedule
         if schedule is None:
             return self._rehearsed(program)[0].peak_bytes
-        return schedule.batch_bytes + self._of_stage(schedule, written(program))
+        return schedule.batch_bytes + self._of_stage(schedule, write_order(program))
 
     def by_node(self, program: Program) -> tuple[NodePeak, ...]:
         """What it holds while each node runs, for one microbatch."""

@@ -14,7 +14,7 @@ from autopar.planner.candidates import Candidate, PlanDraft
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.learned_moments import LayerGroups, Learnt
-from autopar.planner.plan_assembly import assemble, certified
+from autopar.planner.plan_assembly import assemble, certify_proof
 from autopar.plans import Fingerprint
 from autopar.request import PlanOptions
 from autopar.solve import within
@@ -50,7 +50,7 @@ class Emitter:
         with self.clock.phase("assemble"):
             draft = PlanDraft.of(self.trace, self.mesh, groups.priced, choices)
             plan = assemble(draft, self.mark, self.recorded, groups.bound_s)
-            plan = replace(plan, proof=certified(plan.proof, draft, groups.multipliers))
+            plan = replace(plan, proof=certify_proof(plan.proof, draft, groups.multipliers))
         with self.clock.phase("emit"):
             accumulates = groups.priced.problem.accumulates
             program = emit(self.trace, plan, accumulates=accumulates, named=False)

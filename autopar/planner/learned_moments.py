@@ -22,7 +22,7 @@ from autopar.cost.memory import Liveness
 from autopar.cost.priced import Priced
 from autopar.program.memory import NodePeak
 from autopar.sharding import Starts
-from autopar.solve import evaluated
+from autopar.solve import evaluate_choices
 
 _MOST_NEW = 24  # moments that one round adds: those most over the budget
 
@@ -235,7 +235,7 @@ def explained(
     """
     moments = {node: liveness.moment(node, seen[node].phase, seen[node].again) for node in nodes}
     problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
-    rows = evaluated(problem, choices).resting_bytes
+    rows = evaluate_choices(problem, choices).resting_bytes
     sizes = rows[len(rows) - len(moments) :]
     return {
         node: replace(m, reserve_bytes=seen[node].peak_bytes - size)

@@ -67,7 +67,7 @@ def light(
     return tuple(emit(replace(choices, regions=frozenset())) for choices in found)
 
 
-def preferred(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:
+def prefer_fastest(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:
     """The fastest that fits; where none does, the one that needs least of what there is.
 
     Args:

@@ -109,7 +109,7 @@ def assemble(
         fingerprint=fingerprint,
         options=options,
         entries=tuple(_entries(draft)),
-        kept=tuple(_kept(draft)),
+        kept=tuple(_list_kept(draft)),
         communications=moved,
         prediction=_prediction(draft, moved),
         proof=proof,
@@ -236,7 +236,7 @@ def _nodes(
     return nodes, tuple(indices for _, indices in patterns)
 
 
-def _kept(draft: PlanDraft) -> Iterable[Kept]:
+def _list_kept(draft: PlanDraft) -> Iterable[Kept]:
     keys = all_keys(draft.trace)
     for v, nodes in draft.evaluation.kept.items():
         value = draft.priced.problem.values[draft.priced.problem.variants[v].value]
@@ -352,7 +352,7 @@ def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str)
 # indices.
 
 
-def certified(proof: Proof, draft: PlanDraft, multipliers: Multipliers | None) -> Proof:
+def certify_proof(proof: Proof, draft: PlanDraft, multipliers: Multipliers | None) -> Proof:
     """The proof with what arithmetic alone can tell of it; as it is where there are no
     multipliers."""
     if multipliers is None:

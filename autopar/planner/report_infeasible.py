@@ -15,14 +15,14 @@ from autopar.constraints import Constraint, Pipelined, check, pipeline_in
 from autopar.constraints.words import in_words
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.planner.pipeline.bound import parted
+from autopar.planner.pipeline.bound import part_constraints
 from autopar.sharding import classes_of, resolve
 from autopar.stages import seams, usable_points
 
 Hold = Callable[[Sequence[Constraint]], object]
 
 
-def conflicting(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constraint, ...]:
+def find_conflict(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constraint, ...]:
     """A smallest set of `constraints`, which cannot hold together, that cannot.
 
     Args:
@@ -41,10 +41,10 @@ def with_conflict(
     error: ConstraintError, constraints: Sequence[Constraint], hold: Hold
 ) -> ConstraintError:
     """The error, and which constraints conflict where more than one are needed for it."""
-    return _naming(error, conflicting(constraints, hold) if len(constraints) > 1 else ())
+    return _name_conflict(error, find_conflict(constraints, hold) if len(constraints) > 1 else ())
 
 
-def _naming(error: ConstraintError, found: Sequence[Constraint]) -> ConstraintError:
+def _name_conflict(error: ConstraintError, found: Sequence[Constraint]) -> ConstraintError:
     if len(found) < 2:
         return error
     said = f"{', '.join(map(in_words, found[:-1]))} and {in_words(found[-1])}"
@@ -84,17 +84,17 @@ def with_conflict_of_stages(
     num_stages = wish.chunks * mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
 
     def hold(chosen: Sequence[Constraint]) -> None:
-        _enumerated(part, left, chosen, num_stages=num_stages)
+        _enumerate_strategies(part, left, chosen, num_stages=num_stages)
 
     if _holds(others, hold):  # then it is of the cuts, or of one stage
         return error
-    found = conflicting(others, hold)
+    found = find_conflict(others, hold)
     cuts = next((c for c in constraints if pipeline_in([c], mesh) is not None), wish)
     if cuts not in found and _holds(
-        found, lambda chosen: _enumerated(whole, mesh, chosen, num_stages=1)
+        found, lambda chosen: _enumerate_strategies(whole, mesh, chosen, num_stages=1)
     ):
         found = (cuts, *found)
-    return _naming(error, found)
+    return _name_conflict(error, found)
 
 
 def _holds(constraints: Sequence[Constraint], hold: Hold) -> bool:
@@ -105,7 +105,7 @@ def _holds(constraints: Sequence[Constraint], hold: Hold) -> bool:
     return True
 
 
-def _enumerated(
+def _enumerate_strategies(
     trace: Trace, mesh: Mesh, constraints: Sequence[Constraint], *, num_stages: int
 ) -> None:
     """Raises: ConstraintError: where the constraints leave some op no strategy; where there are
@@ -115,5 +115,5 @@ def _enumerated(
         check(constraint, mesh)
     forced = resolve(trace, constraints, mesh)
     if num_stages > 1:
-        forced = parted(forced, seams(trace, usable_points(trace, num_stages - 1)[1]))
+        forced = part_constraints(forced, seams(trace, usable_points(trace, num_stages - 1)[1]))
     classes_of(trace, mesh.shape, forced)

@@ -19,7 +19,7 @@ from autopar.core.layout import Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.streams import Load, work
 from autopar.cost.expert_routes import saved_of
-from autopar.cost.kernel_times import Site, saved, terms_of
+from autopar.cost.kernel_times import Site, seconds_saved, terms_of
 from autopar.cost.op_times import CollectivePrices
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, Source, handing_s
@@ -39,12 +39,12 @@ from autopar.plans import Communication, Plan, counted_time, moved_load
 from autopar.request import UNLIMITED, PlanOptions
 from autopar.rules import call_of, operands_of
 from autopar.sharding import Forced, classes_of, resolve
-from autopar.stages import Cut, cut
+from autopar.stages import Cut, cut_trace
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 
 
-def repriced(
+def reprice_plan(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
 ) -> float:
     """Seconds of a step with the plan's decisions, on a mesh of the same axes, whose links may be
@@ -109,17 +109,19 @@ def problems_of(
             plan,
             trace,
             mesh,
-            _priced(trace, mesh, slowest(hardware), options, forced, Crossing(), 1),
+            _price_trace(trace, mesh, slowest(hardware), options, forced, Crossing(), 1),
         )
         return
-    made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
+    made = cut_trace(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
     for number, (staged, stage) in enumerate(zip(pipeline.stages, made.stages, strict=True)):
         here, crossing = (
             replace(forced, starts=staged.starts),
             Crossing.along(pipeline.axis, mesh, hardware, number),
         )
         profile = profile_of(hardware, pipeline.axis, number)
-        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches)
+        priced = _price_trace(
+            stage, left, profile, options, here, crossing, pipeline.num_microbatches
+        )
         yield Part(staged, stage, left, priced, made.shared)
         chosen = staged.node_choices()
         shared = [p.name for p in stage.parameters if p.name in made.shared]
@@ -185,7 +187,7 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     site = Site(
         call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds, normed
     )
-    return saved(site, once_s, profile)[0]
+    return seconds_saved(site, once_s, profile)[0]
 
 
 def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -195,12 +197,12 @@ def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, in
     Raises:
         PlanError: where a decision is not one that can be taken here.
     """
-    return tuple(_found(priced, plan.node_choices()).values()), _found(
+    return tuple(_find_strategies(priced, plan.node_choices()).values()), _find_strategies(
         priced, plan.recomputed_choices(), every=False
     )
 
 
-def _priced(
+def _price_trace(
     trace: Trace,
     mesh: Mesh,
     profile: HardwareProfile,
@@ -225,7 +227,9 @@ def _priced(
     )
 
 
-def _found(priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True) -> dict[int, int]:
+def _find_strategies(
+    priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True
+) -> dict[int, int]:
     """Op → strategy of the problem that is the plan's; with `every` of all ops, else of those
     that the plan speaks of."""
     found: dict[int, int] = {}

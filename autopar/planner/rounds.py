@@ -34,7 +34,7 @@ from autopar.planner.candidates import Candidate, Elsewhere, TooSlow, beside
 from autopar.planner.emitter import Emitter
 from autopar.planner.layer_groups import starts_of
 from autopar.planner.learned_moments import LayerGroups, Learnt
-from autopar.planner.min_memory import Need, light, preferred, refusal
+from autopar.planner.min_memory import Need, light, prefer_fastest, refusal
 from autopar.planner.pipeline.stage_cache import Alike, Effort
 from autopar.request import PlanOptions
 from autopar.sharding import Starts
@@ -268,7 +268,7 @@ class PlannerLoop:
         emit = partial(self.emitter.emit, whole)
         plans = light(self.emitter.trace, whole.priced, self.options.solve_s, emit)
         budget = self.emitter.budget
-        found = preferred(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
+        found = prefer_fastest(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
         return (
             self.emitter.order(found) if found is not None and self.emitter.fits(found) else found
         )

@@ -144,7 +144,7 @@ def make_plan(
         limit_s=limit_s,
         elsewhere=elsewhere,
     )
-    return finished(search.find_best(), clock, options)
+    return finish_search(search.find_best(), clock, options)
 
 
 def prepare_search(
@@ -202,7 +202,7 @@ def prepare_search(
     return PlannerLoop(emitter, pricing, limit_s=limit_s, elsewhere=elsewhere)
 
 
-def finished(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:
+def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:
     draft, plan = candidate.draft, candidate.plan
     program, peak = candidate.program, candidate.peak_bytes
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation

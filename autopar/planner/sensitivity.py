@@ -38,7 +38,7 @@ from autopar.plans import (
     load_of,
 )
 from autopar.request import PlanOptions
-from autopar.solve import evaluated, op_load, routed_load, variant_load, within
+from autopar.solve import evaluate_choices, op_load, routed_load, variant_load, within
 
 _EXACT = 3  # candidates priced exactly per op
 
@@ -46,7 +46,7 @@ _EXACT = 3  # candidates priced exactly per op
 def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
     """Best other choice per op that has one."""
     touching = variants_by_op(problem)
-    step = evaluated(problem, choices).load
+    step = evaluate_choices(problem, choices).load
     problem = within(problem, choices.regions)
     found: dict[int, RunnerUp] = {}
     for index, op in enumerate(problem.ops):
@@ -305,7 +305,7 @@ class _Local:
         values = list(problem.values)
         for v in {problem.variants[v].value for v in self.touched}:
             graph = values[v].graph
-            arcs = tuple(_priced(arc, price) for arc in graph.arcs)
+            arcs = tuple(_price_arc(arc, price) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
         kernels = self._saving(
             lambda h, v: min(h.saved_s, values[problem.variants[v].value].graph.arcs[h.arc].time_s)
@@ -361,7 +361,7 @@ class _Local:
         )
 
 
-def _priced(arc: Arc, price: CollectivePrices) -> Arc:
+def _price_arc(arc: Arc, price: CollectivePrices) -> Arc:
     share_s = None if arc.share_s is None else price.share(arc.collective)
     return replace(arc, time_s=price(arc.collective), share_s=share_s)
 

@@ -19,7 +19,7 @@ from autopar.capture.trace import Trace
 from autopar.core.problem import OpStrategy
 from autopar.core.solution import Choices
 from autopar.cost.priced import Priced
-from autopar.emit.simulation import simulated
+from autopar.emit.simulation import simulate_program
 from autopar.plans import Plan, Prediction, beyond_shares_s
 from autopar.program.program import Program
 from autopar.solve import Evaluation
@@ -53,7 +53,7 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
     once_s = beyond_shares_s(c for c in plan.communications if c.phase == "step")
     once_s -= sum(bucket.saved_s for bucket in plan.buckets if bucket.phase == "step")
     bars: list[Bar] = []
-    phases = dict(zip(("forward", "backward"), simulated(program, plan), strict=True))
+    phases = dict(zip(("forward", "backward"), simulate_program(program, plan), strict=True))
     around = {
         phase: [bar for bar in serial.timeline if bar[0] in OUTSIDE and bar[1] == phase]
         for phase in (*phases, "step")
@@ -87,7 +87,7 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
 def simulated_s(program: Program, plan: Plan) -> float:
     """Seconds of a step of the emitted program, or of a stage's microbatch, as `beside` says."""
     return _without(
-        plan.prediction, plan, sum(phase.hidden_s for phase in simulated(program, plan))
+        plan.prediction, plan, sum(phase.hidden_s for phase in simulate_program(program, plan))
     )
 
 
@@ -124,7 +124,7 @@ def _events(
     compute, again = _compute(trace, priced, choices)
     moves = _moves(priced, evaluation)
     arrives, returns = crossing_times(trace, priced, choices)
-    yield INPUTS, "forward", "compute", _resting(priced, choices, "input") - sum(arrives)
+    yield INPUTS, "forward", "compute", _seconds_resting(priced, choices, "input") - sum(arrives)
     yield BEFORE, "forward", "communication", sum(arrives)
     for node in trace.graph.nodes:
         label, phase = _label(node)
@@ -151,7 +151,7 @@ def _events(
         yield _label(trace.node(name))[0], phase, "communication", seconds
     moved_s = step_time(priced, choices)
     yield PARAMETERS, "step", "communication", moved_s
-    yield OPTIMIZER, "step", "compute", _resting(priced, choices, "parameter") - moved_s
+    yield OPTIMIZER, "step", "compute", _seconds_resting(priced, choices, "parameter") - moved_s
 
 
 def crossing_times(
@@ -243,7 +243,7 @@ def _moves(priced: Priced, evaluation: Evaluation) -> dict[tuple[str, str, bool]
     return moves
 
 
-def _resting(priced: Priced, choices: Choices, kind: str) -> float:
+def _seconds_resting(priced: Priced, choices: Choices, kind: str) -> float:
     ops = zip(priced.problem.ops, choices.strategies, strict=True)
     return sum(op.count * op.strategies[s].time_s for op, s in ops if op.kind == kind)
 

@@ -39,7 +39,7 @@ from autopar.program.executor import Returned
 from autopar.request import PlanOptions
 from autopar.sharding import Forced, classes_of, resolve
 from autopar.sharding.presets.tensor import around_softmax
-from autopar.stages import Cut, cut
+from autopar.stages import Cut, cut_trace
 
 # --------------------------------------------------------------------------------------------------
 # A plan's decisions on a mesh of other axes: an axis is the plan's axis of its name.
@@ -168,7 +168,7 @@ class Carried:
         return max(self.peaks)
 
 
-def carried(
+def carry_plan(
     plan: Plan,
     trace: Trace,
     mesh: Mesh,
@@ -191,7 +191,9 @@ def carried(
         ConstraintError: where a constraint that the plan records cannot hold there.
     """
     there = on_axes(plan, mesh)
-    carrier = _Carrier(without_stages(plan, mesh), options, _forced(plan, trace, mesh, options))
+    carrier = _Carrier(
+        without_stages(plan, mesh), options, _force_constraints(plan, trace, mesh, options)
+    )
     if plan.pipeline is None or there.pipeline is None:
         profile = slowest(hardware)
         tried = carrier.emit(
@@ -205,13 +207,13 @@ def carried(
         )
         return Carried(tried.time_s, (tried.peak_bytes,))
     assert returned is not None, "a pipeline returns something"
-    sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes, returned)
+    sharing = _share_memory(plan, there.pipeline, hardware, options, batch_bytes, returned)
     axis, planned = there.pipeline.axis, list[Planned]()
     for number, piece in enumerate(
         _pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)
     ):
         planned.append(
-            _planned(
+            _planned_of(
                 carrier.emit(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)
             )
         )
@@ -272,7 +274,7 @@ class _Carrier:
         )
         strategies, again = decisions(priced, piece.plan)
         regions = None if piece.has_kernels else frozenset[int]()
-        kept = _kept(priced, piece.plan, piece.trace)
+        kept = _kept_variants(priced, piece.plan, piece.trace)
         choices = Choices(strategies, again, kept, 0.0, 0.0, regions=regions)
         found = emitter.emit(LayerGroups.of(piece.trace, priced, piece.plan.starts), choices)
         if emitter.fits(found):
@@ -301,7 +303,7 @@ class _Carrier:
         )
 
 
-def _forced(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
+def _force_constraints(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
     """What constraints force on the plan's axes, and nothing on others."""
     left = without_stages(plan, mesh)
     forced = resolve(
@@ -317,7 +319,7 @@ def _forced(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Force
     )
 
 
-def _sharing(
+def _share_memory(
     plan: Plan,
     pipeline: Pipeline,
     hardware: Hardware,
@@ -354,7 +356,7 @@ def _pieces(
     before: Pipeline, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
 ) -> Iterator[_Piece]:
     """The stages."""
-    made = cut(trace, there.positions) if there.positions else Cut((trace,), (), {})
+    made = cut_trace(trace, there.positions) if there.positions else Cut((trace,), (), {})
     for number, (old, new, part) in enumerate(
         zip(before.stages, there.stages, made.stages, strict=True)
     ):
@@ -372,7 +374,7 @@ def _pieces(
         )
 
 
-def _planned(candidate: Candidate) -> Planned:
+def _planned_of(candidate: Candidate) -> Planned:
     prediction = replace(candidate.plan.prediction, peak_bytes=candidate.peak_bytes)
     return Planned(replace(candidate.plan, prediction=prediction), candidate.program, {})
 
@@ -420,7 +422,7 @@ def _rests(piece: _Piece, mesh: Mesh) -> dict[str, Layout]:
     return found
 
 
-def _kept(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]]:
+def _kept_variants(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]]:
     """By variant, what the plan keeps of it.
 
     Raises:

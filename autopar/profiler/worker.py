@@ -407,7 +407,9 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(measurements: Sequence[Measurement], times: Sequence[float]) -> dict[str, list[Point]]:
+def group_points(
+    measurements: Sequence[Measurement], times: Sequence[float]
+) -> dict[str, list[Point]]:
     """Kind → points, each with its time."""
     points: dict[str, list[Point]] = {}
     for (kind, point, _), time_s in zip(measurements, times, strict=True):
@@ -432,7 +434,7 @@ def _together(rank: int, world_size: int, folder: Path) -> dict[str, list[Point]
         times = _measure_together(compute, _window_s, WINDOW_S) + _measure_together(
             collectives, _counted_s, COLLECTIVE_S
         )
-        return timed(compute + collectives, times)
+        return group_points(compute + collectives, times)
     finally:
         dist.destroy_process_group()
 
@@ -441,7 +443,7 @@ def _alone(device: str) -> dict[str, list[Point]]:
     """The points of one device that is no CPU, and of its host."""
     compute = list(compute_measurements(GPU, device))
     print(f"total {DEVICE_ROUNDS * len(compute) + 1}", flush=True)
-    points = timed(compute, measure_alone(compute, device))
+    points = group_points(compute, measure_alone(compute, device))
     points["host"] = [measure_host(device)]
     print("measured", flush=True)
     return points

@@ -26,7 +26,7 @@ from autopar.kernels.collectives import PARTS, Groups, local_length, local_start
 from autopar.kernels.host import is_on_host
 from autopar.program.executor import Executor, without_saved
 from autopar.program.program import Action, Program
-from autopar.program.reorder import called, order_of, reads
+from autopar.program.reorder import call_of_action, order_of, reads
 from autopar.request import Batch, Outputs
 
 
@@ -300,7 +300,7 @@ class _Trial:
                 base = self.flat[number] = flat(
                     self.call.num_bytes[number], x.lie[3], on_host=x.storage.on_host
                 )
-            return lying(base, x.lie)
+            return as_lying(base, x.lie)
         return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
 
     def _placed(self, x: Any) -> Any:
@@ -328,7 +328,7 @@ def flat(num_bytes: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor
     return make((num_bytes // dtype.itemsize,), dtype=dtype)
 
 
-def lying(base: Tensor, lie: Lie) -> Tensor:
+def as_lying(base: Tensor, lie: Lie) -> Tensor:
     size, stride, offset, dtype, conjugated, negated = lie
     if is_fake(
         base
@@ -454,7 +454,7 @@ class _Run:
         self._tell(last, self.memory.live_bytes)
         values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]  # type: ignore[union-attr]
         env.clear()
-        unread = [_copied(values.pop()) for _ in range(self.num_unread)]
+        unread = [_copy_value(values.pop()) for _ in range(self.num_unread)]
         return [*_handed_over(values), *reversed(unread)]
 
     def _tell(self, node: fx.Node, peak_bytes: int) -> None:
@@ -469,9 +469,9 @@ class _Run:
             and node.args[1] not in ("halo", *HOST_KINDS)
             and self.groups[node.args[-1]].size == 1
         ):  # type: ignore[index]
-            return _copied(env[node.args[0]]), 0  # type: ignore[index]
+            return _copy_value(env[node.args[0]]), 0  # type: ignore[index]
         if node.target is operator.getitem:
-            return _copied(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
+            return _copy_value(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
         if (
             self.last_queries
             and node.target is local_start
@@ -490,7 +490,7 @@ class _Run:
             *call.storages,
             *(Storage(size, self.memory, on_host=there) for size, there in effect.made),
         ]
-        value = _placed(effect.result, storages)
+        value = _place_storages(effect.result, storages)
         if effect.emptied:
             for started in call.started:
                 started.clear()
@@ -507,7 +507,7 @@ class _Part(NamedTuple):
 
     @staticmethod
     def of(action: str, step: fx.Node) -> _Part:
-        target, settings = called(action, step)
+        target, settings = call_of_action(action, step)
         first = step if action == "finish" else reads(action, step)[0]
         return _Part(target, (first, *settings), step.kwargs, step.users)
 
@@ -518,17 +518,17 @@ def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
     return reader.kwargs.get("q_start") is start and "mirrored_in" not in reader.kwargs
 
 
-def _placed(tree: Any, storages: Sequence[Storage]) -> Any:
+def _place_storages(tree: Any, storages: Sequence[Storage]) -> Any:
     if isinstance(tree, Place):
         return Value(storages[tree.storage], tree.lie)
     return (
-        type(tree)(_placed(each, storages) for each in tree)
+        type(tree)(_place_storages(each, storages) for each in tree)
         if isinstance(tree, list | tuple)
         else tree
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return Value(value.storage, value.lie) if isinstance(value, Value) else value
 
 
@@ -558,7 +558,7 @@ def _handed_over(values: list[Any]) -> list[Any]:
     results: list[Any] = []
     for value in values:
         results.append(
-            lying(value.storage.tensor(value.lie[3]), value.lie)
+            as_lying(value.storage.tensor(value.lie[3]), value.lie)
             if isinstance(value, Value)
             else value
         )

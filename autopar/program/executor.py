@@ -357,7 +357,9 @@ class Executor:
             bound = bind(self._source(phase, absent), self.groups, self.device.type)
             if phase == "inference":
                 bound.graph = without_saved(bound.graph, self.program.num_saved)
-            self._graphs[key] = boxed(bound) if self._backend == "eager" else _compiled(bound)
+            self._graphs[key] = (
+                box_module(bound) if self._backend == "eager" else _compile_module(bound)
+            )
         return self._graphs[key]
 
     def _source(self, phase: str, absent: frozenset[int] = frozenset()) -> fx.GraphModule:
@@ -370,7 +372,7 @@ class Executor:
                 without(program.backward.graph, given, [given[place] for place in absent]),
             )
         if phase == "first":
-            return _writing(program.backward)
+            return _write_sums(program.backward)
         source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(
             phase, program.forward
         )
@@ -424,7 +426,7 @@ class _BoxedCode(fx.graph.CodeGen):
         return f"def forward(self, boxed){maybe_return_annotation}:{unpack}\n    boxed.clear()"
 
 
-def boxed(graph_module: fx.GraphModule) -> Boxed:
+def box_module(graph_module: fx.GraphModule) -> Boxed:
     """The graph module as a function of one list, which it empties."""
     graph_module.graph.set_codegen(_BoxedCode())
     graph_module.recompile()
@@ -461,7 +463,7 @@ def use_private_cache() -> None:
     os.environ[_INDUCTOR_CACHE] = str(found)
 
 
-def _compiled(graph_module: fx.GraphModule) -> Boxed:
+def _compile_module(graph_module: fx.GraphModule) -> Boxed:
     use_private_cache()
     compiled: Any = torch.compile(
         _functional(graph_module), backend="inductor", fullgraph=True, dynamic=False
@@ -488,7 +490,7 @@ def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph_module, graph)
 
 
-def _writing(source: fx.GraphModule) -> fx.GraphModule:
+def _write_sums(source: fx.GraphModule) -> fx.GraphModule:
     """A copy of a backward graph that writes sums which it adds to."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(source.graph, {}))

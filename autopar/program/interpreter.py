@@ -13,13 +13,13 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from autopar import ops
-from autopar.capture.execute import device_of, placed, promoted, promoted_dtype
+from autopar.capture.execute import device_of, place_on_device, promote, promoted_dtype
 from autopar.capture.normalize.tangents import tangent_of
 from autopar.core.autocast_state import as_written
 from autopar.core.collective import HOST_KINDS, Collective, Kind
 from autopar.core.layout import part_range
 from autopar.core.mesh import Mesh
-from autopar.core.placements import Halo, swapped, window
+from autopar.core.placements import Halo, swap_parts, window
 from autopar.errors import AutoparError, VerificationError
 from autopar.kernels import collectives as steps
 from autopar.kernels import dispatched
@@ -60,7 +60,7 @@ def run_kernel(
     if node.target is matmul_reduce_add_rmsnorm:
         equation, dim, axis, _, n, eps, *dtypes = node.args[4:]
         parts = moved("reduce_scatter", _products(str(equation), a, b, biases), (dim, "sum", axis))
-        return _normed(parts, others, n, eps, in_dtype(dtypes))
+        return _norm_parts(parts, others, n, eps, in_dtype(dtypes))
     *settings, axis, _ = node.args[2:]
     if KERNELS[node.target] == "all_gather":  # type: ignore[index]
         equation, operand, dim = settings
@@ -76,7 +76,7 @@ def run_kernel(
     return moved("reduce_scatter", products, (dim, "sum", axis))
 
 
-def _normed(
+def _norm_parts(
     parts: ByRank, others: Sequence[ByRank | None], n: Any, eps: Any, dtypes: Sequence[torch.dtype]
 ) -> ByRank:
     """The sums with the residuals, their squares and norms."""
@@ -133,7 +133,7 @@ def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str)
     if kind == "all_reduce":
         return [reduce(parts, reduce_op).contiguous()] * size
     if kind == "swap":
-        return [part.contiguous() for part in swapped(parts, dim)]
+        return [part.contiguous() for part in swap_parts(parts, dim)]
     if kind == "reduce_scatter":
         return _chunks(reduce(parts, reduce_op), dim, size)
     if dim == to_dim:
@@ -252,7 +252,7 @@ class Ranks:
     ) -> list[Any]:
         try:
             if node.op == "get_attr":
-                constant = promoted(_attribute(graph_module, node), self.dtype)
+                constant = promote(_attribute(graph_module, node), self.dtype)
                 constant = constant.to(self.device) if isinstance(constant, Tensor) else constant
                 return [constant for _ in self.ranks]
             if node.target in _KINDS:
@@ -298,8 +298,8 @@ class Ranks:
             if key not in results:
                 here = fx.node.map_arg((args, kwargs), partial(_of_rank, env, rank))
                 results[key] = tree_map(
-                    lambda x: promoted(x, self.dtype),
-                    target(*here[0], **placed(here[1], self.device)),
+                    lambda x: promote(x, self.dtype),
+                    target(*here[0], **place_on_device(here[1], self.device)),
                 )
             by_rank.append(results[key])
         return by_rank
@@ -330,7 +330,7 @@ class Ranks:
             for rank, made in zip(
                 group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True
             ):  # type: ignore[index]
-                result[rank] = tree_map(lambda x: promoted(x, self.dtype), made)
+                result[rank] = tree_map(lambda x: promote(x, self.dtype), made)
         return result
 
     def _run_step(
@@ -488,7 +488,7 @@ def run_lockstep(
     values += [by_path[t.name] for t in program.inputs]
     borders = (*program.parameters, *program.buffers, *program.inputs)
     operands = [
-        split(promoted(x, dtype), t.layout, program.mesh, t.view)
+        split(promote(x, dtype), t.layout, program.mesh, t.view)
         for x, t in zip(values, borders, strict=True)
     ]
     device = device_of(values)
@@ -497,8 +497,10 @@ def run_lockstep(
         results = run(program.forward, "forward", operands)
         mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
         first, last = len(program.outputs), len(program.outputs) + len(mutated)
-        outputs = joined(program.forward, results[:first], program.outputs, program.mesh, tolerance)
-        new_buffers = joined(
+        outputs = join_results(
+            program.forward, results[:first], program.outputs, program.mesh, tolerance
+        )
+        new_buffers = join_results(
             program.forward, results[first:last], mutated, program.mesh, tolerance, first
         )
         trained = [*(t for t in program.parameters if t.has_gradient), *program.input_gradients]
@@ -511,7 +513,7 @@ def run_lockstep(
                 for t in program.outputs
                 if t.has_gradient
             ]
-            gradients = joined(
+            gradients = join_results(
                 program.backward,
                 run(program.backward, "backward", saved),
                 trained,
@@ -534,7 +536,7 @@ def _tangent(
     return split(whole.to(device), border.layout, mesh, border.view)
 
 
-def joined(
+def join_results(
     graph_module: fx.GraphModule,
     results: Sequence[list[Any]],
     borders: Sequence[ProgramTensor],

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from autopar.capture.execute import device_of, placed, promoted, promoted_dtype
-from autopar.capture.graphs import copied
+from autopar.capture.execute import device_of, place_on_device, promote, promoted_dtype
+from autopar.capture.graphs import copy_graph
 from autopar.capture.normalize.tangents import tangent_of
 from autopar.core.autocast_state import as_written
 from autopar.core.layout import local_shape
 from autopar.kernels.collectives import FIRST
 from autopar.ops import random
 from autopar.program.executor import parts_of
-from autopar.program.interpreter import Lockstep, Observer, Ranks, Record, joined
+from autopar.program.interpreter import Lockstep, Observer, Ranks, Record, join_results
 from autopar.program.program import (
     LazyGraphModule,
     Microbatches,
@@ -47,16 +47,17 @@ def parts_in(
     of the batch."""
 
     def bound(count: fx.GraphModule) -> fx.GraphModule:
-        graph = copied(count.graph)
+        graph = copy_graph(count.graph)
         for node in graph.nodes:
             node.args, node.kwargs = tree_map(
-                lambda a: promoted_dtype(a, dtype), (node.args, placed(node.kwargs, device))
+                lambda a: promoted_dtype(a, dtype),
+                (node.args, place_on_device(node.kwargs, device)),
             )
         return LazyGraphModule(count, graph)
 
     device = device_of(inputs.values())
-    wide = {path: promoted(x, dtype) for path, x in inputs.items()}
-    return how.bound(bound).parts(wide, {name: promoted(x, dtype) for name, x in buffers.items()})
+    wide = {path: promote(x, dtype) for path, x in inputs.items()}
+    return how.bound(bound).parts(wide, {name: promote(x, dtype) for name, x in buffers.items()})
 
 
 def run_staged(
@@ -144,7 +145,7 @@ class _Stage:
         self.program, self.dtype, self.tolerance = program, dtype, tolerance
         self.run = Ranks(program.mesh, dtype, observe, device)
         self.parameters = [
-            split(promoted(parameters[t.name], dtype), t.layout, program.mesh, t.view)
+            split(promote(parameters[t.name], dtype), t.layout, program.mesh, t.view)
             for t in program.parameters
         ]
         if program.begin is not None:
@@ -164,13 +165,13 @@ class _Stage:
         p = self.program
         operands = [*self.parameters]
         operands += [
-            split(promoted(state[t.name], self.dtype), t.layout, p.mesh, t.view) for t in p.buffers
+            split(promote(state[t.name], self.dtype), t.layout, p.mesh, t.view) for t in p.buffers
         ]
         for t in p.inputs:
             operands.append(
                 crossing[t.name]
                 if t.crosses
-                else split(promoted(part[t.name], self.dtype), t.layout, p.mesh, t.view)
+                else split(promote(part[t.name], self.dtype), t.layout, p.mesh, t.view)
             )
         results = self.run(p.forward, "forward", operands)
         mutated = [t for name in p.mutated for t in p.buffers if t.name == name]
@@ -178,8 +179,8 @@ class _Stage:
         self.saved = results[len(results) - p.num_saved :]
         leaving = {t.name: r for t, r in zip(p.outputs, results, strict=False) if t.crosses}
         own = [t for t in p.outputs if not t.crosses]
-        outputs = joined(p.forward, results[: len(own)], own, p.mesh, self.tolerance)
-        changed = joined(
+        outputs = join_results(p.forward, results[: len(own)], own, p.mesh, self.tolerance)
+        changed = join_results(
             p.forward, results[num : num + len(mutated)], mutated, p.mesh, self.tolerance, num
         )
         return outputs, leaving, changed
@@ -217,7 +218,7 @@ class _Stage:
         trained = [t for t in self.program.parameters if t.has_gradient]
         source = self.program.end or self.program.backward
         return (
-            joined(source, self.gradients, trained, self.program.mesh, self.tolerance)
+            join_results(source, self.gradients, trained, self.program.mesh, self.tolerance)
             if trained
             else {}
         )
@@ -234,7 +235,7 @@ class _Stage:
         places = map(mesh.coordinate, range(mesh.num_devices))
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
         return [
-            promoted(
+            promote(
                 torch.full(shape, math.nan, dtype=tensor.dtype, device=self.run.device), self.dtype
             )
             for shape in shapes

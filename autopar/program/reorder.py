@@ -25,7 +25,7 @@ def order_of(program: Program, phase: str) -> list[Action]:
     return [("run", node) for node in getattr(program, phase).graph.nodes]
 
 
-def written(program: Program) -> Program:
+def write_order(program: Program) -> Program:
     """The program whose graphs are in the order in which they are to run."""
     graphs = {
         phase: LazyGraphModule(getattr(program, phase), rebuilt(order))
@@ -34,7 +34,7 @@ def written(program: Program) -> Program:
     return replace(program, **graphs, orders={}) if graphs else program
 
 
-def called(action: str, step: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def call_of_action(action: str, step: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """What starting or finishing a step calls, and with what behind what it reads."""
     _, *settings = kernels.positional(step)
     return (kernels.start if action == "start" else kernels.finish), (
@@ -74,7 +74,7 @@ def rebuilt(order: Iterable[Action]) -> fx.Graph:
         if action == "run":
             made[node] = graph.node_copy(node, made.__getitem__)
             continue
-        target, settings = called(action, node)
+        target, settings = call_of_action(action, node)
         about = {k: v for k, v in node.meta.items() if k != "holds"}
         if action == "start":
             starts[node] = graph.create_node(

@@ -40,7 +40,7 @@ def orders(
 ) -> tuple[tuple[Action, ...], ...]:
     """Per rank, what its stages compute, in order."""
     if schedule == INTERLEAVED:
-        lists = interleaved(num_stages // num_chunks, num_chunks, num_microbatches)
+        lists = interleaved_schedule(num_stages // num_chunks, num_chunks, num_microbatches)
         return tuple(
             tuple(a for a in actions if a.kind in ("forward", "backward")) for actions in lists
         )
@@ -69,7 +69,7 @@ def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) ->
 
 
 @lru_cache(maxsize=64)
-def interleaved(
+def interleaved_schedule(
     num_ranks: int, num_chunks: int, num_microbatches: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Per rank, what it computes, sends and receives, in order."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.core.layout import Layout, local_range
 from autopar.core.mesh import Mesh
-from autopar.core.placements import Halo, Mirrored, swapped
+from autopar.core.placements import Halo, Mirrored, swap_parts
 from autopar.errors import LayoutError, VerificationError
 
 Reduction = Callable[[Tensor, Tensor], Tensor]
@@ -101,13 +101,13 @@ def join(
                     for m in members
                 ]
             elif isinstance(placement, Mirrored):
-                members = swapped(members, placement.dim)
+                members = swap_parts(members, placement.dim)
             if isinstance(placement, Shard):
                 merged = torch.cat(members, dim=placement.dim)
             elif isinstance(placement, Partial):
                 merged = reduce(members, placement.reduce_op)
             else:
-                merged = _agreed(members, group, mesh.names[axis], tolerance)
+                merged = _check_equal(members, group, mesh.names[axis], tolerance)
             for rank in group:
                 parts[rank] = merged
     return parts[0].reshape(tuple(shape))
@@ -121,7 +121,9 @@ def reduce(parts: Sequence[Tensor], reduce_op: str) -> Tensor:
     return result
 
 
-def _agreed(members: Sequence[Tensor], group: Sequence[int], axis: str, tolerance: float) -> Tensor:
+def _check_equal(
+    members: Sequence[Tensor], group: Sequence[int], axis: str, tolerance: float
+) -> Tensor:
     first = members[0]
     for rank, other in zip(group[1:], members[1:], strict=True):
         if other is not first and not _equal(first, other, tolerance):

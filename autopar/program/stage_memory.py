@@ -21,7 +21,7 @@ from autopar.core.autocast_state import as_written
 from autopar.core.layout import local_shape
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
-from autopar.program.abstract_executor import LiveBytes, Rehearsal, flat, lie_of, lying
+from autopar.program.abstract_executor import LiveBytes, Rehearsal, as_lying, flat, lie_of
 from autopar.program.executor import Returned, parts_of
 from autopar.program.program import Program
 from autopar.program.schedule import Action
@@ -81,7 +81,7 @@ def trace_stage_peak(
             )
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
             work.begin((), parameters, buffers, parts, 1.0, keep=trained)
-            held = _held(work, memory, sends=schedule == "gpipe" and waiting is None)
+            held = _bytes_held(work, memory, sends=schedule == "gpipe" and waiting is None)
             work.clear()
             memory.reset_peak()
             work.begin(collected, parameters, buffers, parts, 1.0, keep=trained)
@@ -126,7 +126,7 @@ def stage_work(
     return StageWork(program, executor, torch.device("cpu")), empty
 
 
-def _held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
+def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
     """What one microbatch holds after its forward; under GPipe what it sent is held until the
     end."""
     before = memory.live_bytes
@@ -150,7 +150,7 @@ def put_together(work: StageWork) -> list[Tensor]:
     ]
 
 
-def _collected(work: StageWork, num_more: int) -> None:
+def _collect_unsimulated(work: StageWork, num_more: int) -> None:
     """What microbatches that are not simulated leave until the step ends: outputs, which lie as
     those of the first one do."""
     shared = {x.untyped_storage()._cdata for x in work.read_by_all()}
@@ -162,7 +162,7 @@ def _collected(work: StageWork, num_more: int) -> None:
                 values.append(values[0])
                 continue
             base = made.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
-            values.append(lying(base, lie_of(values[0])))
+            values.append(as_lying(base, lie_of(values[0])))
 
 
 def _forwards_first(
@@ -171,7 +171,7 @@ def _forwards_first(
     """As `autopar.program.transfers` and `autopar.runtime.outer_loss`, with what they hold."""
     for number in range(num):
         if number == num - 1:
-            _collected(work, num_more)
+            _collect_unsimulated(work, num_more)
         work.arriving(number)
         work.forward(number)
         sent = work.leaving(number)
@@ -205,7 +205,7 @@ def _gpipe(work: StageWork, num: int, num_more: int) -> None:
     fwd_sends_to_wait, bwd_sends_to_wait = [], []
     for number in range(num):
         if number == num - 1:
-            _collected(work, num_more)
+            _collect_unsimulated(work, num_more)
         ops = work.arriving(number)
         work.forward(number)
         ops = work.leaving(number)
@@ -229,7 +229,7 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: 
         work.forward(forwarded - 1)
         fwd_sends = work.leaving(forwarded - 1)
         send_work = fwd_sends if forwarded < warmup else send_work
-    _collected(work, num_more)
+    _collect_unsimulated(work, num_more)
     for number in range(num):
         bwd_recvs = work.arriving_back(number)
         work.backward(number)

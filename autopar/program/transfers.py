@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.schedule import interleaved
+from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_work import StageWork
 
 Started = list[dist.Work]
@@ -172,7 +172,9 @@ class Interleaving:
         self, works: Mapping[int, StageWork], transfers: Transfers, num_microbatches: int
     ) -> None:
         self._chunks = {number: _Chunk(work, number, transfers) for number, work in works.items()}
-        self._actions = interleaved(transfers.size, len(works), num_microbatches)[transfers.rank]
+        self._actions = interleaved_schedule(transfers.size, len(works), num_microbatches)[
+            transfers.rank
+        ]
 
     def run(self, *, backward: bool) -> None:
         """One step; `begin` of each work came before. Without `backward` the order of what is

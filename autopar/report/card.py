@@ -147,7 +147,7 @@ def _place(plan: Plan) -> str:
 def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:
     """One table, or one per stage, of which equal neighbours are one; the first is open."""
     if isinstance(explained, Explanation):
-        yield _folded(
+        yield _fold_parts(
             "What each module does, per device and step",
             explained.plan.mesh,
             explained.parts,
@@ -156,12 +156,12 @@ def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:
         return
     for number, section in enumerate(explained.sections):
         title = f"What each module does, {section.name}; per device and microbatch"
-        yield _folded(
+        yield _fold_parts(
             title, section.explanation.plan.mesh, section.explanation.parts, is_open=not number
         )
 
 
-def _folded(title: str, mesh: Mesh, parts: Sequence[Part], *, is_open: bool) -> str:
+def _fold_parts(title: str, mesh: Mesh, parts: Sequence[Part], *, is_open: bool) -> str:
     columns = (
         "module",
         "×",

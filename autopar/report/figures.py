@@ -128,7 +128,7 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     )
     _grid(
         resting,
-        [_resting(p, num_axes) for p in parts],
+        [_describe_rest(p, num_axes) for p in parts],
         [_codes(p, num_axes) for p in parts],
         heads,
         "weights rest",
@@ -138,7 +138,7 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     for tick, part in zip(computing.get_yticklabels(), parts, strict=True):
         tick.set_color(INK if len(part.instances) > 1 else "#5a5a5a")
     _times(times, parts, "microbatch" if stage else "step")
-    seen = {w for p in parts for w in (*p.parallelism, *_resting(p, num_axes)) if w}
+    seen = {w for p in parts for w in (*p.parallelism, *_describe_rest(p, num_axes)) if w}
     _legend(
         figure, [kind for kind in COLOURS if kind in seen or kind in ("compute", "communication")]
     )
@@ -159,7 +159,7 @@ def _row_name(part: Part) -> str:
     return f"{part.name}   ×{len(part.instances)}" if len(part.instances) > 1 else part.name
 
 
-def _resting(part: Part, num_axes: int) -> tuple[str, ...]:
+def _describe_rest(part: Part, num_axes: int) -> tuple[str, ...]:
     """How the weights rest, per axis: gathered for use, sharded as used, whole; empty without
     weights."""
     if not part.weights:

@@ -41,7 +41,7 @@ from autopar.errors import LayoutError, RuleError
 from autopar.ops.formats import torchs_own
 from autopar.rules.call import NO_TENSOR, Call, KeyedCall, TensorInfo, op_name
 from autopar.rules.expansion import expand
-from autopar.rules.notation import AxisOption, exact_cast, replicated
+from autopar.rules.notation import AxisOption, exact_cast, replicated_option
 from autopar.rules.small_calls import Trial, trials_of
 from autopar.rules.trial import check_strategy, close, join, run, split, tolerance_of
 
@@ -219,9 +219,9 @@ def experiment(
         tells = _tells(trials)
         if not any(tells):
             return (), "its result is the same whatever goes in"
-        options = _proven(call, known, trials, tells)
+        options = _prove_proposals(call, known, trials, tells)
         if not known or len(options) < len(known):
-            options = _proven(call, _proposals(call, trials[0], careful), trials, tells)
+            options = _prove_proposals(call, _proposals(call, trials[0], careful), trials, tells)
     is_split = any(isinstance(p, Shard) for option in options for p in option.inputs)
     return options, "" if is_split else "no split of it reproduces the whole"
 
@@ -377,12 +377,14 @@ def _makes(
     return not isinstance(joined, str) and close(joined, whole, tolerance)
 
 
-def _proven(
+def _prove_proposals(
     call: Call, proposals: Iterable[AxisOption], trials: Sequence[Trial], tells: Sequence[bool]
 ) -> tuple[AxisOption, ...]:
     """Those proposals that obey the law; of several for one split of operands, the first. A result
     that tells nothing must be split, which its shape shows."""
-    kept: dict[tuple[Placement, ...], AxisOption] = {replicated(call).inputs: replicated(call)}
+    kept: dict[tuple[Placement, ...], AxisOption] = {
+        replicated_option(call).inputs: replicated_option(call)
+    }
     for option in proposals:
         is_new = option.inputs not in kept and len(kept) < _MOST_OPTIONS
         shows = all(
@@ -400,7 +402,7 @@ def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
         (trial, s, n)
         for trial in trials
         for n in _NUM_PARTS
-        for s in expand(trial[0], (replicated(trial[0]), option), (n,))[1:]
+        for s in expand(trial[0], (replicated_option(trial[0]), option), (n,))[1:]
     ]
     return bool(strategies) and all(
         _obeys(trial, strategy, (n,)) for trial, strategy, n in strategies
@@ -479,7 +481,7 @@ def _discover(keyed: KeyedCall) -> Discovery:
         options, reason = _answer(text or _in_child(lambda: _question(call, known, careful=True)))
         if options and options != known:
             save(call, options)
-    return Discovery((replicated(call), *options), reason)
+    return Discovery((replicated_option(call), *options), reason)
 
 
 def _question(call: Call, known: tuple[AxisOption, ...], *, careful: bool = False) -> str:

@@ -54,7 +54,7 @@ puts it in order."""
 _ROWS = Shard(0)
 
 
-def dispatching(call: Call) -> tuple[AxisOption, ...]:
+def dispatch_options(call: Call) -> tuple[AxisOption, ...]:
     """The option of the op on one axis, where tokens and experts can both be split: every
     operand and result by its dim 0."""
     at = TOKENS[call.target]

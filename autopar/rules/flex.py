@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.core.placements import PARTIAL, REPLICATE
-from autopar.ops.score_functions import Reading, reading
+from autopar.ops.score_functions import Reading, find_reading
 from autopar.rules.call import Call, Operand, argument
 from autopar.rules.notation import WHOLE, AxisOption, Factors, Term
 from autopar.rules.site import Local, Site
@@ -45,16 +45,16 @@ def flex_attention_backward(call: Call) -> Factors:
     return Factors(inputs, outputs, further=_query_heads(call, inputs, outputs))
 
 
-def _read(call: Call) -> tuple[dict[int, int], Reading]:
+def _read_functions(call: Call) -> tuple[dict[int, int], Reading]:
     """The operand that each captured tensor is, and what the functions read."""
     operands = {number: operand.index for number, operand in enumerate(argument(call, "captured"))}
     ranks = tuple(len(call.inputs[index].shape) for index in operands.values())
-    return operands, reading((argument(call, "score"), argument(call, "mask")), ranks)
+    return operands, find_reading((argument(call, "score"), argument(call, "mask")), ranks)
 
 
 def _terms(call: Call) -> dict[int, Term]:
     """A term for each captured tensor."""
-    operands, read = _read(call)
+    operands, read = _read_functions(call)
     sizes = dict(zip(_SPLIT, call.inputs[0].shape, strict=False))
     found: dict[int, Term] = {}
     for number, index in operands.items():
@@ -95,8 +95,8 @@ def _local(site: Site) -> Local:
     """
     call, (q, k) = site.call, site.strategy.inputs[:2]
     shape, shared = call.inputs[0].shape, call.inputs[1].shape
-    operands, read = _read(call)
-    indexed = [(n, dim, name) for n in operands for dim, name in _indexing(read, n)]
+    operands, read = _read_functions(call)
+    indexed = [(n, dim, name) for n in operands for dim, name in _indices_read(read, n)]
     parts = [each for each in indexed if site.strategy.inputs[operands[each[0]]].splitters(each[1])]
     of_wholes = {name for number, dim, name in indexed if (number, dim, name) not in parts}
     split = {name for dim, name in enumerate(_SPLIT) if q.splitters(dim)}
@@ -117,7 +117,7 @@ def _local(site: Site) -> Local:
     return site.change(**changes)
 
 
-def _indexing(read: Reading, number: int) -> list[tuple[int, str]]:
+def _indices_read(read: Reading, number: int) -> list[tuple[int, str]]:
     return [
         (dim, name) for dim, name in enumerate(read.indexed.get(number, ())) if name is not None
     ]

@@ -42,7 +42,7 @@ def index_add(linear: bool) -> f.Family:
     return rule
 
 
-def searched(call: Call) -> Factors:
+def search_factors(call: Call) -> Factors:
     """searchsorted: each row of values in its own row, which is sorted or whose order is the
     third operand; or all in one."""
     one = len(call.inputs[0].shape) == 1
@@ -168,19 +168,21 @@ RESIZE_GRADIENTS = (
 )
 
 
-def _resized(dims: str, *ops: Any) -> dict[Any, f.Family]:
+def _resize_family(dims: str, *ops: Any) -> dict[Any, f.Family]:
     return {op: Row(f"{dims} -> {dims}", FIRST) for op in ops}
 
 
 IMAGES: Mapping[Any, f.Family] = {
-    **_resized(_ONE, aten.reflection_pad1d.default, aten.replication_pad1d.default),
-    **_resized(_TWO, aten.reflection_pad2d.default, aten.replication_pad2d.default),
-    **_resized(_TWO, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
-    **_resized(_TWO, aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default),
-    **_resized(_TWO, *(op for op in RESIZE_GRADIENTS if "2d" in str(op))),
-    **_resized(_THREE, aten.replication_pad3d.default, aten.upsample_trilinear3d.default),
-    **_resized(_THREE, *(op for op in RESIZE_GRADIENTS if "3d" in str(op))),
-    **_resized(_THREE, aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
+    **_resize_family(_ONE, aten.reflection_pad1d.default, aten.replication_pad1d.default),
+    **_resize_family(_TWO, aten.reflection_pad2d.default, aten.replication_pad2d.default),
+    **_resize_family(_TWO, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
+    **_resize_family(
+        _TWO, aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default
+    ),
+    **_resize_family(_TWO, *(op for op in RESIZE_GRADIENTS if "2d" in str(op))),
+    **_resize_family(_THREE, aten.replication_pad3d.default, aten.upsample_trilinear3d.default),
+    **_resize_family(_THREE, *(op for op in RESIZE_GRADIENTS if "3d" in str(op))),
+    **_resize_family(_THREE, aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
     aten.native_channel_shuffle.default: Row("n _ ... -> n _ ...", FIRST),
     aten.reflection_pad1d_backward.default: Row(f"{_ONE}, {_ONE} -> {_ONE}", FIRST),
     aten.reflection_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
@@ -253,7 +255,7 @@ ORDERS: Mapping[Any, f.Family] = {
         )
     },
     **{op: f.reduction() for op in (aten.nansum.default, aten.count_nonzero.dim_IntList)},
-    aten.searchsorted.Tensor: searched,
+    aten.searchsorted.Tensor: search_factors,
     aten.bucketize.Tensor: Row("..., _ -> ..."),
     aten.renorm.default: renorm,
     aten.index_select.default: index_select,

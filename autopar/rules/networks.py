@@ -89,7 +89,7 @@ def attention(call: Call) -> Factors:
     """Batch, heads, and the query's sequence, mirrored too where it is causal; where query heads
     share those of key and value, query heads alone as well."""
     factors = parse("b h q _, b h _ _, b h _ _, b h q _ -> b h q _, b h q", call)
-    return replace(factors, further=(*_query_heads(call, 0, 1), *_mirrored(call, 0, 1)))
+    return replace(factors, further=(*_query_heads(call, 0, 1), *_mirrored_options(call, 0, 1)))
 
 
 def attention_backward(call: Call) -> Factors:
@@ -99,7 +99,7 @@ def attention_backward(call: Call) -> Factors:
     factors = parse(
         f"{row}, {row}, b h _ _, b h _ _, {row}, b h q, {row} -> {row}, b h _ _, b h _ _", call
     )
-    return replace(factors, further=(*_query_heads(call, 1, 2), *_mirrored(call, 1, 2)))
+    return replace(factors, further=(*_query_heads(call, 1, 2), *_mirrored_options(call, 1, 2)))
 
 
 def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
@@ -118,7 +118,7 @@ def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
     return (AxisOption(inputs, outputs),)
 
 
-def _mirrored(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
+def _mirrored_options(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
     """Causal attention of mirrored parts of the queries, whose work is the same for all ranks
     (`autopar.core.placements`)."""
     masked = len(call.inputs) > (3 if query == 0 else 6)

@@ -132,7 +132,7 @@ def parse(
 
 def options(factors: Factors, call: Call) -> tuple[AxisOption, ...]:
     """All options of the rule on one axis, replicate-everything first."""
-    found = [replicated(call)]
+    found = [replicated_option(call)]
     letters = dict.fromkeys(
         x for term in factors.inputs + factors.outputs for x in term if x != WHOLE
     )
@@ -141,7 +141,7 @@ def options(factors: Factors, call: Call) -> tuple[AxisOption, ...]:
     return tuple(dict.fromkeys((*found, *factors.further)))
 
 
-def replicated(call: Call) -> AxisOption:
+def replicated_option(call: Call) -> AxisOption:
     """Every rank does the whole op."""
     return AxisOption((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))
 

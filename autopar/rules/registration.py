@@ -88,7 +88,7 @@ def register(
     calls = (
         [c for call, tensors in given for c in _with_other_values(call, tensors)]
         if given
-        else list(_generated(target, row))
+        else list(_generate_trials(target, row))
     )
     _check(target, row, calls)
     REGISTERED[target] = row
@@ -142,7 +142,7 @@ def _is_taken(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(r).all()) for r in results if isinstance(r, torch.Tensor))
 
 
-def _generated(target: Any, row: Row) -> Iterator[Trial]:
+def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
     """Calls on float tensors whose dims are as the letters say.
 
     Raises:

@@ -137,8 +137,8 @@ def scalings(call: Call, few: Sequence[int] = _SIZES) -> Iterator[Call]:
             yield replace(
                 call,
                 inputs=infos,
-                args=_resized(call.args, to),
-                kwargs={k: _resized(v, to) for k, v in call.kwargs.items()},
+                args=_resize_value(call.args, to),
+                kwargs={k: _resize_value(v, to) for k, v in call.kwargs.items()},
             )
 
 
@@ -153,9 +153,9 @@ def _in_ratio(sizes: Sequence[int]) -> dict[int, int]:
     return to
 
 
-def _resized(value: Any, to: Mapping[int, int]) -> Any:
+def _resize_value(value: Any, to: Mapping[int, int]) -> Any:
     if isinstance(value, tuple):
-        return tuple(_resized(v, to) for v in value)
+        return tuple(_resize_value(v, to) for v in value)
     return to.get(value, value) if type(value) is int else value
 
 

@@ -20,7 +20,7 @@ from autopar.rules import families as f
 from autopar.rules import flex, networks, windows
 from autopar.rules import networks as losses
 from autopar.rules.call import argument
-from autopar.rules.dispatch import dispatching
+from autopar.rules.dispatch import dispatch_options
 from autopar.rules.further import FURTHER
 from autopar.rules.notation import BOTH, EITHER, FIRST, Row, parse
 
@@ -58,9 +58,12 @@ EXPERTS: Mapping[
     Any, f.Family
     # f lies between two linears with an activation; what is split of it, or of the experts, adds up
 ] = {
-    ops.experts: f.also(Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))), dispatching),
+    ops.experts: f.also(
+        Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))), dispatch_options
+    ),
     ops.experts_backward: f.also(
-        Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST), dispatching
+        Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST),
+        dispatch_options,
     ),
 }
 

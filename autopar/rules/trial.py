@@ -71,7 +71,7 @@ def check_strategy(
                 for rank in ranks
             }
     except Exception as error:  # a user's op may raise anything
-        raise _broken(call, strategy, f"a rank cannot run it: {error}") from error
+        raise _law_error(call, strategy, f"a rank cannot run it: {error}") from error
     for number, whole in enumerate(expected):
         if call.outputs[number] == NO_TENSOR:
             continue
@@ -83,7 +83,7 @@ def check_strategy(
             tolerance,
         )
         if isinstance(joined, str) or not close(joined, whole, tolerance):
-            raise _broken(
+            raise _law_error(
                 call,
                 strategy,
                 joined if isinstance(joined, str) else _difference(number, joined, whole),
@@ -101,9 +101,11 @@ def run(
     """Run a call on tensors: operands and starts filled in; always gives a tuple of results."""
     if target is operator.getitem:
         return (tensors[0],)
-    filled = [_filled(a, tensors, mesh_shape, rank) for a in args]
+    filled = [_fill_arguments(a, tensors, mesh_shape, rank) for a in args]
     return _results(
-        target(*filled, **{k: _filled(v, tensors, mesh_shape, rank) for k, v in kwargs.items()})
+        target(
+            *filled, **{k: _fill_arguments(v, tensors, mesh_shape, rank) for k, v in kwargs.items()}
+        )
     )
 
 
@@ -117,14 +119,17 @@ def run_together(
     for first in (rank for rank in operands if not rank[axis]):
         group = [(*first[:axis], place, *first[axis + 1 :]) for place in range(mesh_shape[axis])]
         found = local.target(
-            [tuple(_filled(a, operands[rank], mesh_shape, rank) for a in args) for rank in group],
+            [
+                tuple(_fill_arguments(a, operands[rank], mesh_shape, rank) for a in args)
+                for rank in group
+            ],
             Together(),
         )
         results.update(zip(group, map(_results, found), strict=True))
     return results
 
 
-def _filled(
+def _fill_arguments(
     value: Any, tensors: Sequence[torch.Tensor], mesh_shape: Sequence[int], rank: Coordinate
 ) -> Any:
     if isinstance(value, Operand):
@@ -132,7 +137,7 @@ def _filled(
     if isinstance(value, Start | Length | Starts):
         return value.at(mesh_shape, rank)
     return (
-        [_filled(v, tensors, mesh_shape, rank) for v in value]
+        [_fill_arguments(v, tensors, mesh_shape, rank) for v in value]
         if isinstance(value, tuple)
         else value
     )
@@ -276,7 +281,7 @@ def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
     )
 
 
-def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:
+def _law_error(call: Call, strategy: Strategy, what: str) -> RuleError:
     return RuleError(
         f"strategy {strategy} is wrong on shapes {[info.shape for info in call.inputs]}: {what}",
         where=call.where if call.where.op else op_name(call.target),

@@ -133,18 +133,18 @@ def pooling_windows(call: Call, num: int) -> Windows:
     return tuple(w if w is not None and ends(w, size) else None for w, size in found)
 
 
-def _placed(dim: int, before: int, after: int, lowest: bool = False) -> Shard:
+def _place_halo(dim: int, before: int, after: int, lowest: bool = False) -> Shard:
     return Halo(dim, before, after, lowest) if before or after else Shard(dim)
 
 
-def seen(edges: Edges, dim: int, lowest: bool = False) -> Shard:
+def place_operand(edges: Edges, dim: int, lowest: bool = False) -> Shard:
     """How an operand lies whose part's results are wanted."""
-    return _placed(dim, edges.before, edges.after, lowest)
+    return _place_halo(dim, edges.before, edges.after, lowest)
 
 
 def seen_back(edges: Edges, dim: int) -> Shard:
     """How what belongs to results lies, where the gradient of a part is wanted."""
-    return _placed(dim, edges.grad_before, edges.grad_after)
+    return _place_halo(dim, edges.grad_before, edges.grad_after)
 
 
 def over_space(
@@ -185,7 +185,7 @@ def convolution(call: Call) -> Factors:
     return replace(
         factors,
         further=over_space(
-            call, convolution_windows(call), lambda e, d: (seen(e, d), *others, Shard(d))
+            call, convolution_windows(call), lambda e, d: (place_operand(e, d), *others, Shard(d))
         ),
     )
 
@@ -201,7 +201,7 @@ def convolution_backward(call: Call) -> Factors:
 
     def place(edges: Edges, dim: int) -> Sequence[Placement]:
         grad = seen_back(edges, dim) if wants_x else Shard(dim)
-        operand = seen(edges, dim) if wants_weight else Shard(dim)
+        operand = place_operand(edges, dim) if wants_weight else Shard(dim)
         results = [Shard(dim), PARTIAL, PARTIAL]
         return (
             grad,
@@ -228,7 +228,7 @@ def max_pool(num: int) -> Callable[[Call], Factors]:
         further = over_space(
             call,
             pooling_windows(call, num),
-            lambda e, d: (seen(e, d, lowest=True), Shard(d), Shard(d)),
+            lambda e, d: (place_operand(e, d, lowest=True), Shard(d), Shard(d)),
         )
         return replace(parse(_terms(num, 1, 2), call), further=further)
 
@@ -253,7 +253,9 @@ def avg_pool(num: int) -> Callable[[Call], Factors]:
     """avg_pool over the last `num` dims: batch, channels, and space."""
 
     def rule(call: Call) -> Factors:
-        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen(e, d), Shard(d)))
+        further = over_space(
+            call, pooling_windows(call, num), lambda e, d: (place_operand(e, d), Shard(d))
+        )
         return replace(parse(_terms(num, 1, 1), call, FIRST), further=further)
 
     return rule
@@ -304,7 +306,7 @@ def _is_split(layout: Layout, rank: int, num: int) -> tuple[bool, ...]:
     return tuple(bool(layout.splitters(dim)) for dim in range(rank - num, rank))
 
 
-def _padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, ...]:
+def _local_padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, ...]:
     """0 where the dim is split: there the halo has it already."""
     return tuple(0 if s else p for p, s in zip(each(padding, len(split)), split, strict=True))
 
@@ -335,7 +337,7 @@ def local_convolution(site: Site) -> Local:
     rank = len(site.call.inputs[0].shape)
     split = _is_split(site.strategy.inputs[0], rank, rank - 2)
     return site.change(
-        groups=groups_of(site, 0), padding=_padding(argument(site.call, "padding"), split)
+        groups=groups_of(site, 0), padding=_local_padding(argument(site.call, "padding"), split)
     )
 
 
@@ -357,7 +359,7 @@ def local_convolution_backward(site: Site) -> Local:
         *call.args[:3],
         sizes,
         stride,
-        _padding(padding, split),
+        _local_padding(padding, split),
         dilation,
         groups_of(site, 1),
         mask,
@@ -397,7 +399,7 @@ def _max_pool(num: int) -> Callable[[Site], Local]:
         kernel, stride, padding, dilation, ceil_mode = (
             argument(site.call, name, value) for name, value in defaults.items()
         )
-        settings = kernel, stride, _padding(padding, split), dilation, ceil_mode
+        settings = kernel, stride, _local_padding(padding, split), dilation, ceil_mode
         return Local(
             max_pool_part, (site.call.args[0], *settings, _starts(site, 0, num), shape[-num:]), {}
         )
@@ -424,7 +426,7 @@ def _avg_pool(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
         split = _is_split(site.strategy.inputs[0], len(site.call.inputs[0].shape), num)
         return (
-            site.change(padding=_padding(argument(site.call, "padding", (0,)), split))
+            site.change(padding=_local_padding(argument(site.call, "padding", (0,)), split))
             if any(split)
             else same(site)
         )
@@ -451,14 +453,14 @@ def _avg_pool_backward(num: int) -> Callable[[Site], Local]:
         edges = _edges(pooling_windows(call, num), grad, operand, rank)
         return Local(
             avg_pool_backward_part,
-            (*call.args[:2], kernel, stride, _padding(padding, split), *others, edges),
+            (*call.args[:2], kernel, stride, _local_padding(padding, split), *others, edges),
             {},
         )
 
     return local
 
 
-def _resized(num: int, *, gradient: bool = False) -> Callable[[Site], Local]:
+def _resize_rule(num: int, *, gradient: bool = False) -> Callable[[Site], Local]:
     """Nearest-neighbour resizing: sizes are arguments."""
 
     def local(site: Site) -> Local:
@@ -481,9 +483,9 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     aten.avg_pool3d.default: _avg_pool(3),
     aten.avg_pool2d_backward.default: _avg_pool_backward(2),
     aten.avg_pool3d_backward.default: _avg_pool_backward(3),
-    aten.upsample_nearest1d.default: _resized(1),
-    aten.upsample_nearest2d.default: _resized(2),
-    aten.upsample_nearest3d.default: _resized(3),
-    aten.upsample_nearest2d_backward.default: _resized(2, gradient=True),
-    aten.upsample_nearest3d_backward.default: _resized(3, gradient=True),
+    aten.upsample_nearest1d.default: _resize_rule(1),
+    aten.upsample_nearest2d.default: _resize_rule(2),
+    aten.upsample_nearest3d.default: _resize_rule(3),
+    aten.upsample_nearest2d_backward.default: _resize_rule(2, gradient=True),
+    aten.upsample_nearest3d_backward.default: _resize_rule(3, gradient=True),
 }

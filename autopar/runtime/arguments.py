@@ -74,7 +74,7 @@ class Arguments:
             self._names = list(canonical)
         positions = {path: position for position, path in enumerate(self._paths)}
         self._inputs = [
-            (positions[tensor.name], tensor, _expected(tensor, batch, groups))
+            (positions[tensor.name], tensor, _expected_shape(tensor, batch, groups))
             for tensor in program.inputs
         ]
 
@@ -118,7 +118,7 @@ class Arguments:
             flatten_with_paths(given)[0],
             {} if self._is_whole else self._parts(args, kwargs),
         )
-        return ", ".join(f"{path} = {_told(x, parts.get(id(x)))}" for path, x in leaves)
+        return ", ".join(f"{path} = {_describe_value(x, parts.get(id(x)))}" for path, x in leaves)
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, tuple[int, ...]]:
         """By id of each argument that has the shape of this rank's part the shape of the whole."""
@@ -375,7 +375,7 @@ def _same_setting(given: Any, made_for: Any) -> bool:
     )  # NaN is itself here
 
 
-def _told(value: Any, whole: tuple[int, ...] | None) -> str:
+def _describe_value(value: Any, whole: tuple[int, ...] | None) -> str:
     if not isinstance(value, Tensor):
         return _shown(value)
     asks = " that requires a gradient" if value.requires_grad else ""
@@ -421,7 +421,7 @@ class Results:
         )
 
 
-def _expected(tensor: ProgramTensor, batch: str, groups: Groups) -> tuple[int, ...]:
+def _expected_shape(tensor: ProgramTensor, batch: str, groups: Groups) -> tuple[int, ...]:
     if batch == "global":
         return tensor.shape
     return local_shape(

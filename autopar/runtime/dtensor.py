@@ -80,7 +80,7 @@ class HeldTensor(DTensor):
         """
         kwargs, name = kwargs or {}, func.__name__
         if name in ACCESS:
-            return _accessed(func, args, kwargs)
+            return _access_attribute(func, args, kwargs)
         if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
             with announced(f"computes {name.strip('_')} of values of all ranks", mesh):
                 return cls._taken(func, types, args, kwargs)
@@ -91,7 +91,7 @@ class HeldTensor(DTensor):
         """As `__torch_function__`."""
         name = func.__name__
         if func in READS or name == "__format__":
-            return gather_fallback.read(func, args, kwargs)
+            return gather_fallback.read_whole(func, args, kwargs)
         if (
             is_of_elements(name)
             and not (has_stages() and name in OF_SEVERAL)
@@ -101,7 +101,7 @@ class HeldTensor(DTensor):
             found, refusal = _by_dtensor(func, types, args, kwargs, first)
             if refusal is None:
                 for x in found if isinstance(found, tuple | list) else (found,):
-                    held(x)
+                    hold_value(x)
                 return found
         if name == "__iter__":
             return iter(args[0].unbind(0))
@@ -113,20 +113,20 @@ class HeldTensor(DTensor):
         ):  # by which scripts tell tied parameters from others; a wrapper has none
             return args[0]._local_tensor.data_ptr()
         if name in ASIDE:
-            return _shown(_disabled(func, types, args, kwargs), leaves)
+            return _shown(_call_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:
             _refuse_one_stage(name, leaves)
         if name.startswith(
             "_amp_foreach_"
         ):  # DTensor's own, which tells all ranks of what is not finite
             return gather_fallback.by_mesh(
-                func, args, kwargs, lambda a, k: _disabled(func, types, a, k)
+                func, args, kwargs, lambda a, k: _call_disabled(func, types, a, k)
             )
         if name.startswith(("_foreach_", "_fused_")):
             return gather_fallback.by_mesh(
-                func, args, kwargs, lambda a, k: _computed(func, types, a, k)
+                func, args, kwargs, lambda a, k: _compute_with_dtensor(func, types, a, k)
             )
-        return _computed(func, types, args, kwargs)
+        return _compute_with_dtensor(func, types, args, kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """The whole tensor; every rank calls it, if it is in parts."""
@@ -144,10 +144,10 @@ class HeldTensor(DTensor):
         return reduce_whole(self, protocol)
 
     def __copy__(self) -> Any:
-        return held(_as_dtensor(self, lambda: copy.copy(self)))
+        return hold_value(_as_dtensor(self, lambda: copy.copy(self)))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return held(_as_dtensor(self, lambda: DTensor.__deepcopy__(self, memo)))
+        return hold_value(_as_dtensor(self, lambda: DTensor.__deepcopy__(self, memo)))
 
 
 for _supported in (
@@ -157,7 +157,7 @@ for _supported in (
     _supported.append(HeldTensor)
 
 
-def held(value: Any) -> Any:
+def hold_value(value: Any) -> Any:
     """The same tensor, taken as the whole one from now on; as it is where it is no DTensor."""
     if type(value) is DTensor:
         value.__class__ = HeldTensor
@@ -167,8 +167,8 @@ def held(value: Any) -> Any:
 def parted_as(like: DTensor, value: Tensor) -> Any:
     """This rank's part of a whole tensor, that lies as `like` does."""
     made = torch.empty_like(like.detach(), dtype=value.dtype)
-    gather_fallback.put(made, value.detach())
-    return held(made)
+    gather_fallback.put_whole(made, value.detach())
+    return hold_value(made)
 
 
 def _mesh_of_sums(args: Any) -> DeviceMesh | None:
@@ -213,7 +213,7 @@ def _by_dtensor(
     targets = [x for x in written if isinstance(x, DTensor)]
     before = [x._local_tensor._version for x in targets]
     try:
-        return _disabled(func, types, args, kwargs), None
+        return _call_disabled(func, types, args, kwargs), None
     except (torch.OutOfMemoryError, RuntimeStateError):
         raise
     except (RuntimeError, ValueError, AssertionError) as refusal:
@@ -222,13 +222,13 @@ def _by_dtensor(
         return None, str(refusal)
 
 
-def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+def _compute_with_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
     leaves = tensors_in((args, kwargs))
     written = written_by(func, args, kwargs)
     origins = [x for x in written if _ORIGIN in vars(x)]
     mesh = gather_fallback.mesh_of((*written, *leaves))
     if mesh is None:  # plain tensors alone, of a list that was taken apart
-        return _disabled(func, types, args, kwargs)
+        return _call_disabled(func, types, args, kwargs)
     _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
     if origins:
         return _written_through(func, args, kwargs, origins[0])
@@ -263,17 +263,17 @@ def _known(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+def _call_disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
     return DTensor.__torch_function__(func, types, args, kwargs)
 
 
-def _accessed(func: Any, args: Any, kwargs: Any) -> Any:
+def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
     """An attribute: gradients are held, too, and views know what they are of."""
     with DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
     if isinstance(found, DTensor):
         name = getattr(func.__self__, "__name__", "")
-        found = held(found)
+        found = hold_value(found)
         return _with_origin(found, func, args, kwargs) if name in VIEW_ATTRIBUTES else found
     return found
 
@@ -283,7 +283,7 @@ def _shown(found: Any, given: list[Tensor]) -> Any:
     known = {id(x) for x in given}
     for x in tensors_in(found):
         if id(x) not in known:
-            held(x)
+            hold_value(x)
     return found
 
 
@@ -295,7 +295,7 @@ def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
     for place, view in enumerate(found if several else [found]):
         if not isinstance(view, DTensor) or view is of:
             continue
-        held(view)
+        hold_value(view)
         if (
             _ORIGIN in vars(of)
             or view._local_tensor.untyped_storage()._cdata
@@ -317,8 +317,8 @@ def _written_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
         seen = made(seen, *rest, **named)
         seen = seen if place is None else seen[place]
     gather_fallback.compute(func, args, kwargs, of.device_mesh, into={id(view): seen})
-    gather_fallback.put(of, result)
-    gather_fallback.put(view, seen)
+    gather_fallback.put_whole(of, result)
+    gather_fallback.put_whole(view, seen)
     return view
 
 

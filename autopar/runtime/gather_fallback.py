@@ -143,7 +143,7 @@ def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
     return tree_map(lambda x: _on(x, mesh), args), tree_map(lambda x: _on(x, mesh), kwargs)
 
 
-def read(func: Any, args: Any, kwargs: Any) -> Any:
+def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """A number, or whatever is no tensor, of whole tensors.
 
     Raises:
@@ -231,16 +231,16 @@ def compute(
     for key, target in written.items():
         if isinstance(target, DTensor) and not (into and key in into):
             with outside:
-                put(target, stands[key], drawn=drawn)
+                put_whole(target, stands[key], drawn=drawn)
     if len(written) == 1 and found is not None:
         return next(iter(written.values()))
-    return None if found is None else tree_map(lambda x: _replicated(x, mesh, drawn), found)
+    return None if found is None else tree_map(lambda x: _replicate_value(x, mesh, drawn), found)
 
 
-def put(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
+def put_whole(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
     """Write the whole `value` into a tensor, of which each rank has its part; with `drawn` the
     mesh's first rank's."""
-    value = _replicated(value.to(target.dtype), target.device_mesh, drawn)
+    value = _replicate_value(value.to(target.dtype), target.device_mesh, drawn)
     if value.shape != target.shape:  # it was turned in place (`t_`)
         value.__class__ = type(target)
         swap_tensors(target, value)
@@ -254,15 +254,15 @@ def put(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
 
 def _on(x: Any, mesh: DeviceMesh) -> Any:
     if isinstance(x, DTensor):
-        return x if x.device_mesh == mesh else _replicated(_whole(x), mesh)
-    return _replicated(x, mesh) if isinstance(x, Tensor) else x
+        return x if x.device_mesh == mesh else _replicate_value(_whole(x), mesh)
+    return _replicate_value(x, mesh) if isinstance(x, Tensor) else x
 
 
 def _whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _replicated(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
+def _replicate_value(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         return x
     everywhere = [Replicate()] * mesh.ndim

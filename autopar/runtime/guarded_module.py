@@ -238,7 +238,7 @@ class Compiled(Holder):
                 ),
             )
         if name := self._unfrozen():
-            raise _thawed(name, Unfrozen)
+            raise _thawed_error(name, Unfrozen)
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
         """Whether one of these parameters gets a gradient.
@@ -249,11 +249,13 @@ class Compiled(Holder):
         pairs = list(zip(parameters, tensors, strict=True))
         for parameter, tensor in pairs:
             if parameter.requires_grad and not tensor.requires_grad:
-                raise _thawed(tensor.name)
+                raise _thawed_error(tensor.name)
         return any(p.requires_grad and t.has_gradient for p, t in pairs)
 
 
-def _thawed(name: str, kind: type[RuntimeStateError] = RuntimeStateError) -> RuntimeStateError:
+def _thawed_error(
+    name: str, kind: type[RuntimeStateError] = RuntimeStateError
+) -> RuntimeStateError:
     """The error of a parameter that trains, for which the program computes no gradient."""
     what = f"parameter {name!r} was frozen when the program was made and is not now"
     return kind(

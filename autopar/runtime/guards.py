@@ -91,16 +91,16 @@ class Frozen:
             else:
                 now = _value(part(each.path).shown, (("", steps[0][0] or steps[0][1]), *steps[1:]))
             if now is not _GONE and not _same(now, each.value):
-                raise _changed(
+                raise _changed_error(
                     f"the model's {f'{each.path}.{each.name}'.lstrip('.')}", now, each.value
                 )
         for variable in self._outside:
             now = _outside(variable)
             if now is not _GONE and not _same(now, variable.value):
-                raise _changed(f"the {variable.name}", now, variable.value)
+                raise _changed_error(f"the {variable.name}", now, variable.value)
 
 
-def _changed(name: str, now: Any, was: Any) -> RuntimeStateError:
+def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:
     if isinstance(was, Stamp):
         how = "was written since" if was.tensor() is now else "is another tensor than when"
         what = f"{name} {how} the model was captured: the program has it as a constant"

@@ -137,10 +137,12 @@ def share_overflows(group: dist.ProcessGroup, device_type: str) -> None:
     """Let all ranks of a pipeline know what gradient scalers find on one of them, from now on."""
     _GROUPS[tuple(dist.get_process_group_ranks(group))] = group, device_type
     if not hasattr(torch.amp.GradScaler._unscale_grads_, "__wrapped__"):
-        torch.amp.GradScaler._unscale_grads_ = _sharing(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
+        torch.amp.GradScaler._unscale_grads_ = _share_overflows(
+            torch.amp.GradScaler._unscale_grads_
+        )  # type: ignore[method-assign]
 
 
-def _sharing(unscale: Any) -> Any:
+def _share_overflows(unscale: Any) -> Any:
     @functools.wraps(unscale)
     def unscale_and_share(
         scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any

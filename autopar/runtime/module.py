@@ -26,7 +26,7 @@ from autopar.program.splitting import local_part
 from autopar.request import Backend, Batch, Outputs
 from autopar.runtime.arguments import Arguments, Results, defaults_of
 from autopar.runtime.device_mesh import agree, check_shape, groups_of
-from autopar.runtime.dtensor import held
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.gradients import (
     as_given,
     clip_grad_norm_,
@@ -36,7 +36,7 @@ from autopar.runtime.gradients import (
 )
 from autopar.runtime.guarded_module import Compiled
 from autopar.runtime.guards import Misfit
-from autopar.runtime.outputs import parted, refusing
+from autopar.runtime.outputs import refuse_backward, refuse_reads
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import check_tangents
@@ -138,11 +138,13 @@ class ParallelModule(Compiled):
         if self._loss is not None:
             pairs = zip(self.program.outputs, shown, strict=True)
             shown = [
-                refusing(t.name, x, shown[self._loss]) if t.requires_grad and not t.is_loss else x
+                refuse_backward(t.name, x, shown[self._loss])
+                if t.requires_grad and not t.is_loss
+                else x
                 for t, x in pairs
             ]
         watched.follow(zip(self._names_of("output"), shown, strict=True))
-        return self._results.build([parted(x) for x in shown])
+        return self._results.build([refuse_reads(x) for x in shown])
 
     def _unfrozen(self) -> str:
         if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
@@ -240,7 +242,7 @@ class ParallelModule(Compiled):
         found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
         named = zip(self.program.parameters, found, strict=True)
         wrapped = [
-            None if gradient is None else held(self._storages[t.name].wrap(gradient))
+            None if gradient is None else hold_value(self._storages[t.name].wrap(gradient))
             for t, gradient in named
         ]
         asking = (t for t in self.program.inputs if t.has_gradient)

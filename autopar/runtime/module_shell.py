@@ -270,19 +270,19 @@ class Standing(nn.Module):
         """As of every module, whatever its name."""
         found: nn.Module = self
         for name in target.split(".") if target else ():
-            found = _held(found, "_modules", name, target)
+            found = _held_tensor(found, "_modules", name, target)
         return found
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As of every module, whatever its name."""
         path, _, name = target.rpartition(".")
-        found: nn.Parameter = _held(self.get_submodule(path), "_parameters", name, target)
+        found: nn.Parameter = _held_tensor(self.get_submodule(path), "_parameters", name, target)
         return found
 
     def get_buffer(self, target: str) -> Tensor:
         """As of every module, whatever its name."""
         path, _, name = target.rpartition(".")
-        found: Tensor = _held(self.get_submodule(path), "_buffers", name, target)
+        found: Tensor = _held_tensor(self.get_submodule(path), "_buffers", name, target)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
@@ -376,7 +376,7 @@ def _asked_by(module: nn.Module) -> str:
     return ""
 
 
-def _held(module: nn.Module, kind: str, name: str, target: str) -> Any:
+def _held_tensor(module: nn.Module, kind: str, name: str, target: str) -> Any:
     found = module.__dict__[kind].get(name)
     if found is None:
         raise AttributeError(f"{target!r}: {type(module).__name__} has no {_KINDS[kind]} {name!r}")
@@ -512,7 +512,7 @@ def likeness(cls: type[nn.Module]) -> type[Part]:
     for each in () if walked is None else reversed(classes_of(walked)):
         namespace |= {name: x for name, x in vars(each).items() if callable(x)}
     namespace |= {
-        "extra_repr": _described(cls),
+        "extra_repr": _describe_class(cls),
         "__module__": Part.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": Part.__doc__,
@@ -538,11 +538,11 @@ def _instead(name: str, was: Any) -> Any:
         if hasattr(base, name):
             return inspect.getattr_static(base, name)
     if name.startswith("__") and name.endswith("__"):
-        return _refusing(name) if callable(was) else None
+        return _refuse_operator(name) if callable(was) else None
     return _Hidden(name)
 
 
-def _refusing(name: str) -> Callable[..., Any]:
+def _refuse_operator(name: str) -> Callable[..., Any]:
     """Of an operator, which Python looks for in the class alone."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -555,7 +555,7 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _described(cls: type[nn.Module]) -> Callable[[Any], str]:
+def _describe_class(cls: type[nn.Module]) -> Callable[[Any], str]:
     def extra_repr(self: Any) -> str:
         try:
             return cls.extra_repr(self)

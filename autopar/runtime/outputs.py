@@ -84,7 +84,7 @@ class PartedOutput(DTensor):
         given = {id(x) for x in leaves}
         for x in found if isinstance(found, tuple | list) else (found,):
             if type(x) is DTensor and id(x) not in given:
-                parted(x)
+                refuse_reads(x)
         return found
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
@@ -99,10 +99,10 @@ class PartedOutput(DTensor):
         return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return parted(_plain(self).__deepcopy__(memo))
+        return refuse_reads(_plain(self).__deepcopy__(memo))
 
 
-def parted(value: Tensor) -> Tensor:
+def refuse_reads(value: Tensor) -> Tensor:
     """The same tensor, which refuses from now on to be read in part; as it is where it is no
     DTensor."""
     if type(value) is DTensor:
@@ -141,7 +141,7 @@ def _name(func: Any) -> str:
 # refused: detached, they would take part in a sum of losses and leave nothing in any gradient.
 
 
-def refusing(name: str, value: Tensor, loss: Tensor) -> Tensor:
+def refuse_backward(name: str, value: Tensor, loss: Tensor) -> Tensor:
     """The output `value`, in the same memory, whose backward is refused; as it is where the
     call's loss has no gradient either."""
     if not loss.requires_grad or value.requires_grad or not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from autopar.core.layout import Layout
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.ops import random
 from autopar.program.program import ProgramTensor
-from autopar.runtime.dtensor import held
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
 from autopar.runtime.full_state import extra_states, is_same, whole_values
 from autopar.runtime.guards import Unset, Variants
@@ -196,7 +196,7 @@ class Holder(Drawing):
             shared.check_same(name, storage)
             return shared.get_parameter(name), storage.tensor.name
         trains = full.requires_grad and (name not in known or known[name].requires_grad)
-        made = held(nn.Parameter(storage.distribute(full.detach()), requires_grad=trains))
+        made = hold_value(nn.Parameter(storage.distribute(full.detach()), requires_grad=trains))
         if self._world.size() > self.device_mesh.size():
             of_one_stage(made.device_mesh)
         return made, storage.tensor.name
@@ -317,7 +317,7 @@ def _state_dict_hook(
 ) -> None:
     for name in module._names:
         if prefix + name in state:
-            state[prefix + name] = held(checkpointable(state[prefix + name]))
+            state[prefix + name] = hold_value(checkpointable(state[prefix + name]))
     state.update((prefix + name, value) for name, value in module._extra_states.items())
 
 

@@ -18,7 +18,7 @@ from autopar.program.executor import Unused
 from autopar.program.program import Microbatches, ProgramTensor, StagedProgram
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving, Transfers
-from autopar.runtime.dtensor import held
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.loss_scaling import computes_in_fp16
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all
@@ -417,7 +417,7 @@ class StageCalls:
         found = {name: gradient for name, gradient in named if name not in without}
         shown = [(t.name, found.get(t.name)) for t in self.held]
         return [
-            None if gradient is None else held(self._storages[name].wrap(gradient))
+            None if gradient is None else hold_value(self._storages[name].wrap(gradient))
             for name, gradient in shown
         ]
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
 from autopar.runtime.rank_comm import rank
-from autopar.runtime.tensor_guards import sampled
+from autopar.runtime.tensor_guards import sample_checksum
 
 log = logging.getLogger("autopar")
 
@@ -78,7 +78,7 @@ class Noted:
 
     def has_other_values(self, now: Tensor) -> bool:
         """Whether it has, also where nothing counted the write."""
-        return self.values is not None and sampled(now) not in (self.values, None)
+        return self.values is not None and sample_checksum(now) not in (self.values, None)
 
     def is_moved(self, now: Tensor) -> bool:
         """Whether it has the same values elsewhere, or none any more."""
@@ -88,12 +88,12 @@ class Noted:
         )
 
 
-def noted(model: nn.Module) -> tuple[Noted, ...]:
+def note_tensors(model: nn.Module) -> tuple[Noted, ...]:
     """Its parameters and buffers, tied ones under their first name."""
-    return tuple(_noted(model))
+    return tuple(_note_each(model))
 
 
-def _noted(model: nn.Module) -> Iterator[Noted]:
+def _note_each(model: nn.Module) -> Iterator[Noted]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         held, prefix = weakref.ref(module), f"{path}." if path else ""
@@ -113,7 +113,7 @@ def _noted(model: nn.Module) -> Iterator[Noted]:
                     _version(x),
                     _pointer(x),
                     place,
-                    sampled(x),
+                    sample_checksum(x),
                 )
 
 
@@ -129,7 +129,7 @@ class PlainModel:
             (path, weakref.ref(module), module.training) for path, module in model.named_modules()
         )
         self._hooks = tuple(_num_hooks(module) for module in model.modules())
-        self._tensors = noted(model)
+        self._tensors = note_tensors(model)
         self._unwritten: Mapping[str, Any] | None = _marks(compiled)
         self._num_checks = 0
         self._is_watched = True  # for writes
@@ -291,7 +291,7 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
 def _marks(compiled: Mapping[str, Tensor]) -> dict[str, Any]:
     """By which a write to one is known."""
     return {
-        name: (id(p), _version(p), sampled(p.to_local() if isinstance(p, DTensor) else p))
+        name: (id(p), _version(p), sample_checksum(p.to_local() if isinstance(p, DTensor) else p))
         for name, p in compiled.items()
     }
 

@@ -123,7 +123,7 @@ def by_first(action: Callable[[], Any], where: str, remedy: str = "see the reaso
     Raises:
         RuntimeStateError: on all ranks, where it raises on the first.
     """
-    return _said(of_all(_outcome(action, remedy) if rank() == 0 else None)[0], where)
+    return _unpack_outcome(of_all(_outcome(action, remedy) if rank() == 0 else None)[0], where)
 
 
 def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> list[Any]:
@@ -133,7 +133,7 @@ def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason"
         RuntimeStateError: on all ranks, where it raises on one.
     """
     return [
-        _said(outcome, f"{where} (rank {number})")
+        _unpack_outcome(outcome, f"{where} (rank {number})")
         for number, outcome in enumerate(of_all(_outcome(action, remedy)))
     ]
 
@@ -148,7 +148,7 @@ def _outcome(action: Callable[[], Any], remedy: str) -> tuple[Any, tuple[str, st
         return None, (f"{type(reason).__name__}: {reason}", remedy)
 
 
-def _said(outcome: tuple[Any, tuple[str, str] | None], where: str) -> Any:
+def _unpack_outcome(outcome: tuple[Any, tuple[str, str] | None], where: str) -> Any:
     result, error = outcome
     if error is not None:
         raise RuntimeStateError(error[0], where=where, remedy=error[1])

@@ -33,7 +33,7 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
     if devices.size() == 1:
         return
     tensors = dict(_tensors(model))
-    every = _gathered("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
+    every = _gather_facts("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
     found = [dict(facts) for facts in every]
     names = dict.fromkeys(
         name for facts in found for name in facts
@@ -83,7 +83,7 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
-    every = _gathered("batch", [_digest(x) for x in values], devices)
+    every = _gather_facts("batch", [_digest(x) for x in values], devices)
     different = [
         name for name, *digests in zip(names, *every, strict=True) if len(set(digests)) > 1
     ]
@@ -118,7 +118,7 @@ def check_parts(
     if not any(sharing):
         return
     digests = [_digest(x) if groups else None for x, groups in zip(values, sharing, strict=True)]
-    facts = dict(zip(_ranks(devices), _gathered("batch", digests, devices), strict=True))
+    facts = dict(zip(_ranks(devices), _gather_facts("batch", digests, devices), strict=True))
     different: dict[tuple[int, ...], list[str]] = {}
     for place, (name, groups) in enumerate(zip(names, sharing, strict=True)):
         for group in groups:
@@ -149,7 +149,7 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
-    ranks, states = _ranks(devices), _gathered("random state", state, devices)
+    ranks, states = _ranks(devices), _gather_facts("random state", state, devices)
     different = [rank for rank, each in zip(ranks, states, strict=True) if each != states[0]]
     if different:
         raise RuntimeStateError(
@@ -181,7 +181,7 @@ class Beside:
         self._num_calls[key] += 1
         if self._num_calls[key] & (self._num_calls[key] - 1):
             return
-        every = _gathered(
+        every = _gather_facts(
             f"tensor beside parameters in {function}", [_digest(x) for x in given], devices
         )
         if any(digests != every[0] for digests in every):
@@ -211,7 +211,7 @@ def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: Devic
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
-    every = _gathered(
+    every = _gather_facts(
         "gradients of outputs", [None if x is None else _digest(x) for _, x in returned], devices
     )
     different = [
@@ -263,7 +263,7 @@ def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
     return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
-def _gathered(what: str, fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
+def _gather_facts(what: str, fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
     """Of the mesh's ranks, in its order."""
     facts = of_all_alike(f"compares its {what}", fact)
     return [facts[rank] for rank in _ranks(devices)]

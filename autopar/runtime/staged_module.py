@@ -43,7 +43,7 @@ from autopar.runtime.guards import Misfit, Variant
 from autopar.runtime.loss_scaling import LossScale, share_overflows
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.outer_loss import Answered, Published, ScaledStep
-from autopar.runtime.outputs import parted, refusing
+from autopar.runtime.outputs import refuse_backward, refuse_reads
 from autopar.runtime.parameters import Storage
 from autopar.runtime.pipeline_runtime import StageCalls
 from autopar.runtime.rank_agreement import announced
@@ -162,7 +162,7 @@ class StagedModule(Compiled):
             log.warning(
                 '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not'
                 " wanted",
-                _told(program, left_out),
+                _describe_missing(program, left_out),
                 why,
             )
         self._calls = StageCalls(
@@ -216,11 +216,12 @@ class StagedModule(Compiled):
         if self._how.loss is not None:
             refused = [t.name for t in self._kept if t.requires_grad and not t.is_loss]
             outputs |= {
-                name: refusing(name, outputs[name], outputs[self._how.loss]) for name in refused
+                name: refuse_backward(name, outputs[name], outputs[self._how.loss])
+                for name in refused
             }
         return self._results.build(
             [
-                parted(x) if (x := outputs.get(t.name)) is not None else None
+                refuse_reads(x) if (x := outputs.get(t.name)) is not None else None
                 for t in self.program.outputs
             ]
         )
@@ -301,7 +302,7 @@ class StagedModule(Compiled):
             return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
 
-def _told(program: StagedProgram, names: Sequence[str]) -> str:
+def _describe_missing(program: StagedProgram, names: Sequence[str]) -> str:
     """That outputs come as None, by place and path."""
     places = {t.name: number for number, t in enumerate(program.outputs)}
     shown = ", ".join(

@@ -125,7 +125,7 @@ _WORDS = {
 }  # of as many bytes: numpy has no bfloat16
 
 
-def sampled(x: Tensor) -> int | None:
+def sample_checksum(x: Tensor) -> int | None:
     """A checksum of some values, evenly spaced; None of what has none here: on meta, fake,
     sparse, or of a class of its own."""
     if (

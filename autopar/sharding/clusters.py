@@ -116,12 +116,12 @@ def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
             joined
             for state in found
             for option in options
-            if (joined := _joined(state, reads, makes, option)) is not None
+            if (joined := _join_option(state, reads, makes, option)) is not None
         ]
     return found
 
 
-def _joined(
+def _join_option(
     state: Assignment, reads: Sequence[Ref], makes: Sequence[Ref], option: AxisOption
 ) -> Assignment | None:
     """None where the option reads a tensor otherwise than it lies."""
@@ -244,7 +244,7 @@ class _Graph:
 def clusters_of(trace: Trace, apart: Container[str] = ()) -> tuple[Cluster, ...]:
     """Merge the trace's nodes into clusters, in topological order of their first member; those
     in `apart` into no producer's."""
-    graph = _read(trace)
+    graph = _read_graph(trace)
     home = {name: name for name in graph.members}  # node → first node of its cluster
     content = {name: [name] for name in graph.members}
     for name, member in graph.members.items():
@@ -261,7 +261,7 @@ def clusters_of(trace: Trace, apart: Container[str] = ()) -> tuple[Cluster, ...]
     return tuple(_cluster(graph, names, outputs) for names in content.values())
 
 
-def _read(trace: Trace) -> _Graph:
+def _read_graph(trace: Trace) -> _Graph:
     graph = _Graph()
     for node in trace.graph.nodes:
         if node.op != "call_function":

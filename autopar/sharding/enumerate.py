@@ -75,7 +75,9 @@ def classes_of(
     found = tuple(
         ClusterClass(
             tuple(group),
-            _allowed(group[0], _expanded(group[0], partial[signature], mesh_shape, forced), forced),
+            _filter_allowed(
+                group[0], _expand_presets(group[0], partial[signature], mesh_shape, forced), forced
+            ),
         )
         for signature, group in groups.items()
     )
@@ -93,14 +95,14 @@ def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass
     return tuple(found)
 
 
-def _expanded(
+def _expand_presets(
     cluster: Cluster, partial: Sequence[set[Placement]], mesh_shape: Sequence[int], forced: Forced
 ) -> tuple[ClusterStrategy, ...]:
     """The strategies that named plans admit."""
     options = _joint_options(cluster, partial)
     replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
     per_axis = [
-        _admitted(cluster, options, axis, forced) if size > 1 else replicated
+        _admit_options(cluster, options, axis, forced) if size > 1 else replicated
         for axis, size in enumerate(mesh_shape)
     ]
     strategies = expand(cluster, per_axis, mesh_shape)
@@ -109,7 +111,7 @@ def _expanded(
     return strategies
 
 
-def _admitted(
+def _admit_options(
     cluster: Cluster, options: Sequence[Assignment], axis: int, forced: Forced
 ) -> Sequence[Assignment]:
     """The options that have the labels of the rows on this axis."""
@@ -131,7 +133,7 @@ def _admitted(
 
 def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> ConstraintError:
     """Names the first tensor that cannot be split as the rows say."""
-    for reason in (_too_short, _uneven):
+    for reason in (_too_short, _find_uneven):
         for member in cluster.members:
             rows = dict(forced.named.rows.get(member.node, ()))
             labels = {axis: (*row.inputs, *row.outputs) for axis, row in rows.items()}
@@ -183,7 +185,7 @@ def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> i
     )
 
 
-def _uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
+def _find_uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
     """The first dim that is split unevenly, where the op wants what is split to belong together."""
     return next(
         (dim for dim, size in enumerate(info.shape) if size % layout.num_shards(dim, mesh_shape)),
@@ -191,7 +193,7 @@ def _uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int 
     )
 
 
-def _allowed(
+def _filter_allowed(
     cluster: Cluster, strategies: tuple[ClusterStrategy, ...], forced: Forced
 ) -> tuple[ClusterStrategy, ...]:
     for i, member in enumerate(cluster.members):

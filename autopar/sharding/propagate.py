@@ -144,7 +144,7 @@ class Read:
         return pattern_of(node.meta["key"])[0]
 
 
-def read(trace: Trace) -> Read:
+def read_trace(trace: Trace) -> Read:
     """Read a trace."""
     nodes = {node.name: node for node in trace.graph.nodes if node.op == "call_function"}
     calls: dict[str, Call] = {}

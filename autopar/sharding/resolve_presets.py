@@ -32,7 +32,7 @@ from autopar.sharding.presets.context import (
 )
 from autopar.sharding.presets.grids import SIDES, walk_sides
 from autopar.sharding.presets.tensor import by_columns, with_sequence
-from autopar.sharding.propagate import Policy, Read, Row, Spread, nothing_to_split, read
+from autopar.sharding.propagate import Policy, Read, Row, Spread, nothing_to_split, read_trace
 
 log = logging.getLogger("autopar")
 Rest = tuple[
@@ -88,7 +88,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     plans = tuple(plans)
     if not plans:
         return Named()
-    graph = read(trace)
+    graph = read_trace(trace)
     rows: dict[str, list[tuple[int, Row]]] = {}
     words = [""] * len(mesh.axes)
     rests: dict[str, list[frozenset[Placement] | None]] = {

@@ -1,7 +1,7 @@
 """Problem → Choices: the only package that imports pulp and highspy."""
 
 from autopar.solve.common import Common
-from autopar.solve.evaluate import Evaluation, evaluate, evaluated, fits
+from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices, fits
 from autopar.solve.lp_file import write_lp
 from autopar.solve.min_budget import Least, Lightest, least_budget
 from autopar.solve.moves import variant_load
@@ -20,7 +20,7 @@ __all__ = [
     "check_solver",
     "choices_or_least",
     "evaluate",
-    "evaluated",
+    "evaluate_choices",
     "fits",
     "least_budget",
     "op_load",

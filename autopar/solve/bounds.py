@@ -23,7 +23,9 @@ from autopar.solve.multipliers import multipliers, quickest
 # Which equal ops a relaxation would have decide apart.
 
 
-def mixed(program: Formulation, engine: Engine, values: Floats) -> dict[int, tuple[float, ...]]:
+def find_mixed(
+    program: Formulation, engine: Engine, values: Floats
+) -> dict[int, tuple[float, ...]]:
     """Op of several instances → the shares of them for which something is decided, kept or run
     again, if that is so for one at least and not for all. Two strategies for two thirds and one
     third are both shares.
@@ -109,7 +111,9 @@ class Proven:
         if point.bound > self.relaxed:
             self.relaxed, self.prices, self.balance = point.bound, dict(duals), balance
             self.duals = point.duals[: len(self.program.keys) + len(self.program.tighter)]
-            self.mixed = mixed(self.program, self.engine, point.values) if len(point.values) else {}
+            self.mixed = (
+                find_mixed(self.program, self.engine, point.values) if len(point.values) else {}
+            )
             self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
         self.bound = max(self.bound, point.bound)
         self.free = max(self.free, point.bound + float(prices @ np.array(reserves, float)))

@@ -42,7 +42,7 @@ from autopar.solve.min_budget import Least, Lightest
 from autopar.solve.multipliers import tighter
 from autopar.solve.overlap_rows import Excess
 from autopar.solve.paths import refusal
-from autopar.solve.restricted import LARGE, SMALL, Beginning, Climb, Sifted, middle, sifted
+from autopar.solve.restricted import LARGE, SMALL, Beginning, Climb, Sifted, middle, sift_balances
 
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
 _ROUNDS = 12
@@ -390,7 +390,9 @@ class BranchAndCut:
             (known,) if known else (ON_COMPUTE, middle(self.extra.phases))
         )  # near the first vertex, and far
         rows = self.extra.budget
-        for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, first):
+        for at in sift_balances(
+            self.program, self.engine, live, self.excess, self.extra.phases, first
+        ):
             found = at if found is None or at.point.bound > found.point.bound else found
             self.proven.learn(
                 at.point,

@@ -41,7 +41,7 @@ _HALVES = 4
 _BETTER = 1e-12  # of a step, relative
 
 
-def balanced(
+def balance_trees(
     problem: Problem,
     first: Sequence[Moves],
     at: Callable[[int, Balance], Moves],
@@ -64,7 +64,7 @@ def balanced(
         loads.append(load(tried[-1]))
         open_ = [v for v in open_ if len(tried) > 2 or found[v] != first[v]]  # type: ignore[assignment]
         bounds = [
-            _narrowed(*each)
+            _narrow_bounds(*each)
             for each in zip(bounds, balance, loads[-1].unbalanced(slowdown), strict=True)
         ]
         if not open_ or all(low == high for low, high in bounds):
@@ -78,7 +78,9 @@ def _middle(bounds: Sequence[tuple[float, float]]) -> Balance:
     return forward, backward
 
 
-def _narrowed(bounds: tuple[float, float], share: float, outlasted: bool) -> tuple[float, float]:
+def _narrow_bounds(
+    bounds: tuple[float, float], share: float, outlasted: bool
+) -> tuple[float, float]:
     """Where λ of a phase may be, if one share leaves it outlasted, or does not."""
     low, high = bounds
     return (low, share) if outlasted and low < high else (max(low, share), high)
@@ -205,7 +207,7 @@ def _versions(kept: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
     return {v: set(versions) for v, versions in kept.items() if versions}
 
 
-def evaluated(problem: Problem, choices: Choices) -> Evaluation:
+def evaluate_choices(problem: Problem, choices: Choices) -> Evaluation:
     """As `evaluate`, of a solver's answer."""
     return evaluate(problem, choices.strategies, choices.recomputed, choices.kept, choices.regions)
 
@@ -220,16 +222,16 @@ def _evaluate(
         return moves_of(problem, v, strategies, recomputed, kept, balance)
 
     first = [at(v, ON_COMPUTE) for v in range(len(problem.variants))]
-    found = _priced(problem, strategies, recomputed, first)
+    found = _price_trees(problem, strategies, recomputed, first)
     if not any(found.load.unbalanced(found.slowdown)):
         return found
-    best = balanced(
-        problem, first, at, lambda moves: _priced(problem, strategies, recomputed, moves).load
+    best = balance_trees(
+        problem, first, at, lambda moves: _price_trees(problem, strategies, recomputed, moves).load
     )
-    return replace(_priced(problem, strategies, recomputed, best), outlasted=True)
+    return replace(_price_trees(problem, strategies, recomputed, best), outlasted=True)
 
 
-def _priced(
+def _price_trees(
     problem: Problem,
     strategies: Sequence[int],
     recomputed: Mapping[int, int],

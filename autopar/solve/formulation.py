@@ -62,7 +62,7 @@ from autopar.core.streams import ON_COMPUTE, Balance
 from autopar.solve.kernel_rows import UNSEEN, KernelRows, RowKey
 from autopar.solve.lp import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
 from autopar.solve.memory_rows import BudgetRow
-from autopar.solve.paths import Demand, arriving, merged, useful_arcs, worth_recomputing
+from autopar.solve.paths import Demand, arriving_flows, merge_terms, useful_arcs, worth_recomputing
 from autopar.solve.prices import arc_loads, away_load, op_load
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
@@ -226,7 +226,7 @@ class Formulation(KernelRows):
                 kept: Terms = [(keep, 1), *self._stored(v, layout)]
                 self._row(
                     (KEEP, v, layout),
-                    merged([*kept, *((variable, -c) for variable, c in made)]),
+                    merge_terms([*kept, *((variable, -c) for variable, c in made)]),
                     AT_MOST,
                     0,
                 )
@@ -261,7 +261,7 @@ class Formulation(KernelRows):
 
     def _tighter(self, key: RowKey, terms: Terms) -> None:
         self.tighter_keys.append(key)
-        self.tighter.append(merged(terms))
+        self.tighter.append(merge_terms(terms))
 
     def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
         """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]`
@@ -282,13 +282,13 @@ class Formulation(KernelRows):
                 for a, pay, flow in zip(arcs, paid, flows, strict=True):
                     self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], AT_LEAST, 0)
             self._kernels(group, arcs, [paid], supply, demands)
-            return arriving(graph, arcs, [paid])
+            return arriving_flows(graph, arcs, [paid])
         shared = [[self._flow(load) for load in loads]] if len(demands) == 2 else []
         apart = [[self._flow(load) for load in loads] for _ in demands]
         for (c, demand), own in zip(demands.items(), apart, strict=True):
             self._balance((*group, c), arcs, supply, demand, [*shared, own])
         self._kernels(group, arcs, [*shared, *apart], supply, demands)
-        return arriving(graph, arcs, [*shared, *apart])
+        return arriving_flows(graph, arcs, [*shared, *apart])
 
     def _balance(
         self,
@@ -308,7 +308,7 @@ class Formulation(KernelRows):
         for layout, terms in enumerate(balance):
             terms += [(variable, -c) for variable, c in demand.get(layout, [])]
             if any(c < 0 for _, c in terms):
-                self._row((FLOW, *reader, layout), merged(terms), AT_LEAST, 0)
+                self._row((FLOW, *reader, layout), merge_terms(terms), AT_LEAST, 0)
 
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Left side of a budget row without its reserve, in bytes."""

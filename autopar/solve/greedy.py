@@ -91,7 +91,7 @@ class _Settled:
         return np.minimum(-group.drawn(costs, group.costs), _NEVER)
 
 
-def decided(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
+def decide_greedily(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
     """A strategy per op.
 
     Args:
@@ -185,7 +185,7 @@ class Quick:
             before = ascent.bound_s
             for _ in range(num):
                 ascent.sweep()
-            self._offer(decided(ascent))
+            self._offer(decide_greedily(ascent))
             missing = self.best.objective_s * (1 - self.gap) - ascent.bound_s
             if missing <= 0.0:
                 self._prove(ascent.multipliers())
@@ -201,7 +201,7 @@ class Quick:
             before = ascent.bound_s
             for _ in range(num):
                 ascent.sweep()
-            self._offer(decided(ascent))
+            self._offer(decide_greedily(ascent))
             near = (
                 self.best is not None and self.best.objective_s * (1 - self.gap) <= ascent.bound_s
             )

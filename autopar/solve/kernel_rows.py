@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from autopar.core.problem import Kernel, Problem
 from autopar.core.streams import Load
 from autopar.solve.lp import AT_MOST, Column, Model, Terms
-from autopar.solve.paths import Demand, merged
+from autopar.solve.paths import Demand, merge_terms
 from autopar.solve.prices import routed_load, saved_load
 
 ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO, ROUTE, UNSEEN = 10, 11, 12, 13, 14, 15, 16, 17, 18
@@ -190,5 +190,8 @@ class KernelRows:
     def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
         """A row (12)."""
         self._row(
-            (WHOLE, *key), merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0
+            (WHOLE, *key),
+            merge_terms([*terms, *((variable, -c) for variable, c in supply)]),
+            AT_MOST,
+            0,
         )

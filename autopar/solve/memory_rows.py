@@ -94,7 +94,12 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     sums = gradients if problem.accumulates else ()
     moments = (
         BudgetRow(
-            m.key, _held(problem, m, others), (*m.live, *sums), m.reserve_bytes, m.again, m.fetched
+            m.key,
+            _instances_held(problem, m, others),
+            (*m.live, *sums),
+            m.reserve_bytes,
+            m.again,
+            m.fetched,
         )
         for m in problem.moments
     )
@@ -105,7 +110,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     )
 
 
-def _held(problem: Problem, moment: Moment, others: int) -> tuple[tuple[int, int], ...]:
+def _instances_held(problem: Problem, moment: Moment, others: int) -> tuple[tuple[int, int], ...]:
     """Instances held at a moment, those of the other microbatches in flight among them."""
     if not others:
         return moment.held

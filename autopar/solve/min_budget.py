@@ -176,7 +176,7 @@ def _matrix(
     return Rows.of(lines)
 
 
-def _growing(relaxation: Relaxation) -> Iterator[Columns]:
+def _grow_columns(relaxation: Relaxation) -> Iterator[Columns]:
     """Sets of columns with the smallest reduced costs, each larger than the one before; the last
     has all columns.
 
@@ -201,7 +201,7 @@ def _plan(
     quick: bool = False,
 ) -> tuple[Choices | None, tuple[int, ...]]:
     """A plan with a small peak and its budget rows, or nothing."""
-    for columns in _growing(relaxation):
+    for columns in _grow_columns(relaxation):
         columns[engine.column["peak"]] = True
         found = engine.restricted(
             columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES, quick=quick

@@ -19,7 +19,15 @@ from autopar.core.problem import Problem, Slack, Use, Value, is_early
 from autopar.core.redistribute import cheapest_tree
 from autopar.core.streams import ON_COMPUTE, Balance, Load, work
 from autopar.errors import LayoutError
-from autopar.solve.pick_kernels import Chosen, Taken, most_saved, saved_by, taken, unseen, usable
+from autopar.solve.pick_kernels import (
+    Chosen,
+    Taken,
+    most_saved,
+    pick_kernels,
+    saved_by,
+    unseen_layouts,
+    usable,
+)
 from autopar.solve.prices import arc_loads, tree_costs
 
 # --------------------------------------------------------------------------------------------------
@@ -109,13 +117,13 @@ def moves_of(
     now = [u for u in variant.uses if u.phase == value.phase]
     later = [u for u in variant.uses if u.phase != value.phase]
     rests = problem.ops[value.op].kind != "compute"
-    wanted, awaited = _wanted(problem, graph, now, strategies)
+    wanted, awaited = _layouts_wanted(problem, graph, now, strategies)
     chosen = strategies, recomputed
     first = _redistribute(
         problem, v, False, {made}, wanted, {made} if rests else set(), awaited, chosen, balance
     )
-    wanted_later, awaited_later = _wanted(problem, graph, later, strategies)
-    again, awaited_again = _wanted(
+    wanted_later, awaited_later = _layouts_wanted(problem, graph, later, strategies)
+    again, awaited_again = _layouts_wanted(
         problem, graph, [u for u in now if u.again and u.op in recomputed], recomputed
     )
     wanted_later |= again
@@ -156,24 +164,27 @@ def moves_of(
         return second, tuple(sorted(n for n in (*allowed, *map(value.stored, stored)) if n in read))
 
     second, keep = later_from(allowed, stored)
-    if not unseen(first.arcs, first.taken).intersection(n % len(graph.layouts) for n in keep):
-        return _storing(value, first, keep, {made} if rests else set(), awaited), second, keep
+    if not unseen_layouts(first.arcs, first.taken).intersection(
+        n % len(graph.layouts) for n in keep
+    ):
+        return _add_stores(value, first, keep, {made} if rests else set(), awaited), second, keep
     # what a product scatters at once is nowhere in one piece, nor what it norms by itself: either
     # it is not kept so, or not done at once
-    plain = taken(
+    plain = pick_kernels(
         problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also]
     )
     layouts = {n % len(graph.layouts) for n in keep}
     apart = replace(
-        first, taken={i: t for i, t in plain.items() if not unseen(first.arcs, {i: t}) & layouts}
+        first,
+        taken={i: t for i, t in plain.items() if not unseen_layouts(first.arcs, {i: t}) & layouts},
     )
     ways = [(apart, second, keep)]
     for doing in (first, *([replace(first, taken=plain)] if plain != first.taken else [])):
         with suppress(LayoutError):
-            hidden = unseen(doing.arcs, doing.taken)
+            hidden = unseen_layouts(doing.arcs, doing.taken)
             ways.append((doing, *later_from(allowed - hidden, stored - hidden)))
     ways = [
-        (_storing(value, way[0], way[2], {made} if rests else set(), awaited), *way[1:])
+        (_add_stores(value, way[0], way[2], {made} if rests else set(), awaited), *way[1:])
         for way in ways
     ]
     return min(
@@ -182,7 +193,7 @@ def moves_of(
     )
 
 
-def _storing(
+def _add_stores(
     value: Value, first: Redistribution, keep: Sequence[int], at_hand: set[int], awaited: set[int]
 ) -> Redistribution:
     """Forward's collectives, and copies of what is kept on the hosts."""
@@ -222,7 +233,7 @@ def moved_load(problem: Problem, v: int, moves: Moves) -> Load:
     )
 
 
-def _wanted(
+def _layouts_wanted(
     problem: Problem,
     graph: LayoutGraph,
     uses: Iterable[Use],
@@ -259,7 +270,7 @@ def _redistribute(
     time_s = sum(arc.seconds(shares=early) for arc in arcs)
     at_hand = at_hand | {arc.src for arc in fetches}
     load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
-    which = taken(problem, v, arcs, wanted, kernels) if kernels else {}
+    which = pick_kernels(problem, v, arcs, wanted, kernels) if kernels else {}
     return Redistribution(
         tuple(sorted(sources)),
         arcs,

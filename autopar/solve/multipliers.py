@@ -65,7 +65,7 @@ def multipliers(
     cost, num = engine.costs(program.costs(balance)), len(program.keys)
     kinds = np.array([key[0] for key in program.keys])
     least = _LEAST * float(np.abs(cost).max(initial=0.0))
-    known = _rounded(np.where((kinds == FLOW) & (duals[:num] > least), duals[:num], 0.0))
+    known = _round_duals(np.where((kinds == FLOW) & (duals[:num] > least), duals[:num], 0.0))
     cuts, kept = (
         tighter(program, engine),
         engine.rows.indices[engine.rows.starts[:-1][kinds == KEEP]],
@@ -75,9 +75,9 @@ def multipliers(
         all_duals = np.concatenate([duals, np.array([*prices.values()])])
         reduced = proof(cost, engine.rows.plus(cuts).plus(budget), all_duals)[1]
         versions = duals[num:], np.minimum(0.0, reduced[kept])
-    tight = [_rounded(np.where(y < -least, y, 0.0)) for y in versions]
+    tight = [_round_duals(np.where(y < -least, y, 0.0)) for y in versions]
     few = min(prices.values(), default=0.0) * _LEAST_PRICE
-    worth = _rounded(np.array([y if y < min(few, -least) else 0.0 for y in prices.values()]))
+    worth = _round_duals(np.array([y if y < min(few, -least) else 0.0 for y in prices.values()]))
     once = Rows.of(
         [([int(k)], [1.0], -np.inf, 1.0) for k in kept]
     )  # k[v,l] ≤ 1, in the order of rows (4)
@@ -85,15 +85,15 @@ def multipliers(
     bound, _, _ = proof(
         cost,
         engine.rows.plus(further),
-        np.concatenate([completed(program, engine, cost, known, further, theirs), theirs]),
+        np.concatenate([complete_duals(program, engine, cost, known, further, theirs), theirs]),
     )
     potentials = {
-        key[1:]: rounded(y / SCALE)
+        key[1:]: round_value(y / SCALE)
         for key, y in zip(program.keys, known.tolist(), strict=True)
         if y
     }
     memory = {
-        name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y
+        name: round_value(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y
     }
     rows = [(key, y) for key, y in zip(program.tighter_keys, tight[0].tolist(), strict=True)]
     rows += [
@@ -101,18 +101,18 @@ def multipliers(
         for key, y in zip((k for k in program.keys if k[0] == KEEP), tight[1].tolist(), strict=True)
     ]
     further_s = (
-        {key[:2]: rounded(-y / SCALE) for key, y in rows if y and key[2] == which}
+        {key[:2]: round_value(-y / SCALE) for key, y in rows if y and key[2] == which}
         for which in range(3)
     )
     return Multipliers(max(bound / SCALE, 0.0), potentials, memory, balance, *further_s)  # type: ignore[arg-type]  # as many indices as rows have
 
 
-def _rounded(duals: Floats) -> Floats:
+def _round_duals(duals: Floats) -> Floats:
     """In the program's unit; as many digits of seconds as are kept."""
-    return np.array([rounded(y / SCALE) for y in duals.tolist()], float) * SCALE
+    return np.array([round_value(y / SCALE) for y in duals.tolist()], float) * SCALE
 
 
-def completed(
+def complete_duals(
     program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats
 ) -> Floats:
     """The duals of the engine's rows, given potentials, 0 for other rows, and those of further
@@ -167,6 +167,6 @@ def quickest(problem: Problem) -> Multipliers | None:
     return None if problem.kernels or problem.routes else Multipliers(least, {}, {})
 
 
-def rounded(value: float) -> float:
+def round_value(value: float) -> float:
     """To as many digits as are kept."""
     return float(f"{value:.{_DIGITS - 1}e}")

@@ -61,7 +61,7 @@ def worth_recomputing(problem: Problem) -> set[int]:
     return useful
 
 
-def merged(terms: Terms) -> Terms:
+def merge_terms(terms: Terms) -> Terms:
     """Terms with each variable once (a strategy may both make and read a layout)."""
     total: dict[Column, float] = {}
     for variable, coefficient in terms:
@@ -69,7 +69,9 @@ def merged(terms: Terms) -> Terms:
     return [(variable, c) for variable, c in total.items() if c]
 
 
-def arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]) -> Demand:
+def arriving_flows(
+    graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]
+) -> Demand:
     """layout → the flows over arcs into it."""
     found: Demand = {}
     for flow in flows:
@@ -98,10 +100,10 @@ def _refusals(problem: Problem) -> Iterator[str]:
     to."""
     yield from (f"{op.key} refuses, it has no strategy" for op in problem.ops if not op.strategies)
     for variant in problem.variants:
-        yield from _unreached(problem, variant)
+        yield from _find_unreached(problem, variant)
 
 
-def _unreached(problem: Problem, variant: Variant) -> Iterator[str]:
+def _find_unreached(problem: Problem, variant: Variant) -> Iterator[str]:
     """Of each use that no collectives lead to from the layouts in which the tensor is made; what is
     read or kept on the way is led to from these as well."""
     value = problem.values[variant.value]

@@ -72,7 +72,7 @@ def most_saved(graph: LayoutGraph, kernels: Sequence[Kernel]) -> dict[tuple[int,
     return most
 
 
-def taken(
+def pick_kernels(
     problem: Problem, v: int, arcs: Sequence[Arc], wanted: set[int], kernels: Sequence[Kernel]
 ) -> dict[int, Taken]:
     """Position of a collective among `arcs` → the kernel that does it."""
@@ -107,7 +107,7 @@ def taken(
     return found
 
 
-def unseen(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
+def unseen_layouts(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
     """The layouts in which a tensor is nowhere by itself where these kernels do some of its
     collectives."""
     scattered = {arcs[i].src for i in taken if arcs[i].collective.kind == "reduce_scatter"}

@@ -21,8 +21,8 @@ from autopar.core.solution import Multipliers
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
 from autopar.solve.highs import Engine
 from autopar.solve.lp import AT_MOST, EQUAL, Column, Terms
-from autopar.solve.multipliers import rounded, tighter
-from autopar.solve.paths import Demand, merged
+from autopar.solve.multipliers import round_value, tighter
+from autopar.solve.paths import Demand, merge_terms
 from autopar.solve.prices import op_load
 
 _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
@@ -114,7 +114,7 @@ class _Grouped(Formulation):
             else []
         )
         num = len(self.problem.ops[kernel.op].strategies)
-        return merged(
+        return merge_terms(
             [
                 (variables[group * num + s], share)
                 for each in shares
@@ -144,7 +144,7 @@ def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> D
     return found
 
 
-def relaxed(
+def relax_problem(
     problem: Problem, time_limit_s: float = math.inf, spread: Spread | None = None
 ) -> Multipliers:
     """Those of rows (3) and of the first of rows (9), to a few digits, and the relaxation's value.
@@ -167,10 +167,12 @@ def relaxed(
     least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))
     num = len(program.keys)
     flows = zip(program.keys, relaxation.duals[:num].tolist(), strict=True)
-    potentials = {key[1:]: rounded(y / SCALE) for key, y in flows if key[0] == FLOW and y > least}
+    potentials = {
+        key[1:]: round_value(y / SCALE) for key, y in flows if key[0] == FLOW and y > least
+    }
     kept = zip(program.tighter_keys, relaxation.duals[num:].tolist(), strict=True)
     versions = {
-        (v, layout): rounded(-y / SCALE)
+        (v, layout): round_value(-y / SCALE)
         for (v, layout, which), y in kept
         if not which and -y > least
     }

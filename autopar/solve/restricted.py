@@ -20,7 +20,7 @@ from autopar.solve.formulation import FLOW, SCALE, Formulation
 from autopar.solve.highs import Engine, Live, Point
 from autopar.solve.lazy_rows import Incoming
 from autopar.solve.lp import Columns, Floats, Rows
-from autopar.solve.multipliers import completed
+from autopar.solve.multipliers import complete_duals
 from autopar.solve.overlap_rows import Excess
 
 _RUNGS = (2000, 4000, 8000)  # columns
@@ -193,7 +193,7 @@ class Sifted:
     columns: Columns
 
 
-def sifted(
+def sift_balances(
     program: Formulation,
     engine: Engine,
     live: Live,
@@ -304,4 +304,4 @@ class Beginning:
                     strict=True,
                 )
         known = np.array([potentials.get(key, 0.0) for key in self.program.keys]) * SCALE
-        return completed(self.program, self.engine, self.engine.cost, known, further, theirs)
+        return complete_duals(self.program, self.engine, self.engine.cost, known, further, theirs)

@@ -14,7 +14,7 @@ from autopar.core.streams import ON_COMPUTE, Balance
 from autopar.errors import InfeasibleError, size_text
 from autopar.solve.branch_and_cut import BranchAndCut
 from autopar.solve.common import Common
-from autopar.solve.evaluate import Evaluation, evaluate, evaluated
+from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices
 from autopar.solve.greedy import quick
 from autopar.solve.min_budget import Least, least_budget
 from autopar.solve.paths import refusal
@@ -32,7 +32,7 @@ def without_idle(problem: Problem, choices: Choices) -> Choices:
     """The choices without it; no slower, and nowhere larger."""
     if not choices.recomputed:
         return choices
-    evaluation = evaluated(problem, choices)
+    evaluation = evaluate_choices(problem, choices)
     while idle := _idle(problem, choices.recomputed, evaluation):
         left = {op: s for op, s in choices.recomputed.items() if op not in idle}
         evaluation = evaluate(problem, choices.strategies, left, evaluation.kept, choices.regions)

@@ -6,7 +6,7 @@ outputs, so that all that is done with a trace (pricing, planning, emission, the
 interpreter, the prediction of memory) is done with a stage.
 """
 
-from autopar.stages.cutting import Cut, cut
+from autopar.stages.cutting import Cut, cut_trace
 from autopar.stages.placing import CutPoint, cut_points
 from autopar.stages.seams import NO_PIPELINE, Seams, find_refusal, seams, usable_points
 
@@ -15,8 +15,8 @@ __all__ = [
     "Cut",
     "CutPoint",
     "Seams",
-    "cut",
     "cut_points",
+    "cut_trace",
     "find_refusal",
     "seams",
     "usable_points",

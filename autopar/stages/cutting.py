@@ -34,7 +34,7 @@ class Cut:
     shared: dict[str, tuple[int, ...]]
 
 
-def cut(trace: Trace, positions: Sequence[int]) -> Cut:
+def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
     """Cut a trace before the forward nodes at `positions`, which are distinct
     (`autopar.stages.placing`).
 

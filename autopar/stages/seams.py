@@ -155,15 +155,15 @@ def _legal(
         [p for p in points if find_refusal(trace, [p.position]) is None],
         list[CutPoint](),
     )
-    if alone and _placed(trace, alone):
+    if alone and _can_place(trace, alone):
         return tuple(alone), refusal
     for point in alone:  # each alone can be cut, but not all together
-        if _placed(trace, [*legal, point]):
+        if _can_place(trace, [*legal, point]):
             legal.append(point)
     return tuple(legal), refusal
 
 
-def _placed(trace: Trace, points: Sequence[CutPoint]) -> bool:
+def _can_place(trace: Trace, points: Sequence[CutPoint]) -> bool:
     try:
         place(trace, [p.position for p in points])
     except CutError:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar import ops
-from autopar.ops.score_functions import COORDINATES, reading
+from autopar.ops.score_functions import COORDINATES, find_reading
 from autopar.rules.call import Call, Operand, TensorInfo, argument, replace_arguments
 from autopar.rules.small_calls import Trial
 
@@ -44,10 +44,10 @@ def _sizes(call: Call) -> tuple[dict[str, int], int]:
     return dict(zip(COORDINATES, (b, num, s, t), strict=True)), num if heads == shared else few
 
 
-def _captured(call: Call, sizes: Mapping[str, int]) -> list[torch.Tensor]:
+def _captured_tensors(call: Call, sizes: Mapping[str, int]) -> list[torch.Tensor]:
     infos = [call.inputs[each.index] for each in argument(call, "captured")]
     texts = argument(call, "score"), argument(call, "mask")
-    names = reading(texts, tuple(len(info.shape) for info in infos)).indexed
+    names = find_reading(texts, tuple(len(info.shape) for info in infos)).indexed
     small = list[TensorInfo]()
     for number, info in enumerate(infos):
         counted = dict(zip(COORDINATES, (*call.inputs[0].shape[:3], 0), strict=True))
@@ -72,7 +72,7 @@ def _tensors(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         (own_keys, shared, sizes["k"], wide),
     )
     made = [_numbers(TensorInfo(shape, torch.float64), seed) for seed, shape in enumerate(shapes)]
-    return made, _captured(call, sizes)
+    return made, _captured_tensors(call, sizes)
 
 
 def _functions(call: Call) -> Iterator[Call]:

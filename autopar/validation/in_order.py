@@ -204,9 +204,9 @@ def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
     kinds = ("forward", "backward") if trained else ("forward",)
     stages = [_Stage(stage, number, program, kinds) for number, stage in enumerate(program.stages)]
     if len(stages) > num_ranks:
-        _interleaved(stages, num_ranks, trained=trained)
+        _check_interleaved(stages, num_ranks, trained=trained)
     elif trained and program.begins_backward:
-        _scheduled(stages, orders(schedule, len(stages), program.microbatches.num), kinds)
+        _check_scheduled(stages, orders(schedule, len(stages), program.microbatches.num), kinds)
     else:
         for kind in kinds:
             _forwards_first(stages, kind)
@@ -214,7 +214,7 @@ def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
         stage.finish()
 
 
-def _interleaved(stages: Sequence[_Stage], num_ranks: int, *, trained: bool) -> None:
+def _check_interleaved(stages: Sequence[_Stage], num_ranks: int, *, trained: bool) -> None:
     """Several stages a rank, as `Interleaving` runs them."""
     wires, num = Wires(num_ranks, in_one_order=True), stages[0].num
     steps = {}
@@ -239,7 +239,7 @@ _Sent = dict[tuple[int, int], deque[list[Any]]]
 """From stage to stage, what was sent and not yet received."""
 
 
-def _scheduled(
+def _check_scheduled(
     stages: Sequence[_Stage], lists: Sequence[Sequence[Action]], kinds: Sequence[str]
 ) -> None:
     """A stage a rank, in the order of torch's schedules, which run `StageWorker`."""

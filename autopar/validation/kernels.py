@@ -34,15 +34,15 @@ class Walk(Protocol):
 
 def product_states(walk: Walk, node: fx.Node) -> State | Several:
     """What a kernel's node makes."""
-    origin, strategy = _planned(walk, node, str(node.meta["key"]))
+    origin, strategy = _planned_strategy(walk, node, str(node.meta["key"]))
     if node.target is fused.all_gather_matmul:
-        return _gathered(walk, node, origin, strategy)
+        return _state_gathered(walk, node, origin, strategy)
     if node.target is fused.matmul_reduce_scatter:
-        return _scattered(walk, node, origin, strategy)
-    return _normed(walk, node, origin, strategy)
+        return _state_scattered(walk, node, origin, strategy)
+    return _state_normed(walk, node, origin, strategy)
 
 
-def _planned(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
+def _planned_strategy(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
     """A traced node and its strategy, that of what runs again where the node does."""
     again = walk.again.get(key) if node.meta.get("recomputed") else None
     if key not in walk.traced.by_key or key not in walk.chosen:
@@ -50,7 +50,7 @@ def _planned(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
     return walk.traced.by_key[key], again or walk.chosen[key]
 
 
-def _gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     a, b, equation, operand, dim, axis, _ = node.args
     whole = move(
         walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape
@@ -59,7 +59,7 @@ def _gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) ->
     return Several((whole, made))
 
 
-def _scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
+def _state_scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
     a, b, addend, equation, dim, axis, _ = node.args
     others = node.meta["kernel"].others
     strategy = (
@@ -69,36 +69,38 @@ def _scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -
     if (addend is None) != (not others):
         raise MoveError("it adds what its plan does not, or the other way round")
     if others:
-        summed = _added(walk, node, others[0], summed, walk.env[addend])  # type: ignore[index]
+        summed = _state_added(walk, node, others[0], summed, walk.env[addend])  # type: ignore[index]
     return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)  # type: ignore[no-any-return]
 
 
-def _normed(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_normed(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     a, b, residual, weight, equation, dim, axis, _, *settings = node.args
     product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     part = move(walk.traced, product, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
     total_key, squares_key, norm_key = node.meta["kernel"].others
-    total = _added(walk, node, total_key, part, walk.env[residual])  # type: ignore[index]
-    squares_of, squares_at = _planned(walk, node, squares_key)
-    squares = _made(walk, squares_of, squares_at, [total])
-    norm_of, norm_at = _planned(walk, node, norm_key)
-    norm = _made(walk, norm_of, norm_at, [total, squares, walk.env[weight]])  # type: ignore[index]
+    total = _state_added(walk, node, total_key, part, walk.env[residual])  # type: ignore[index]
+    squares_of, squares_at = _planned_strategy(walk, node, squares_key)
+    squares = _state_of_result(walk, squares_of, squares_at, [total])
+    norm_of, norm_at = _planned_strategy(walk, node, norm_key)
+    norm = _state_of_result(walk, norm_of, norm_at, [total, squares, walk.env[weight]])  # type: ignore[index]
     if list(norm_of.args[3:]) != settings or squares_of.args[1:] != (settings[2],):
         raise MoveError(f"its norm has settings {settings}, the model's {list(norm_of.args[3:])}")
     return Several((total, squares, norm))
 
 
-def _added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> State:
+def _state_added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> State:
     """A sum of two states, in either order."""
-    origin, strategy = _planned(walk, node, key)
+    origin, strategy = _planned_strategy(walk, node, key)
     first = walk.traced.reads(origin)[0]
     states = [one, other] if isinstance(one, State) and one.ref == first else [other, one]
     if len(origin.args) != _FACTORS or origin.kwargs:
         raise MoveError(f"{key} is no plain sum")
-    return _made(walk, origin, strategy, states)
+    return _state_of_result(walk, origin, strategy, states)
 
 
-def _made(walk: Walk, origin: fx.Node, strategy: Strategy, states: Sequence[Any]) -> State:
+def _state_of_result(
+    walk: Walk, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
+) -> State:
     """What a traced node makes of these states."""
     refs = walk.traced.reads(origin)
     if len(refs) != len(states):
@@ -136,4 +138,6 @@ def _product(
             f"its parts begin at {starts}, where {local.kwargs.get('starts', ())} is due"
         )
     states = [instead.get(i, walk.env[factor]) for i, factor in enumerate(factors)]
-    return _made(walk, origin, strategy, states if bias is None else [*states, walk.env[bias]])
+    return _state_of_result(
+        walk, origin, strategy, states if bias is None else [*states, walk.env[bias]]
+    )

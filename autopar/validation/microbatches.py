@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.capture.graphs import copied
+from autopar.capture.graphs import copy_graph
 from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
 from autopar.ops import random
@@ -126,7 +126,7 @@ class _InTime:
 
     def _count(self, count: Count) -> None:
         """What is given of the batch has to be the batch's value of the node that it stands for."""
-        graph = copied(count.graph.graph)  # whose placeholders get values here
+        graph = copy_graph(count.graph.graph)  # whose placeholders get values here
         named = {b.name: (b.node, 0) for b in self.part.trace.buffers} | {
             i.path: (i.node, 0) for i in self.part.trace.inputs
         }

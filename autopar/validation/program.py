@@ -55,8 +55,8 @@ def check_borders(trace: Trace, plan: Plan, program: Program) -> None:
 def _pairs(
     trace: Trace, program: Program
 ) -> Iterator[tuple[str, Sequence[ProgramTensor], Sequence[Facts]]]:
-    yield "parameter", program.parameters, [_held(p) for p in trace.parameters]
-    yield "buffer", program.buffers, [_held(b) for b in trace.buffers]
+    yield "parameter", program.parameters, [_facts_of_parameter(p) for p in trace.parameters]
+    yield "buffer", program.buffers, [_facts_of_parameter(b) for b in trace.buffers]
     yield (
         "input",
         program.inputs,
@@ -79,7 +79,7 @@ def _pairs(
     )
 
 
-def _held(p: Parameter) -> Facts:
+def _facts_of_parameter(p: Parameter) -> Facts:
     return {
         "name": p.name,
         "shape": p.shape,

@@ -69,20 +69,20 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
     stage = stages[number]
     known = {p.node for p in (*part.parameters, *part.buffers)} | {i.node for i in part.inputs}
     known |= {o.tangent for o in part.differentiable}
-    handed = _handed(stages[number - 1]) if number else {}
+    handed = _gradients_handed(stages[number - 1]) if number else {}
     for i in stage.inputs:
         if not i.crosses:
             continue
         if i.node not in handed:
-            raise _missing(stage, number, i.node, "the stage before does not hand it over")
+            raise _missing_error(stage, number, i.node, "the stage before does not hand it over")
         returned = _results(stage)[i.gradient].name if i.gradient is not None else ""
         if returned != handed[i.node]:
             what = (
                 f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for"
                 f" {handed[i.node] or 'none'}"
             )
-            raise _missing(stage, number, i.node, what)
-    arriving = {i.node for i in stage.inputs if i.crosses} | set(_handed(stage).values())
+            raise _missing_error(stage, number, i.node, what)
+    arriving = {i.node for i in stage.inputs if i.crosses} | set(_gradients_handed(stage).values())
     for node in stage.graph.nodes:
         if node.op == "placeholder" and node.name not in known and node.name not in arriving:
             raise _error(
@@ -92,7 +92,7 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
             )
     left = handed.keys() - {i.node for i in stage.inputs if i.crosses}
     if left:
-        raise _missing(
+        raise _missing_error(
             stage,
             number,
             sorted(left)[0],
@@ -100,7 +100,7 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
         )
 
 
-def _handed(stage: Trace) -> dict[str, str]:
+def _gradients_handed(stage: Trace) -> dict[str, str]:
     """Names of what a stage hands to the next → the gradients that come back, ``""`` where none
     does.
     """
@@ -127,8 +127,8 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
         found = Counter(term for stage in stages for term in _stage_terms(stage, p.name))
         if found != due:
             what = (
-                f"the stages' gradients of {p.name!r} are {_listed(found)}, where {_listed(due)}"
-                " is due"
+                f"the stages' gradients of {p.name!r} are {_list_terms(found)},"
+                f" where {_list_terms(due)} is due"
             )
             raise invalid(what)
 
@@ -148,7 +148,7 @@ def _terms(node: fx.Node) -> Iterator[str]:
         yield node.name
 
 
-def _listed(terms: Counter[str]) -> str:
+def _list_terms(terms: Counter[str]) -> str:
     return " + ".join(sorted(terms.elements())) or "nothing"
 
 
@@ -164,7 +164,7 @@ def _error(node: fx.Node, number: int, why: str) -> ValidationError:
     return invalid(what, where_of(node))
 
 
-def _missing(stage: Trace, number: int, name: str, why: str) -> ValidationError:
+def _missing_error(stage: Trace, number: int, name: str, why: str) -> ValidationError:
     node = next((n for n in stage.graph.nodes if n.name == name), None)
     if node is None:
         return invalid(f"{name} at the border of stage {number} is not justified: {why}")

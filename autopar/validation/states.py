@@ -97,7 +97,7 @@ def invalid(what: str, where: Where | None = None) -> ValidationError:
     return ValidationError(what, where=where, remedy=remedy)
 
 
-def unjustified(node: fx.Node, phase: str, why: str) -> ValidationError:
+def unjustified_error(node: fx.Node, phase: str, why: str) -> ValidationError:
     """The error that names a node of an emitted graph and says why its value does not follow."""
     name = str(node.meta.get("key") or node.name)
     return invalid(f"{name} in the {phase} graph is not justified: {why}", where_of(node))

@@ -19,7 +19,7 @@ from autopar.kernels import collectives as steps
 from autopar.kernels.collectives import add_to, write_to
 from autopar.validation.calls import written_operand
 from autopar.validation.moves import KINDS
-from autopar.validation.states import unjustified
+from autopar.validation.states import unjustified_error
 
 aten = torch.ops.aten
 _MAY_ALIAS = frozenset((aten.reshape.default, aten._reshape_alias.default, aten.contiguous.default))
@@ -118,15 +118,17 @@ def check_writes(
             continue
         owner = memory.owners[written]
         if owner[0].op == "placeholder" and owner[0] not in owned:
-            raise unjustified(node, phase, f"it writes into {owner[0].name}, which it does not own")
+            raise unjustified_error(
+                node, phase, f"it writes into {owner[0].name}, which it does not own"
+            )
         if _lies_over_itself(written, memory):
-            raise unjustified(
+            raise unjustified_error(
                 node, phase, f"elements of {written.name}, which it writes into, share memory"
             )
         for other in sharing[owner]:
             reader = _read_later(other, node, places)
             if reader is not None:
-                raise unjustified(
+                raise unjustified_error(
                     node,
                     phase,
                     f"it writes into memory that {reader.name} reads of {other.name} afterwards",
@@ -166,15 +168,17 @@ def check_apart(
     for name, node in zip(names, output.args[0], strict=False):  # type: ignore[arg-type]
         owner = memory.owners[node]  # type: ignore[index]
         if owner in seen:
-            raise unjustified(
+            raise unjustified_error(
                 node, phase, f"the gradients of {seen[owner]!r} and {name!r} share memory"
             )  # type: ignore[arg-type]
         if owner[0].op == "placeholder" and owner[0] not in owned:
-            raise unjustified(
+            raise unjustified_error(
                 node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}"
             )  # type: ignore[arg-type]
         if _lies_over_itself(node, memory):  # type: ignore[arg-type]
-            raise unjustified(node, phase, f"elements of the gradient of {name!r} share memory")  # type: ignore[arg-type]
+            raise unjustified_error(
+                node, phase, f"elements of the gradient of {name!r} share memory"
+            )  # type: ignore[arg-type]
         seen[owner] = name
 
 

@@ -63,12 +63,12 @@ def placements_in_time(
     Args:
         whole, part: the calls in the graphs of the batch and of one microbatch.
     """
-    found = _placed(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
+    found = _place_results(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
     return found if found else tuple(TimePlacement("open") for _ in whole.outputs)
 
 
 @lru_cache(maxsize=16384)
-def _placed(
+def _place_results(
     keyed: KeyedCall, of_part: KeyedCall, reads: tuple[TimePlacement, ...], num: int
 ) -> tuple[TimePlacement, ...]:
     whole, part = keyed.call, of_part.call
@@ -84,7 +84,7 @@ def _placed(
         counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
         return (TimePlacement("place", 0),) if counts else ()
     if whole.target in VIEWS:
-        return _viewed(whole, part, reads[0], num)
+        return _place_view(whole, part, reads[0], num)
     tried = try_on_numbers(whole, part, reads, num)
     known = bool(tried) and all(found.kind != "open" for found in tried)
     return tried if known else _by_rule(whole, part, reads, num)
@@ -185,7 +185,9 @@ def _is_zero(call: Call) -> bool:
     return "zeros" in name or filled == 0
 
 
-def _viewed(whole: Call, part: Call, read: TimePlacement, num: int) -> tuple[TimePlacement, ...]:
+def _place_view(
+    whole: Call, part: Call, read: TimePlacement, num: int
+) -> tuple[TimePlacement, ...]:
     source, target = whole.inputs[0].shape, whole.outputs[0].shape
     if read.dim < 0:
         return (read,) if target == part.outputs[0].shape else ()

@@ -85,10 +85,12 @@ def try_on_numbers(
             made = _answer(small, settings, tensors, reads, many)
             if made:
                 found.append(made)
-    return _agreed(found, len(whole.outputs))
+    return _agree_on_trials(found, len(whole.outputs))
 
 
-def _agreed(found: Sequence[tuple[TimePlacement, ...]], num: int) -> tuple[TimePlacement, ...]:
+def _agree_on_trials(
+    found: Sequence[tuple[TimePlacement, ...]], num: int
+) -> tuple[TimePlacement, ...]:
     """What all trials say; numbers that say less than others (all zeros) say nothing against
     them."""
     results = []
@@ -146,11 +148,11 @@ def _part_settings(
         return None
     try:
         args = tuple(
-            _changed(*each, num, many)
+            _change_sizes(*each, num, many)
             for each in zip(whole.args, part.args, small.args, strict=True)
         )
         named = {
-            name: _changed(value, part.kwargs[name], small.kwargs[name], num, many)
+            name: _change_sizes(value, part.kwargs[name], small.kwargs[name], num, many)
             for name, value in whole.kwargs.items()
         }
     except _UnclearError:
@@ -164,11 +166,13 @@ class _UnclearError(Exception):
     """
 
 
-def _changed(whole: Any, part: Any, small: Any, num: int, many: int) -> Any:
+def _change_sizes(whole: Any, part: Any, small: Any, num: int, many: int) -> Any:
     if isinstance(whole, tuple):
         if not isinstance(part, tuple) or len(whole) != len(part):
             raise _UnclearError
-        return tuple(_changed(*each, num, many) for each in zip(whole, part, small, strict=True))
+        return tuple(
+            _change_sizes(*each, num, many) for each in zip(whole, part, small, strict=True)
+        )
     if whole == part or (whole != whole and part != part):
         return small
     if (

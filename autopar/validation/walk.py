@@ -27,7 +27,7 @@ from autopar.validation.calls import differences, expected_call, node_operands, 
 from autopar.validation.kernels import product_states
 from autopar.validation.law import Verdict, judge
 from autopar.validation.moves import KINDS, MoveError, cast, move, pack, unpack
-from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified
+from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified_error
 from autopar.validation.traced import Traced
 
 aten = torch.ops.aten
@@ -73,17 +73,17 @@ class Walk:
             if node.op == "placeholder":
                 self.env[node] = next(remaining, None)
                 if self.env[node] is None:
-                    raise unjustified(
+                    raise unjustified_error(
                         node, self.phase, "the graph takes more than the program passes"
                     )
                 continue
             try:
                 self.env[node] = self._state(node)
             except MoveError as error:
-                raise unjustified(node, self.phase, str(error)) from error
+                raise unjustified_error(node, self.phase, str(error)) from error
             except (IndexError, KeyError, TypeError, ValueError) as error:
                 why = f"its arguments {node.args} are of no form that is known ({error})"
-                raise unjustified(node, self.phase, why) from error
+                raise unjustified_error(node, self.phase, why) from error
         raise AssertionError("a graph has an output")
 
     def _state(self, node: fx.Node) -> Any:

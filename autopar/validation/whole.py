@@ -8,7 +8,7 @@ from autopar.capture.trace import Trace
 from autopar.core.garbage import collected_seldom
 from autopar.plans import Pipeline, Plan
 from autopar.program.program import Program, StagedProgram
-from autopar.stages import cut
+from autopar.stages import cut_trace
 from autopar.validation.in_order import check_order
 from autopar.validation.microbatches import validate_microbatches
 from autopar.validation.program import validate_program
@@ -47,7 +47,7 @@ def _validate_staged(
         )
         raise invalid(what)
     found = validate_microbatches(trace, part, program.microbatches, promised=pipeline.independent)
-    stages = cut(part, pipeline.positions).stages if pipeline.positions else (part,)
+    stages = cut_trace(part, pipeline.positions).stages if pipeline.positions else (part,)
     check_stages(part, stages)
     for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
         found = found.joined(validate_program(stage, staged, made))

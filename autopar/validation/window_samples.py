@@ -84,7 +84,7 @@ def _pool(call: Call, num: int) -> list[Trial]:
     made = forward(x, *taken)
     first, *indices = made if isinstance(made, tuple) else (made,)
     operands = [numbers(first.shape, 6), x, *indices]
-    results = call.target(*(_filled(a, operands) for a in call.args))
+    results = call.target(*(_fill_operands(a, operands) for a in call.args))
     return _trial(call, operands, [results], {})
 
 
@@ -117,7 +117,7 @@ def _settings(call: Call, first: int) -> list[Any]:
     return [list(a) if isinstance(a, tuple) else a for a in call.args[first:]]
 
 
-def _filled(value: Any, operands: Sequence[torch.Tensor]) -> Any:
+def _fill_operands(value: Any, operands: Sequence[torch.Tensor]) -> Any:
     if isinstance(value, Operand):
         return operands[value.index]
     return list(value) if isinstance(value, tuple) else value

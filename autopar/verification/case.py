@@ -24,9 +24,9 @@ from autopar import ops
 from autopar.capture import Trace
 from autopar.capture.autocast import gpu_autocast
 from autopar.capture.dynamo.flex_attention import flex_attention_eager
-from autopar.capture.execute import device_of, execute, promoted, promoted_dtype
+from autopar.capture.execute import device_of, execute, promote, promoted_dtype
 from autopar.capture.normalize.tangents import tangent_of
-from autopar.capture.precision import narrowed
+from autopar.capture.precision import narrow_dtype
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.ops import random
@@ -181,7 +181,7 @@ class Case:
         floating = [
             p.dtype.to_real() for p in model.parameters() if p.is_floating_point() or p.is_complex()
         ]
-        own = narrowed(
+        own = narrow_dtype(
             min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype()),
             trace.precision,
         )
@@ -327,7 +327,7 @@ class Case:
         draws: PositionalDraws,
         answers: Mapping[str, Tensor],
     ) -> tuple[Results, dict[str, torch.dtype]]:
-        plain = _copied(self.model)._apply(
+        plain = _copy_model(self.model)._apply(
             self._promoted
         )  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
@@ -442,13 +442,13 @@ class Case:
         """A parameter or an input in the precision that was asked for, unless all is computed in
         another dtype."""
         return (
-            x.to(narrowed(x.dtype, self.trace.precision))
+            x.to(narrow_dtype(x.dtype, self.trace.precision))
             if self.dtype is None and isinstance(x, Tensor)
             else x
         )
 
     def _promoted(self, x: Any) -> Any:
-        return promoted(x, self.dtype)
+        return promote(x, self.dtype)
 
 
 class _LowerDtypes(TorchDispatchMode):
@@ -476,7 +476,7 @@ class _LowerDtypes(TorchDispatchMode):
         return result
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     """A copy; tensors that a module holds beside its parameters and buffers may have been
     computed, as `weight_norm` does."""
     held = [

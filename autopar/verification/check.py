@@ -197,7 +197,7 @@ def verify_program(
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
     with _exact_on_a_gpu() if device_of(case.tensors.values()).type == "cuda" else nullcontext():
-        return _checked(case, dtype, tolerance)
+        return _check_case(case, dtype, tolerance)
 
 
 @contextmanager
@@ -219,9 +219,9 @@ def _exact_on_a_gpu() -> Iterator[None]:
             kind.fp32_precision = precision
 
 
-def _checked(case: Case, dtype: torch.dtype | None, tolerance: float | None) -> Verification:
+def _check_case(case: Case, dtype: torch.dtype | None, tolerance: float | None) -> Verification:
     try:
-        return _compared(case, *_plain(case), tolerance)
+        return _compare_case(case, *_plain(case), tolerance)
     except PlainModelError as error:
         if dtype is None or dtype == case.own:
             raise
@@ -268,7 +268,7 @@ def _in_its_own(case: Case, why_not: str, tolerance: float | None) -> Verificati
     """The comparison in the model's own dtype, and why it is not in the one that was asked for."""
     own = replace(case, dtype=None, computed=case.own)
     return replace(
-        _compared(own, *_plain(own), tolerance),
+        _compare_case(own, *_plain(own), tolerance),
         instead_of=f"{str(case.computed).removeprefix('torch.')}: {why_not}",
     )
 
@@ -284,7 +284,7 @@ def _plain(case: Case) -> tuple[Results, Mapping[str, torch.dtype]]:
     return plain, lower
 
 
-def _compared(
+def _compare_case(
     case: Case, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None
 ) -> Verification:
     if case.dtype is None and lower:
@@ -295,9 +295,12 @@ def _compared(
         diagnose(case, str(error))
         raise
     result = _judge(case, ran, plain, lower, tolerance)
-    if not result.ok and (widened := _widened(case, ran, result, lower, tolerance)) is not None:
+    if (
+        not result.ok
+        and (widened := _compare_widened(case, ran, result, lower, tolerance)) is not None
+    ):
         return widened
-    if not result.ok and (magnified := _magnified(case, result, tolerance)) is not None:
+    if not result.ok and (magnified := _compare_magnified(case, result, tolerance)) is not None:
         return magnified
     if not result.ok:
         diagnose(case, str(result))
@@ -312,7 +315,7 @@ def _compared(
     return result
 
 
-def _widened(
+def _compare_widened(
     case: Case,
     ran: Lockstep,
     result: Verification,
@@ -344,7 +347,9 @@ def _widened(
     )
 
 
-def _magnified(case: Case, result: Verification, tolerance: float | None) -> Verification | None:
+def _compare_magnified(
+    case: Case, result: Verification, tolerance: float | None
+) -> Verification | None:
     """The comparison in the model's own dtype, where the model rounds so that in a larger one
     nothing can be said of it, else None.
 

@@ -126,7 +126,7 @@ def _slopes(
     )
 
 
-def _made(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
+def _draw_new(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
     """An op that makes a tensor of its own; `settings` takes the op's arguments."""
 
     def run(
@@ -138,7 +138,7 @@ def _made(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]])
     return run
 
 
-def _written(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
+def _draw_into(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
     """An op that fills its operand."""
 
     def run(
@@ -248,14 +248,16 @@ _DRAWN: Mapping[Any, Drawn] = {
     aten.bernoulli_.float: _bernoulli,
     aten.bernoulli_.Tensor: _bernoulli_of,
     aten.bernoulli.default: _bernoulli_of,
-    **{op: _made(random.uniform, _unit) for op in (aten.rand.default, aten.rand_like.default)},
-    **{op: _made(random.normal, _unit) for op in (aten.randn.default, aten.randn_like.default)},
-    aten.randint.default: _made(random.randint, lambda high, size: (0, high)),
-    aten.randint.low: _made(random.randint, lambda low, high, size: (low, high)),
-    aten.randint_like.default: _made(random.randint, lambda x, high: (0, high)),
-    aten.randint_like.low_dtype: _made(random.randint, lambda x, low, high: (low, high)),
-    aten.uniform_.default: _written(random.uniform, lambda x, low=0.0, high=1.0, **_: (low, high)),
-    aten.normal_.default: _written(random.normal, lambda x, mean=0.0, std=1.0: (mean, std)),
+    **{op: _draw_new(random.uniform, _unit) for op in (aten.rand.default, aten.rand_like.default)},
+    **{op: _draw_new(random.normal, _unit) for op in (aten.randn.default, aten.randn_like.default)},
+    aten.randint.default: _draw_new(random.randint, lambda high, size: (0, high)),
+    aten.randint.low: _draw_new(random.randint, lambda low, high, size: (low, high)),
+    aten.randint_like.default: _draw_new(random.randint, lambda x, high: (0, high)),
+    aten.randint_like.low_dtype: _draw_new(random.randint, lambda x, low, high: (low, high)),
+    aten.uniform_.default: _draw_into(
+        random.uniform, lambda x, low=0.0, high=1.0, **_: (low, high)
+    ),
+    aten.normal_.default: _draw_into(random.normal, lambda x, mean=0.0, std=1.0: (mean, std)),
     aten.exponential_.default: _exponential,
     aten.randperm.default: _permutation,
     aten.multinomial.default: _multinomial,

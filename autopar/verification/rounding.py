@@ -75,17 +75,17 @@ def _as_read(node: fx.Node, value: Tensor, scales: Scales) -> float:
     return _scale(node.args[0], scales)
 
 
-def _added(node: fx.Node, value: Tensor, scales: Scales) -> float:
+def _scale_of_addition(node: fx.Node, value: Tensor, scales: Scales) -> float:
     return sum(_scale(arg, scales) for arg in node.args[:2]) * max(
         1.0, abs(_number(node.kwargs.get("alpha", 1)))
     )
 
 
-def _multiplied(node: fx.Node, value: Tensor, scales: Scales) -> float:
+def _scale_of_product(node: fx.Node, value: Tensor, scales: Scales) -> float:
     return math.prod(_scale(arg, scales) for arg in node.args[:2])
 
 
-def _divided(node: fx.Node, value: Tensor, scales: Scales) -> float:
+def _scale_of_quotient(node: fx.Node, value: Tensor, scales: Scales) -> float:
     divisor = node.args[1]
     return (
         _scale(node.args[0], scales) / abs(_number(divisor))
@@ -94,17 +94,17 @@ def _divided(node: fx.Node, value: Tensor, scales: Scales) -> float:
     )
 
 
-def _summed(node: fx.Node, value: Tensor, scales: Scales) -> float:
+def _scale_of_sum(node: fx.Node, value: Tensor, scales: Scales) -> float:
     """As many terms as the sum has, each as large as the largest."""
     num = node.args[0].meta["val"].numel() / max(value.numel(), 1)  # type: ignore[union-attr]
     return _scale(node.args[0], scales) * num
 
 
-def _squared(node: fx.Node, value: Tensor, scales: Scales) -> float:
-    return _scale(node.args[0], scales) * _summed(node, value, scales)
+def _scale_of_squares(node: fx.Node, value: Tensor, scales: Scales) -> float:
+    return _scale(node.args[0], scales) * _scale_of_sum(node, value, scales)
 
 
-def _contracted(node: fx.Node, value: Tensor, scales: Scales) -> float:
+def _scale_of_contraction(node: fx.Node, value: Tensor, scales: Scales) -> float:
     equation, *operands = node.args
     inputs, kept = str(equation).split("->")
     sizes = {
@@ -127,19 +127,19 @@ def _number(x: Any) -> float:
 
 
 _SCALES: Mapping[Any, Callable[[fx.Node, Tensor, Scales], float]] = {
-    aten.add.Tensor: _added,
-    aten.sub.Tensor: _added,
-    aten.mul.Tensor: _multiplied,
-    aten.mul.Scalar: _multiplied,
-    aten.div.Tensor: _divided,
-    aten.div.Scalar: _divided,
-    aten.sum.default: _summed,
-    aten.sum.dim_IntList: _summed,
+    aten.add.Tensor: _scale_of_addition,
+    aten.sub.Tensor: _scale_of_addition,
+    aten.mul.Tensor: _scale_of_product,
+    aten.mul.Scalar: _scale_of_product,
+    aten.div.Tensor: _scale_of_quotient,
+    aten.div.Scalar: _scale_of_quotient,
+    aten.sum.default: _scale_of_sum,
+    aten.sum.dim_IntList: _scale_of_sum,
     aten.mean.default: _as_read,
     aten.mean.dim: _as_read,
-    norms.channel_sum: _summed,
-    norms.squared_deviation: _squared,
-    ops.dot: _contracted,
+    norms.channel_sum: _scale_of_sum,
+    norms.squared_deviation: _scale_of_squares,
+    ops.dot: _scale_of_contraction,
 }
 
 
@@ -190,7 +190,7 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
     size = sum(float(x.abs().sum()) for x in gradients.values())
     share = torch.finfo(case.computed).eps ** 0.5  # the lower half of the digits
     moved = [
-        _rounded(case, seed, share).run_traced().gradients
+        _perturb_weights(case, seed, share).run_traced().gradients
         for seed in range(_ROUNDINGS if size else 0)
     ]
     changes = [
@@ -213,13 +213,15 @@ def noise_of_rounding(case: Case) -> dict[str, float]:
     """
     eps = torch.finfo(case.computed).eps
     gradients = case.run_traced().gradients
-    moved = [_rounded(case, seed, 2 * eps).run_traced().gradients for seed in range(_ROUNDINGS)]
+    moved = [
+        _perturb_weights(case, seed, 2 * eps).run_traced().gradients for seed in range(_ROUNDINGS)
+    ]
     return {
         name: max(magnitude(there[name] - x) for there in moved) for name, x in gradients.items()
     }
 
 
-def _rounded(case: Case, seed: int, share: float) -> Case:
+def _perturb_weights(case: Case, seed: int, share: float) -> Case:
     """The case with weights that differ by at most half of `share`."""
     generator = torch.Generator().manual_seed(seed)
     changed = {}

@@ -34,7 +34,7 @@ from autopar.planner.candidates import Candidate
 from autopar.planner.comm_schedule import Peaks
 from autopar.program.memory import NodePeak, node_peaks, trace_peak
 from autopar.program.program import Program
-from autopar.program.reorder import written
+from autopar.program.reorder import write_order
 from autopar.request import Outputs, PlanOptions
 from autopar.runtime.device_mesh import device_mesh
 from autopar.runtime.module import ParallelModule
@@ -250,7 +250,7 @@ def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx
 def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]:
     """The peak while each node of a step on one device runs, without the storages that end as
     gradients."""
-    program = written(program)
+    program = write_order(program)
     made: dict[fx.Node, int] = {}
     gradients = next(iter(reversed(program.backward.graph.nodes))).args[0]
     saved = next(iter(reversed(program.forward.graph.nodes))).args[0]

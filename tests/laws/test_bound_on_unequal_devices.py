@@ -15,7 +15,7 @@ from autopar.core.hardware import Mixed
 from autopar.cost.priced import Crossing, wire
 from autopar.planner.pipeline.cuts import least_step
 from autopar.planner.pipeline.schedule import step_time
-from autopar.stages import cut
+from autopar.stages import cut_trace
 from tests.laws.test_bound_over_cuts import (
     MICROBATCHES,
     Model,
@@ -68,7 +68,7 @@ def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_bot
 def _steps(models: Sequence[Model], cuts: Sequence[int], rng: random.Random) -> list[float]:
     """Of the best plans for these cuts, for all layouts of what crosses, or so many drawn: each
     stage solved on its own devices."""
-    made = cut(models[0].trace, [models[0].points[c - 1].position for c in cuts])
+    made = cut_trace(models[0].trace, [models[0].points[c - 1].position for c in cuts])
     each = [models[0]._layouts(boundary.values) for boundary in made.boundaries]
     ways = [*itertools.product(*each)]
     steps = []

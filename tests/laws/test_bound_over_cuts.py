@@ -30,15 +30,15 @@ from autopar.cost import price as builder
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
-from autopar.planner.pipeline.bound import UnitPrograms, parted, spread
+from autopar.planner.pipeline.bound import UnitPrograms, part_constraints, spread
 from autopar.planner.pipeline.cuts import Parts, least_step
 from autopar.planner.pipeline.lagrangian import Parting
 from autopar.planner.pipeline.schedule import step_time
 from autopar.planner.pipeline.unfold import Instances
 from autopar.sharding import ClusterClass, Forced, classes_of
 from autopar.solve import solve
-from autopar.solve.relaxation import relaxed
-from autopar.stages import Cut, cut, seams, usable_points
+from autopar.solve.relaxation import relax_problem
+from autopar.stages import Cut, cut_trace, seams, usable_points
 from autopar.stages.placing import CutError, place
 from benchmarks import zoo
 
@@ -64,7 +64,7 @@ class Model:
         self.crossing = Crossing.along(
             "stage", autopar.Mesh({"stage": self.num_stages, **axes}), self.profile
         )
-        self.forced = parted(Forced.nothing(), self.sewn)
+        self.forced = part_constraints(Forced.nothing(), self.sewn)
 
     def priced(self, trace: Trace, classes: Sequence[ClusterClass], **settings: Any) -> Priced:
         return price(
@@ -88,7 +88,7 @@ class Model:
 
     @cached_property
     def multipliers(self) -> Multipliers:
-        return relaxed(self.whole.problem, spread=spread(self.instances))
+        return relax_problem(self.whole.problem, spread=spread(self.instances))
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -136,7 +136,7 @@ class Model:
     def every_step(self, cuts: Sequence[int], rng: random.Random, most: int) -> Iterator[float]:
         """Step times of the best plans for these cuts, every op for itself, for layouts of what
         crosses: all, or so many drawn."""
-        made = cut(self.trace, [self.points[c - 1].position for c in cuts])
+        made = cut_trace(self.trace, [self.points[c - 1].position for c in cuts])
         crossing = [self._layouts(boundary.values) for boundary in made.boundaries]
         ways = [*itertools.product(*(range(len(each)) for each in crossing))]
         for way in ways if len(ways) <= most else rng.sample(ways, most):
@@ -264,7 +264,7 @@ def test_no_cut_of_a_chain_is_faster_than_the_bound_whatever_crosses_and_even_wh
 @pytest.mark.parametrize("seed", range(4))
 def test_units_take_together_what_the_relaxation_proves_and_folding_costs_little(seed: int) -> None:
     model = Model(chain(seed), (2,), 2, HardwareProfile.load("cpu-gloo"))
-    folded, known = relaxed(model.whole.problem), model.multipliers
+    folded, known = relax_problem(model.whole.problem), model.multipliers
     assert known.bound_s <= folded.bound_s * (1 + 1e-9), (
         "where equal ops decide for themselves, there are more choices"
     )
@@ -369,7 +369,9 @@ def test_a_bound_that_leaves_out_what_kernels_save_is_found(seed: int) -> None:
     """The best multipliers of the problem without kernels prove little where these save much,
     and too much where that is forgotten."""
     model, fastest = chain_with_kernels(seed, 2)
-    without = relaxed(replace(model.whole.problem, kernels={}), spread=spread(model.instances))
+    without = relax_problem(
+        replace(model.whole.problem, kernels={}), spread=spread(model.instances)
+    )
     known, forgetful = (
         least_step(model.parts(without, kernels), 2, MICROBATCHES).step_s
         for kernels in (model.kernels, {})

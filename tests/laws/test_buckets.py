@@ -32,7 +32,7 @@ from autopar.core.collective import Collective
 from autopar.core.hardware import HardwareProfile, Link
 from autopar.core.layout import Layout, local_shape
 from autopar.core.mesh import Mesh
-from autopar.emit import WaitingError, bucketed, emit, on_bucket
+from autopar.emit import WaitingError, apply_buckets, emit, on_bucket
 from autopar.emit.context import CALLS, Moved
 from autopar.errors import PlanError, VerificationError
 from autopar.kernels import collectives as steps
@@ -185,11 +185,11 @@ def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(
     for nodes in grouped(program):
         more = (*buckets, in_buckets(program, nodes))
         try:
-            bucketed(program, replace(made.plan, buckets=more))
+            apply_buckets(program, replace(made.plan, buckets=more))
         except WaitingError:
             continue
         buckets = more
-    together = bucketed(program, replace(made.plan, buckets=buckets))
+    together = apply_buckets(program, replace(made.plan, buckets=buckets))
     together.backward.graph.lint()  # type: ignore[no-untyped-call]
     run = Ranks(MESH, None, None, torch.device("cpu"))
     results = run(together.backward, "backward", operands)
@@ -211,9 +211,9 @@ def test_members_that_wait_for_each_other_are_refused() -> None:
     _, _, _, made = planned("gpt2", "ddp")
     buckets = tuple(in_buckets(program, nodes) for nodes in grouped(program))
     for bucket in buckets:
-        bucketed(program, replace(made.plan, buckets=(bucket,)))
+        apply_buckets(program, replace(made.plan, buckets=(bucket,)))
     with pytest.raises(WaitingError, match="wait for each other"):
-        bucketed(program, replace(made.plan, buckets=buckets))
+        apply_buckets(program, replace(made.plan, buckets=buckets))
 
 
 @examples(60)
@@ -226,7 +226,7 @@ def test_turn_by_turn_no_bucket_waits_for_another_in_a_circle(tensors: Any) -> N
     by_turn = groups.of_program(program, by_turn=True)
     buckets = tuple(bucket for nodes in by_turn for bucket in groups.in_buckets(nodes, 1))
     _, _, _, made = planned("gpt2", "ddp")
-    together = bucketed(program, replace(made.plan, buckets=buckets))
+    together = apply_buckets(program, replace(made.plan, buckets=buckets))
     assert sum(len(b.members) for b in buckets) == sum(map(len, by_turn))
     assert len(together.collectives) == len(steps_of_all) - sum(len(b.members) - 1 for b in buckets)
 
@@ -300,7 +300,7 @@ def test_parameters_that_move_over_two_axes_in_different_orders_are_in_buckets(k
     groups = Groups.of(alone, GLOO, 1)
     circle = tuple(b for nodes in groups.of_program(serial) for b in groups.in_buckets(nodes, 1))
     with pytest.raises(WaitingError):
-        bucketed(serial, replace(alone, buckets=circle))
+        apply_buckets(serial, replace(alone, buckets=circle))
     plan, program = random_plan(prepared, 0, in_order=True)
     by_turn = groups.of_program(serial, by_turn=True)
     assert (
@@ -537,7 +537,7 @@ def test_a_member_of_two_buckets_is_refused(place: int) -> None:
     plan = replace(alone, buckets=tuple(map(groups.bucket, parts)))
     assert "in buckets twice" in str(certify(trace, plan, GLOO))
     with pytest.raises(PlanError, match="in buckets twice"):
-        bucketed(program, plan)
+        apply_buckets(program, plan)
 
 
 def test_a_bucket_over_axes_or_of_what_ops_wait_for_is_refused() -> None:

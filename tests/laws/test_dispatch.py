@@ -21,7 +21,7 @@ from autopar.analysis.work import works
 from autopar.core.layout import Layout, Strategy
 from autopar.errors import RuleError
 from autopar.kernels import dispatched
-from autopar.kernels.peers import HostThreads, provided
+from autopar.kernels.peers import HostThreads, provide_peers
 from autopar.ops.experts import (
     DISPATCHED,
     Together,
@@ -163,7 +163,7 @@ def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str) -
             *share, *group
         )
 
-    with HostThreads(n) as peers, provided("dispatch between peers", peers):
+    with HostThreads(n) as peers, provide_peers("dispatch between peers", peers):
         found = peers.each(run)
     for mine, theirs in zip(zip(*found, strict=True), whole, strict=True):
         assert torch.equal(torch.cat(mine), theirs)

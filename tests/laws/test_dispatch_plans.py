@@ -35,7 +35,7 @@ from autopar.core.problem import OpStrategy
 from autopar.core.solution import Choices
 from autopar.emit import emit
 from autopar.errors import PlanError
-from autopar.planner.reprice import decisions, problems_of, repriced
+from autopar.planner.reprice import decisions, problems_of, reprice_plan
 from autopar.planner.sensitivity import _Local, local_load, variants_by_op
 from autopar.plans import COMPUTE, Communication, Plan
 from autopar.program.interpreter import run_lockstep
@@ -269,10 +269,10 @@ def test_repriced_it_takes_what_was_predicted_and_other_links_change_it() -> Non
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     options = PlanOptions(constraints=(expert_parallel("expert", tokens="dispatched"),))
     trace = capture(model, (), batch)
-    assert repriced(made.plan, trace, LINE, H100, options) == pytest.approx(
+    assert reprice_plan(made.plan, trace, LINE, H100, options) == pytest.approx(
         made.plan.prediction.step_s
     )
-    slower = repriced(made.plan, trace, LINE, slow(H100, 1e3), options)
+    slower = reprice_plan(made.plan, trace, LINE, slow(H100, 1e3), options)
     assert slower > made.plan.prediction.step_s + 0.5 * sum(
         len(c.instances) * c.time_s for c in own(made.plan)
     )

@@ -23,7 +23,7 @@ from autopar.sharding import classes_of
 from autopar.solve import evaluate, greedy, solve
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import SCALE, Formulation
-from autopar.solve.greedy import decided
+from autopar.solve.greedy import decide_greedily
 from autopar.solve.highs import Engine
 from benchmarks.zoo import blocks
 from tests.laws.test_certified_bound import proven
@@ -141,7 +141,7 @@ def test_a_potential_that_is_too_high_proves_less(case: Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_from_potentials_are_legal_and_the_same_every_time(name: str) -> None:
     p = modelled(name)
-    plans = [decided(ascended(p, num=5)) for _ in range(2)]
+    plans = [decide_greedily(ascended(p, num=5)) for _ in range(2)]
     assert plans[0] == plans[1]
     assert evaluate(p, plans[0]).objective_s >= relaxation_s(p) * (1 - 1e-9)
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.kernels import dispatched, library
 from autopar.kernels.bind import bind
 from autopar.kernels.collectives import AxisGroup, use_groups
-from autopar.kernels.peers import HostThreads, Peers, VirtualRanks, provided
+from autopar.kernels.peers import HostThreads, Peers, VirtualRanks, provide_peers
 from autopar.kernels.routed import BACK, COUNTS, GATES, MOST_RANKS, ROWS, Routes, shared_regions
 from autopar.ops import experts as experts_op
 from autopar.ops.experts import Together, dispatched_experts, dispatched_experts_backward
@@ -69,7 +69,7 @@ def test_ranks_that_go_at_their_own_pace_get_each_steps_own_rows(size: int, per_
             wrong += [] if same([found], [expected[step % 5][rank]]) else [step]
         return wrong
 
-    with HostThreads(size) as peers, provided("own pace of rows", peers):
+    with HostThreads(size) as peers, provide_peers("own pace of rows", peers):
         assert peers.each(run) == [[]] * size
         for (name, _), regions in peers._regions.items():
             assert regions.epochs == [200 if name == COUNTS else 100] * size
@@ -95,7 +95,7 @@ def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: b
         return [list(x) if backward else [x] for x in (emitted, bound)]
 
     expected = dispatched.TOGETHER[step](ranks, Together())
-    with HostThreads(size) as peers, provided("routed steps", peers):
+    with HostThreads(size) as peers, provide_peers("routed steps", peers):
         made.args = dispatched.with_routes(made.args, True)
         found = peers.each(run)
         assert {name for name, _ in peers._regions} >= {COUNTS, ROWS}  # type: ignore[misc]
@@ -105,7 +105,7 @@ def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: b
 
 def test_no_more_ranks_reach_each_other_than_kernels_know() -> None:
     for size, kind in ((MOST_RANKS, dispatched.BetweenPeers), (MOST_RANKS + 1, dispatched.InGroup)):
-        with provided("many ranks", VirtualRanks(size)):
+        with provide_peers("many ranks", VirtualRanks(size)):
             assert isinstance(
                 dispatched.exchange_of(torch.empty(0), 1, size, "many ranks", 0, True), kind
             )
@@ -238,7 +238,7 @@ def test_what_lives_meanwhile_is_what_a_fake_group_counts(backward: bool) -> Non
             [*operands, *shared], lambda: step(*operands, *settings, "rows live", rank, True)
         )
 
-    with HostThreads(size) as peers, provided("rows live", peers):
+    with HostThreads(size) as peers, provide_peers("rows live", peers):
         measured = peers.each(run)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in operands]

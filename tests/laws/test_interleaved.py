@@ -24,7 +24,7 @@ from autopar.plans import Pipeline, Plan
 from autopar.program import transfers
 from autopar.program.memory import LiveBytes
 from autopar.program.program import StagedProgram
-from autopar.program.schedule import interleaved
+from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_memory import chunk_memory, rank_peak, stage_work
 from autopar.program.transfers import Interleaving
 from benchmarks import zoo
@@ -277,7 +277,7 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
                         works[number].finish()
         put_together = rank_peak(
             {n: chunk_memory(s, outputs) for n, s in chunks.items()},
-            interleaved(2, len(chunks), 4)[rank],
+            interleaved_schedule(2, len(chunks), 4)[rank],
             4,
         )
         assert put_together == memory.peak_bytes - batch_bytes, rank

@@ -20,7 +20,7 @@ from autopar.certificate.bound import lower_bound
 from autopar.core.problem import Hidden, Problem
 from autopar.core.solution import Choices, Multipliers
 from autopar.errors import InfeasibleError
-from autopar.solve import evaluate, evaluated, least_budget, solve
+from autopar.solve import evaluate, evaluate_choices, least_budget, solve
 from autopar.solve.memory_rows import budget_rows
 from tests.laws.test_certified_bound import changed, row
 from tests.laws.test_kernel_oracles import Brute, with_kernels
@@ -169,7 +169,7 @@ def front(seed: int, in_flight: int = 0) -> tuple[Point, ...]:
 def peak(p: Problem, found: Choices) -> int:
     """Of a plan, counted as brute force counts it."""
     return rests(p, found.strategies, found.recomputed, kept_of(p, found)) + sum(
-        p.regions[b] for b in evaluated(p, found).regions
+        p.regions[b] for b in evaluate_choices(p, found).regions
     )
 
 
@@ -187,7 +187,7 @@ def test_under_every_budget_the_plan_with_its_regions_fits_and_is_the_best(
         assert peak(p, found) <= budget
         assert found.bound_s <= best_s * (1 + 1e-6)
         assert found.objective_s == pytest.approx(best_s, rel=1e-6)
-        assert evaluated(p, found).objective_s == pytest.approx(found.objective_s)
+        assert evaluate_choices(p, found).objective_s == pytest.approx(found.objective_s)
 
 
 def by_sets(p: Problem) -> float:
@@ -219,7 +219,7 @@ def test_of_all_sets_of_regions_the_best_is_there() -> None:
                 <= by_sets(p)
                 == pytest.approx(found.objective_s, rel=1e-6)
             )
-            one_of_two += len(evaluated(p, found).regions) == 1
+            one_of_two += len(evaluate_choices(p, found).regions) == 1
     assert one_of_two > 2
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.errors import KernelError
 from autopar.kernels import library, routed
 from autopar.kernels.fused import combine_all, dispatch_all
-from autopar.kernels.peers import HostThreads, VirtualRanks, provided
+from autopar.kernels.peers import HostThreads, VirtualRanks, provide_peers
 from autopar.kernels.routed import Routes
 
 pytestmark = needs_host
@@ -73,7 +73,7 @@ def test_each_is_the_others_gradient(size: int) -> None:
         y, returned = COMBINE(rows * rows, table, position, leaves[1][rank], *group)
         return torch.autograd.grad(loss(rank, y, returned), (leaves[0][rank], leaves[1][rank]))
 
-    with HostThreads(size) as peers, provided("gradients of routes", peers):
+    with HostThreads(size) as peers, provide_peers("gradients of routes", peers):
         found = peers.each(run)
     parts = routed.moe_dispatch_reference(leaves[0], experts, 2 * size, most)
     squares, positions = [part[0] * part[0] for part in parts], [part[2] for part in parts]
@@ -115,7 +115,7 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_rows() -> None:
             )
         return wrong
 
-    with HostThreads(size) as peers, provided("own pace of routes", peers):
+    with HostThreads(size) as peers, provide_peers("own pace of routes", peers):
         assert peers.each(run) == [[]] * size
         assert [regions.epochs for regions in peers._regions.values()] == [[200] * size] * 2
 
@@ -154,7 +154,7 @@ def test_experts_that_are_not_there_and_uneven_experts_are_refused() -> None:
     assert "numbered from 0 to 3" in refused_of(lambda: DISPATCH(x, wrong, 4, 2, 1, "", 0))
     assert "not evenly" in refused_of(lambda: DISPATCH(x, wrong, 5, 2, 2, "", 0))
     assert "too many" in refused_of(lambda: DISPATCH(x, wrong, 8, 1, 1, "", 0))
-    with HostThreads(2) as peers, provided("refused", peers):
+    with HostThreads(2) as peers, provide_peers("refused", peers):
         assert "argument was refused" in refused_of(
             lambda: DISPATCH(x, wrong, 4, 2, 2, "refused", 0)
         )

@@ -26,7 +26,7 @@ from autopar.program.interpreter import Ranks
 from autopar.program.interpreter_stages import run_staged
 from autopar.program.program import StagedProgram
 from autopar.sharding import classes_of
-from autopar.stages import cut
+from autopar.stages import cut_trace
 from tests.laws.test_kernel_memory import Sharing, needs_kernels
 from tests.laws.test_kernel_microbatches import built
 from tests.laws.test_kernel_plans import SLOW, Change, kernel, kernels
@@ -309,7 +309,7 @@ def offers_of(number: int) -> Any:
     part, _ = trace_part(model, capture(model, (), batch), (), batch, NUM)
     pipe, left = made().plan.pipeline, MESH.without("stage")
     assert pipe is not None
-    stage = cut(part, pipe.positions).stages[number]
+    stage = cut_trace(part, pipe.positions).stages[number]
     return price(
         stage, classes_of(stage, left.shape), left, SLOW, budget_bytes=2**60, num_microbatches=NUM
     ).problem.kernels

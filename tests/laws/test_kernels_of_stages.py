@@ -17,10 +17,10 @@ from autopar.core.problem import Kernels
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.planner.pipeline.bound import parted
+from autopar.planner.pipeline.bound import part_constraints
 from autopar.planner.pipeline.unfold import Instances
 from autopar.sharding import Forced, classes_of, resolve
-from autopar.stages import cut, seams, usable_points
+from autopar.stages import cut_trace, seams, usable_points
 
 MESH, PROFILE, NUM_LAYERS = autopar.Mesh(2), overlapping(kernels=NORMING), 4
 CONSTRAINTS: dict[str, list[Constraint]] = {
@@ -77,7 +77,7 @@ def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(
     points, placing = usable_points(trace)
     sewn = seams(trace, placing)
     resolved = resolve(trace, CONSTRAINTS[name], MESH)
-    forced = parted(resolved, sewn)
+    forced = part_constraints(resolved, sewn)
     whole = price(
         trace,
         classes_of(trace, MESH.shape, forced),
@@ -93,7 +93,7 @@ def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(
         most[*place] = max(saved_s, most.get((*place,), 0.0))
     seen = set[bool]()
     for position in [p.position for p in points]:
-        for stage in cut(trace, [position]).stages:
+        for stage in cut_trace(trace, [position]).stages:
             for place, saved_s in kernels_of(stage, resolved):
                 assert saved_s <= most.get(place[:-1], 0.0) * (1 + 1e-12), place
                 seen.add(place[-1])

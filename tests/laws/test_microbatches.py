@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.analysis.microbatches import Microbatching, microbatching, ready
+from autopar.analysis.microbatches import Microbatching, find_microbatching, ready
 from autopar.api.planning import plan_model
 from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
@@ -37,7 +37,7 @@ def traced(
 ) -> tuple[Trace, Trace, Microbatching]:
     whole = capture(model, (), batch)
     part = capture(model, *microbatch_of((), batch, NUM))
-    return whole, *ready(part, microbatching(whole, part, NUM, **how))
+    return whole, *ready(part, find_microbatching(whole, part, NUM, **how))
 
 
 def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.capture.precision import tried
+from autopar.capture.precision import try_kernel
 from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError, VerificationError
 from autopar.program.memory import trace_peak
@@ -146,7 +146,7 @@ def test_a_trial_of_a_call_leaves_the_random_numbers_as_they_were() -> None:
         torch.empty(3, device="meta"),
         torch.empty(3, dtype=torch.float64, device="meta"),
     )
-    found = tried(torch.ops.aten.normal.Tensor_Tensor, (mean, deviation), {}, mean)
+    found = try_kernel(torch.ops.aten.normal.Tensor_Tensor, (mean, deviation), {}, mean)
     assert found is not None and not found.refusal and found.dtypes == (torch.float32,)
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -159,7 +159,7 @@ def test_a_trial_tells_what_a_call_of_any_size_gives(shape: tuple[int, ...]) -> 
     )
     statistics = torch.empty((*shape[:-1], 1), dtype=BF16, device="meta")
     args = (rows, [shape[-1]], weight, weight, 1e-5)
-    found = tried(
+    found = try_kernel(
         torch.ops.aten.native_layer_norm.default, args, {}, (rows, statistics, statistics)
     )
     assert found is not None and found.dtypes == (BF16, torch.float32, torch.float32)
@@ -173,7 +173,7 @@ def test_a_trial_keeps_sizes_that_belong_together(size: int) -> None:
         torch.empty(32, device="meta"),
     )
     statistics = torch.empty(96, 4, dtype=BF16, device="meta")
-    found = tried(
+    found = try_kernel(
         torch.ops.aten.native_group_norm.default,
         (x, weight, weight, 96, 32, size**2, 4, 1e-5),
         {},
@@ -185,7 +185,9 @@ def test_a_trial_keeps_sizes_that_belong_together(size: int) -> None:
 def test_of_a_call_whose_results_have_other_shapes_nothing_is_known() -> None:
     x, weight = torch.empty(4, 8, dtype=BF16, device="meta"), torch.empty(8, device="meta")
     assert (
-        tried(torch.ops.aten.native_layer_norm.default, (x, [8], weight, None, 1e-5), {}, (x, x, x))
+        try_kernel(
+            torch.ops.aten.native_layer_norm.default, (x, [8], weight, None, 1e-5), {}, (x, x, x)
+        )
         is None
     )
 

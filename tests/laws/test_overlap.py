@@ -21,7 +21,7 @@ from torch import fx
 from autopar.capture import Trace
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import Orders, emit, least_overlap, overlapped, places, simulated
+from autopar.emit import Orders, apply_overlap, emit, least_overlap, places, simulate_program
 from autopar.emit.overlap import Room, follows
 from autopar.errors import AutoparError
 from autopar.kernels import collectives as steps
@@ -31,7 +31,7 @@ from autopar.plans import Overlap, Piece, Plan, load_of
 from autopar.program.interpreter import run_lockstep
 from autopar.program.memory import node_peaks, trace_peak
 from autopar.program.program import Program
-from autopar.program.reorder import written
+from autopar.program.reorder import write_order
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -197,8 +197,8 @@ def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
     for limit in (AMPLE, 20_000, AMPLE):
         wanted = Overlap(0.4, limit, limit)
         found, held = orders.within(wanted)
-        early, plainly_held = overlapped(serial, replace(plan, overlap=wanted))
-        assert not early.orders and [str(g) for g in graphs(written(found))] == [
+        early, plainly_held = apply_overlap(serial, replace(plan, overlap=wanted))
+        assert not early.orders and [str(g) for g in graphs(write_order(found))] == [
             str(g) for g in graphs(early)
         ]
         assert held == plainly_held and orders.least(wanted) == least_overlap(
@@ -206,7 +206,9 @@ def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
         )
         begun += len(starts(early))
         priced = replace(plan, overlap=held)
-        for ordered, phase in zip(simulated(found, priced), simulated(early, priced), strict=True):
+        for ordered, phase in zip(
+            simulate_program(found, priced), simulate_program(early, priced), strict=True
+        ):
             assert (ordered.time_s, ordered.hidden_s, ordered.spans) == (
                 phase.time_s,
                 phase.hidden_s,
@@ -222,7 +224,7 @@ def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
 
 def with_least(program: Program, plan: Plan) -> tuple[Program, Overlap]:
     """The program, and the overlap that gives the same with few bytes allowed."""
-    return overlapped(program, plan)[0], least_overlap(program, plan)
+    return apply_overlap(program, plan)[0], least_overlap(program, plan)
 
 
 def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that_is() -> None:
@@ -278,7 +280,7 @@ def test_early_steps_hold_no_more_than_there_is_room_for_where_they_are(seed: in
             for place, size in started(early, phase):
                 assert size <= room.at(place), (phase, place)
         begun += len(starts(early))
-        assert len(starts(early)) <= len(starts(overlapped(serial, beside(plan))[0]))
+        assert len(starts(early)) <= len(starts(apply_overlap(serial, beside(plan))[0]))
 
         again, same = with_least(serial, replace(plan, overlap=held))  # as a certificate emits it
         assert same == held and [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]

@@ -11,7 +11,7 @@ import torch
 from planted_subjects import SUBJECTS
 
 from autopar.analysis.work import computes_in, works
-from autopar.certificate.intra_op import _IN_PASSES, counted, is_free, product_dtype
+from autopar.certificate.intra_op import _IN_PASSES, count_work, is_free, product_dtype
 from autopar.certificate.rates import Rates, handed_on_s, sent_s, wire_between
 from autopar.core.collective import (
     BUCKETED,
@@ -102,7 +102,7 @@ def test_ops_take_what_the_planner_says(subject: str) -> None:
         if call.target in _IN_PASSES or is_free(call.target):
             continue
         ((each, times),) = done
-        assert times == 1 and counted(call, call.inputs, call.outputs, mirrored=False) == (
+        assert times == 1 and count_work(call, call.inputs, call.outputs, mirrored=False) == (
             each.flops,
             each.bytes,
         ), call.target

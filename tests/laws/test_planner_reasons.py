@@ -31,7 +31,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions, make_plan
-from autopar.planner.reprice import repriced
+from autopar.planner.reprice import reprice_plan
 from autopar.plans import Plan
 from autopar.rules import call_of
 
@@ -310,7 +310,7 @@ def test_where_compute_hides_it_more_is_communicated_and_the_step_is_shorter() -
     """With one sample, weights are gathered rather than activations, which ops wait for."""
     trace, mesh = llama(1, 4096, 2, 1024, 4096, 16), Mesh(4)
     alone, beside = plan(trace, mesh, ALONE), plan(trace, mesh)
-    there_s = repriced(alone, trace, mesh, H100, PlanOptions())
+    there_s = reprice_plan(alone, trace, mesh, H100, PlanOptions())
     assert gathered(beside, "forward") > gathered(alone, "forward")
     assert beside.prediction.communication_s > alone.prediction.communication_s
     assert beside.prediction.step_s < there_s * 0.99, (

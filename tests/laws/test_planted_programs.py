@@ -80,7 +80,7 @@ NUMBERS = {
         "replicas",
         "partial sums are reduced in bfloat16, where float32 is due",
         plant=lambda p: (
-            p.setattr(build, "bucketed", lambda program, plan: program),
+            p.setattr(build, "apply_buckets", lambda program, plan: program),
             p.setattr(Job, "dtype", lambda *_: torch.float32),
         ),
     ),

@@ -53,7 +53,7 @@ def crossed_otherwise(patch: Patch) -> None:
     other = replace(made.stages[1], inputs=made.stages[1].inputs[::-1])
     made = replace(made, stages=(made.stages[0], other))
     patch.setitem(subject.__dict__, "staged", (part, how, made))
-    patch.setattr(whole, "cut", lambda *_: made)
+    patch.setattr(whole, "cut_trace", lambda *_: made)
 
 
 DRAWS = {

@@ -29,7 +29,7 @@ from autopar.program.transfers import ForwardsFirst, Interleaving, _Chunk
 aten = torch.ops.aten
 Actions = list[Action]
 _interleaved, _peer, _act, _begin = (
-    interleaving.interleaved,
+    interleaving.interleaved_schedule,
     transfers.peer,
     _Chunk.act,
     Interleaving.__init__,
@@ -45,7 +45,7 @@ def order_of_rank(rank: int, change: Callable[[Actions], Any]) -> Callable[[Patc
         change(lists[rank])
         return tuple(map(tuple, lists))
 
-    return lambda patch: patch.setattr(interleaving, "interleaved", changed_order)
+    return lambda patch: patch.setattr(interleaving, "interleaved_schedule", changed_order)
 
 
 def places(actions: Actions, kind: str) -> list[int]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from autopar.certificate.bound import lower_bound
 from autopar.core.problem import Problem, Route, at_best
 from autopar.errors import InfeasibleError
-from autopar.solve import evaluate, evaluated, solve
+from autopar.solve import evaluate, evaluate_choices, solve
 from tests.laws.test_certified_bound import changed
 from tests.laws.test_solver_oracles import AMPLE, LINE, problem
 
@@ -65,7 +65,7 @@ def by_sets(p: Problem) -> float:
 def needed(p: Problem) -> int:
     """Bytes of the best plan without routes."""
     plain = replace(p, routes={}, regions=())
-    return max(evaluated(plain, solve(plain, gap=0.0)).resting_bytes)
+    return max(evaluate_choices(plain, solve(plain, gap=0.0)).resting_bytes)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -75,7 +75,7 @@ def test_under_every_budget_the_best_set_of_regions_is_there(seed: int) -> None:
     for budget in (base, base + SIZES[0], base + SIZES[1], base + sum(SIZES), AMPLE):
         p = routed(seed, budget)
         found = solve(p, gap=0.0)
-        e = evaluated(p, found)
+        e = evaluate_choices(p, found)
         assert max(e.resting_bytes) <= budget
         assert (
             found.bound_s * (1 - 1e-6) <= by_sets(p) == pytest.approx(found.objective_s, rel=1e-6)
@@ -89,7 +89,7 @@ def test_what_a_route_saves_it_saves_of_every_instance_each_time_it_runs() -> No
     for seed in SEEDS:
         p = routed(seed)
         found = solve(p, gap=0.0)
-        e, bare = evaluated(p, found), evaluated(replace(p, routes={}), found)
+        e, bare = evaluate_choices(p, found), evaluate_choices(replace(p, routes={}), found)
         runs = [
             *((n, s, False) for n, s in enumerate(found.strategies)),
             *((n, s, True) for n, s in found.recomputed.items()),
@@ -105,7 +105,7 @@ def test_where_compute_waits_for_communication_anyway_a_route_may_save_nothing()
         p = routed(seed, slowdown=0.2)
         found = solve(p, gap=0.0)
         plain = evaluate(replace(p, routes={}), found.strategies, found.recomputed, found.kept)
-        assert evaluated(p, found).objective_s <= plain.objective_s * (1 + 1e-12)
+        assert evaluate_choices(p, found).objective_s <= plain.objective_s * (1 + 1e-12)
 
 
 def test_cbc_finds_the_same() -> None:

@@ -38,7 +38,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv(stored_captures.FOLDER)
     monkeypatch.setattr(shared_captures, "_captured", counted)
     monkeypatch.setattr(shared_captures, "_kept", type(shared_captures._kept)())
-    monkeypatch.setattr(capturing, "_captured", shared_captures.captured)
+    monkeypatch.setattr(capturing, "_capture_once", shared_captures.captured)
     return seen
 
 

@@ -17,7 +17,7 @@ from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
 from autopar.ops import random
-from autopar.stages import cut, cut_points, placing
+from autopar.stages import cut_points, cut_trace, placing
 from autopar.stages.placing import CutError, place
 from benchmarks import zoo
 
@@ -79,7 +79,7 @@ def worst(s: Subject, positions: list[int]) -> float:
     """The largest error of the stages' outputs, gradients and buffers."""
     one = torch.ones((), dtype=torch.float64)
     outputs, gradients, buffers = run_stages(
-        cut(s.trace, positions), s.tensors, s.tensors, s.inputs, one
+        cut_trace(s.trace, positions), s.tensors, s.tensors, s.inputs, one
     )
     assert (
         gradients.keys() == s.gradients.keys()
@@ -114,7 +114,7 @@ def test_stages_compute_what_the_whole_computes(name: str) -> None:
 def test_what_crosses_is_the_stream_and_its_gradient() -> None:
     s = subject("llama")
     layers = [p.position for p in cut_points(s.trace) if "layers" in p.module]
-    made = cut(s.trace, layers[1:3])
+    made = cut_trace(s.trace, layers[1:3])
     assert [(len(b.values), len([g for g in b.gradients if g])) for b in made.boundaries] == [
         (1, 1),
         (1, 1),
@@ -135,7 +135,7 @@ def test_what_crosses_is_the_stream_and_its_gradient() -> None:
 def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gradient() -> None:
     s = subject("gpt2")
     points = cut_points(s.trace)
-    made = cut(s.trace, [next(p.position for p in points if p.module == "transformer.h.1")])
+    made = cut_trace(s.trace, [next(p.position for p in points if p.module == "transformer.h.1")])
     assert made.shared == {"transformer.wte.weight": (0, 1)}
     for stage in made.stages:
         assert (
@@ -148,7 +148,7 @@ def test_a_skip_connection_rides_through_the_stages_between() -> None:
     s = subject("unet2d")
     points = cut_points(s.trace)
     middle = [p.position for p in points if p.module.startswith("middle")]
-    made = cut(s.trace, middle[:2])
+    made = cut_trace(s.trace, middle[:2])
     passed = {i.path for i in made.stages[1].inputs if i.crosses} & {
         o.path for o in made.stages[1].outputs if o.crosses
     }
@@ -160,10 +160,10 @@ def test_backward_is_placed_where_the_fewest_bytes_cross(monkeypatch: pytest.Mon
     than need to."""
     s = subject("t5")
     points = [p.position for p in cut_points(s.trace)]
-    assert len(cut(s.trace, points[3:4]).boundaries) == 1
+    assert len(cut_trace(s.trace, points[3:4]).boundaries) == 1
     monkeypatch.setattr(placing, "_cheapest", lambda free, late, names, carriers: set())
     with pytest.raises(CutError, match="would cross a cut"):
-        cut(s.trace, points[3:4])
+        cut_trace(s.trace, points[3:4])
 
 
 class Reversed(nn.Module):
@@ -181,7 +181,7 @@ class Reversed(nn.Module):
 
 def test_a_value_that_is_read_far_behind_crosses_every_cut() -> None:
     trace = capture(Reversed(), (), {"x": torch.randn(2, 4)})
-    made = cut(trace, [p.position for p in cut_points(trace)])
+    made = cut_trace(trace, [p.position for p in cut_points(trace)])
     assert [len(b.values) for b in made.boundaries] == [1, 2]
 
 

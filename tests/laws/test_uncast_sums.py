@@ -47,7 +47,7 @@ from autopar.program.program import Program, ProgramTensor, StagedProgram
 from autopar.program.stage_memory import put_together, trace_stage_peak
 from autopar.program.stage_work import StageWork
 from autopar.sharding import classes_of
-from autopar.solve import evaluated, solve
+from autopar.solve import evaluate_choices, solve
 
 BF16, _cast = torch.bfloat16, torch.ops.aten._to_copy.default
 NUM = 2  # microbatches
@@ -370,7 +370,7 @@ def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
     liveness = Liveness(trace, priced)
     moments = (*liveness.certain(), *surely(liveness))
     choices = solve(priced.problem)
-    found = evaluated(replace(priced.problem, moments=moments), choices)
+    found = evaluate_choices(replace(priced.problem, moments=moments), choices)
     batch = {"x": torch.zeros(4, 2, 512)}
     plan = autopar.plan(
         Square(),

@@ -15,13 +15,13 @@ import zoo_small
 import autopar
 from autopar.api.arguments import as_call
 from autopar.api.plan_options import options_of
-from autopar.api.what_if import _bytes_of, _part, _returned
+from autopar.api.what_if import _bytes_of, _part, _returned_outputs
 from autopar.capture import capture
 from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.core.hardware import Curve, HardwareProfile
 from autopar.errors import ConstraintError, PlanError
 from autopar.planner import PlanOptions
-from autopar.planner.transfer_plan import carried, notes
+from autopar.planner.transfer_plan import carry_plan, notes
 from autopar.plans import Plan
 from benchmarks import zoo
 
@@ -198,7 +198,7 @@ def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_
     options = PlanOptions(
         memory_bytes=found.budget_bytes, constraints=CASES[name][2].get("constraints", ())
     )
-    itself = carried(
+    itself = carry_plan(
         found.best, capture(model, args, kwargs), there, GLOO, options
     )  # a plan of these sizes is what it says
     assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
@@ -215,8 +215,8 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
     options, part = options_of(plan, GLOO, None), _part(plan, model, trace, args, kwargs)
-    returned = _returned(plan, model, trace, args, kwargs)
-    found = carried(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace), returned)
+    returned = _returned_outputs(plan, model, trace, args, kwargs)
+    found = carry_plan(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace), returned)
     return plan, found.step_s, found.peak_bytes
 
 

@@ -31,7 +31,7 @@ from autopar.verification import Verification, verify_program
 Call = tuple[nn.Module, dict[str, torch.Tensor]]
 Made = Program | StagedProgram
 
-_REMEMBERED = (law._judge, law._on_one_axis, law._trials, time_placements._placed)
+_REMEMBERED = (law._judge, law._on_one_axis, law._trials, time_placements._place_results)
 
 
 def forget() -> None:

@@ -17,7 +17,7 @@ from autopar.kernels import normed as normed_scatter
 from autopar.kernels.bound_ops import part_of
 from autopar.kernels.collectives import AxisGroup, use_groups
 from autopar.kernels.packing import BucketLayout, pack, places
-from autopar.kernels.peers import Blocks, VirtualRanks, provided
+from autopar.kernels.peers import Blocks, VirtualRanks, provide_peers
 from tests.support.remedy_programs import Program
 
 _EQUATION, _EPS, _F32 = "mk,kn->mn", 1e-6, torch.float32
@@ -114,7 +114,7 @@ def _cut(dim: int) -> Callable[[], object]:
 
 def _provided(again: str) -> object:
     peers = VirtualRanks(2)
-    with provided("one", peers), provided(again, peers):
+    with provide_peers("one", peers), provide_peers(again, peers):
         return None
 
 

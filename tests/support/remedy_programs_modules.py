@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.runtime.dtensor_checkpoints import reduce_whole
-from autopar.runtime.outputs import parted
+from autopar.runtime.outputs import refuse_reads
 from tests.support.remedy_programs import Program
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
@@ -152,7 +152,9 @@ def _output(work: Callable[[Any], object]) -> Callable[[], object]:
         with two_ranks():
             mesh = init_device_mesh("cpu", (2,))
             return work(
-                parted(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False))
+                refuse_reads(
+                    DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False)
+                )
             )
 
     return program

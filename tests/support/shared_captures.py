@@ -50,7 +50,7 @@ _NOT_LOOKED_AT = (
 )  # of a configuration: what it was, in a number that is another in each process
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_captured = capturing._captured
+_captured = capturing._capture_once
 _kept: OrderedDict[Any, Trace] = OrderedDict()
 
 
@@ -61,12 +61,12 @@ class Unknown(Exception):
 def share() -> None:
     """From here on captures of this process are shared."""
     if not os.environ.get(FRESH):
-        capturing._captured = captured
+        capturing._capture_once = captured
 
 
 def unshare() -> None:
     """From here on each capture is traced."""
-    capturing._captured = _captured
+    capturing._capture_once = _captured
 
 
 def captured(model: nn.Module, call: Any, fold: bool) -> Trace:

@@ -14,7 +14,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
 from autopar.cost.memory import Liveness
-from autopar.solve import evaluated, solve
+from autopar.solve import evaluate_choices, solve
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.random_plans import prepared_trace
@@ -37,7 +37,7 @@ def tight(trace: Trace) -> list[Problem]:
     """Those of a trace."""
     ready = prepared_trace(trace, Mesh.parse("2"), HardwareProfile.load("h100-sxm"))
     free = ready.priced.problem
-    ample = evaluated(free, solve(free))
+    ample = evaluate_choices(free, solve(free))
     moments = Liveness(ready.trace, ready.priced).certain()
     bound = replace(free, budget_bytes=int(0.8 * max(ample.resting_bytes)))
     return [replace(bound, moments=some) for some in (moments[::3], moments, moments[::3])]

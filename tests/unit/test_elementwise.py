@@ -14,10 +14,10 @@ from autopar.ops.flex import Scoring, attend, attend_backward
 from autopar.ops.score_functions import (
     SEEN,
     UnwritableError,
+    find_reading,
     module_of,
     promoted_text,
     read_function,
-    reading,
 )
 
 SIZES = (2, 4, 6, 6)
@@ -25,7 +25,7 @@ SIZES = (2, 4, 6, 6)
 
 def reading_of(kind: str) -> tuple[dict[int, tuple[str | None, ...]], frozenset[str]]:
     score, mask, captured = flex_functions(kind, *SIZES)
-    found = reading((score, mask), tuple(x.dim() for x in captured))
+    found = find_reading((score, mask), tuple(x.dim() for x in captured))
     return dict(found.indexed), found.free
 
 

@@ -14,7 +14,7 @@ from autopar.constraints import fsdp, pipeline, tensor_parallel
 from autopar.core.collective import faster
 from autopar.core.hardware import Curve, HardwareProfile
 from autopar.explanation import explain
-from autopar.explanation.prices import _received, _shorter_s, worth
+from autopar.explanation.prices import _seconds_received, _shorter_s, worth
 from autopar.plans import Plan
 from benchmarks import zoo
 
@@ -121,7 +121,7 @@ def test_what_crosses_priced_again_is_what_stages_wait_for(
         constraints=[pipeline("stage", microbatches=4), fsdp("data")],
     )
     assert plan.pipeline is not None
-    before, after = _received(plan.pipeline, mesh, PROFILE)
+    before, after = _seconds_received(plan.pipeline, mesh, PROFILE)
     assert before == pytest.approx(after, rel=1e-12)
     assert all(seconds > 0 for seconds in before)
     assert "What faster links are worth" in str(explain(plan))

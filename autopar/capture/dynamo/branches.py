@@ -40,7 +40,7 @@ def raises_left_out() -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         for name in _TORCHS_OWN:
             stack.enter_context(
-                mock.patch.object(functional, name, _copied(getattr(functional, name)))
+                mock.patch.object(functional, name, _copy_function(getattr(functional, name)))
             )
         for kind in _translators(symbolic_convert.InstructionTranslatorBase):
             for code in {
@@ -48,12 +48,12 @@ def raises_left_out() -> Iterator[list[str]]:
                 for name in _JUMPS
                 if name in symbolic_convert.dis.opmap
             }:
-                stack.enter_context(_handled(kind.dispatch_table, code, lines))
+                stack.enter_context(_add_handler(kind.dispatch_table, code, lines))
         yield lines
 
 
 @contextlib.contextmanager
-def _handled(table: list[Any], code: int, lines: list[str]) -> Iterator[None]:
+def _add_handler(table: list[Any], code: int, lines: list[str]) -> Iterator[None]:
     before = table[code]
     table[code] = _leaving_out(before, lines)
     try:
@@ -62,7 +62,7 @@ def _handled(table: list[Any], code: int, lines: list[str]) -> Iterator[None]:
         table[code] = before
 
 
-def _copied(function: Any) -> Any:
+def _copy_function(function: Any) -> Any:
     """The same function as another object: Dynamo reads what it does not know as one of torch's."""
     copied = FunctionType(
         function.__code__,

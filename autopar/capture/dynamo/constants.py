@@ -255,7 +255,7 @@ def known_values(origins: Origins) -> Iterator[None]:
             result = dispatch(mode, func, types, args, kwargs or {})
         if (
             _is_small(result, most)
-            and (value := _made(func, args, kwargs or {}, result)) is not None
+            and (value := _value_created(func, args, kwargs or {}, result)) is not None
         ):
             result, operands = (
                 mode.fake_tensor_converter.from_real_tensor(mode, value, make_constant=True),
@@ -288,7 +288,7 @@ def or_its_value(variable: Any) -> Any:
         return ConstantVariable.create(bool(value))
 
 
-def _made(func: Any, args: Any, kwargs: Any, result: FakeTensor) -> torch.Tensor | None:
+def _value_created(func: Any, args: Any, kwargs: Any, result: FakeTensor) -> torch.Tensor | None:
     """The value that an op makes of plain numbers; None for other ops."""
     with no_dispatch():
         if func in _MAKING:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.capture.precision import as_kernels_give, narrowed
+from autopar.capture.precision import as_kernels_give, narrow_dtype
 
 FakeMode: TypeAlias = FakeTensorMode
 
@@ -22,11 +22,13 @@ def new_fake_mode() -> FakeMode:
     them; others become such."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Not a subclass, which higher-order operators would not know.
-    mode.dispatch = partial(_dispatched, mode)  # type: ignore[method-assign]
+    mode.dispatch = partial(_dispatch_fake, mode)  # type: ignore[method-assign]
     return mode
 
 
-def _dispatched(mode: FakeMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _dispatch_fake(
+    mode: FakeMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     result = FakeTensorMode.dispatch(
         mode, func, types, args, kwargs or {}
     )  # as it is then: `known_values`
@@ -59,11 +61,11 @@ def no_modes() -> contextlib.AbstractContextManager[None]:
     return no_dispatch()
 
 
-def faked(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
+def make_fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
     """A new fake tensor on the cpu like a real one, floating ones no wider than `precision`."""
     with mode:
         made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu"
+            tensor.shape, tensor.stride(), dtype=narrow_dtype(tensor.dtype, precision), device="cpu"
         )
     value = getattr(tensor, "constant", None)  # of a fake tensor that is known
     if value is not None and made.dtype == value.dtype:

@@ -75,7 +75,7 @@ def flex_attention_on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def run_uncompiled() -> Iterator[None]:
     """Run what a model compiles as it is written."""
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -87,7 +87,7 @@ def flex_attention_eager() -> Iterator[None]:
     that functions capture.
     """
     written = {"flex_attention_hop": math_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
-    with flex_attention_on_cpu(), uncompiled(), mock.patch.multiple(torchs, **written):
+    with flex_attention_on_cpu(), run_uncompiled(), mock.patch.multiple(torchs, **written):
         yield
 
 
@@ -279,7 +279,7 @@ def _write_out_numbers(traced: fx.GraphModule) -> None:
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])
             continue
-        number = _number_of(_attribute(traced, node)) if node.op == "get_attr" else _filled(node)
+        number = _number_of(_attribute(traced, node)) if node.op == "get_attr" else _fill_of(node)
         if number is not None:
             value, dtype, size = number
             value = bool(value) if dtype == torch.bool else value
@@ -290,7 +290,7 @@ def _write_out_numbers(traced: fx.GraphModule) -> None:
                 )
 
 
-def _filled(node: fx.Node) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
+def _fill_of(node: fx.Node) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
     """What a node fills a tensor with, its dtype and its size."""
     position = _FILLING.get(node.target)
     if position is None:

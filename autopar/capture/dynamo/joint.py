@@ -34,7 +34,7 @@ from autopar.capture.diagnostics import (
     quiet,
 )
 from autopar.capture.dynamo.constants import Origins, known_values, settle_known
-from autopar.capture.dynamo.fakes import faked, views_of_one_mode
+from autopar.capture.dynamo.fakes import make_fake, views_of_one_mode
 from autopar.capture.dynamo.flex_attention import join_flex_attention, refuse_flex_attention
 from autopar.capture.dynamo.outputs import (
     checks_in_no_order,
@@ -53,10 +53,10 @@ from autopar.capture.dynamo.python_forms import (
 )
 from autopar.capture.formulas import join_activations, join_norms
 from autopar.capture.graphs import drop_checks, plain_copy
-from autopar.capture.python_attributes import settled
+from autopar.capture.python_attributes import settle_attributes
 from autopar.capture.ragged_rows import settle_rows
 from autopar.capture.refused_ops import refuse_branches, refuse_kinds, refuse_miscompiled
-from autopar.capture.side_effects import Notes, noting
+from autopar.capture.side_effects import Notes, note_before
 from autopar.capture.tensor_kinds import is_of_kinds
 from autopar.capture.trace import ModuleAttribute, OutsideValue, held_elsewhere
 from autopar.errors import CaptureError, Where
@@ -146,11 +146,11 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(views_of_one_mode())
         stack.enter_context(call.mode)
         try:
-            captured, notes = _captured(model, call)
-            unkept = settled(
+            captured, notes = _run_dynamo(model, call)
+            unkept = settle_attributes(
                 notes,
                 lambda: _captured_again(model, call),
-                lambda tensor: faked(tensor, call.mode, None),
+                lambda tensor: make_fake(tensor, call.mode, None),
             )
             refuse_kinds(captured.graph)
             refuse_miscompiled(captured.graph)
@@ -204,12 +204,12 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         )
 
 
-def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
+def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     """Dynamo's graph, and what it noted of the model's attributes."""
     notes: list[Notes] = []
     with (
         computed_attributes(),
-        mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)),
+        mock.patch.object(OutputGraph, "cleanup", note_before(OutputGraph.cleanup, notes)),
     ):
         captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
     join_flex_attention(captured.graph)
@@ -219,7 +219,7 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
 
 
 def _captured_again(model: nn.Module, call: Prepared) -> Notes:
-    captured, notes = _captured(model, call)
+    captured, notes = _run_dynamo(model, call)
     _let_go(captured)
     return notes
 
@@ -250,12 +250,12 @@ def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origin
         return of_inputs(error, read)
     refusal = as_capture_error(error)
     if is_of_kinds(refusal):
-        return _placed(refusal, model, call)
+        return _locate_refusal(refusal, model, call)
     refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
-    return refused or _placed(of_inputs(refusal, read), model, call)
+    return refused or _locate_refusal(of_inputs(refusal, read), model, call)
 
 
-def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
+def _locate_refusal(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
     """The refusal with the module whose line it names: Dynamo knows lines alone."""
     if not isinstance(refusal.where, Where) or refusal.where.module:
         return refusal

@@ -46,7 +46,7 @@ class Differentiated:
     positions: tuple[int, ...]
 
 
-def differentiated(
+def select_differentiated(
     returned: Any, leaves: tuple[tuple[str, Any], ...], computed: Callable[[torch.Tensor], bool]
 ) -> Differentiated:
     """What backward goes through.
@@ -135,7 +135,9 @@ def others_detached(
             isinstance(n.meta.get("example_value"), nn.Parameter) for n in sources
         )
 
-    found = differentiated(captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed)
+    found = select_differentiated(
+        captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed
+    )
     returned: list[Any] = []
     with graph.inserting_before(output):
         for position, (path, leaf) in enumerate(leaves):

@@ -16,15 +16,15 @@ from autopar.capture.dynamo.constants import Key, Origins, buffer_may_be_known, 
 from autopar.capture.dynamo.fakes import (
     FakeMode,
     fake_like,
-    faked,
     give_value,
+    make_fake,
     new_fake_mode,
     no_modes,
 )
-from autopar.capture.dynamo.flex_attention import flex_attention_on_cpu, uncompiled
+from autopar.capture.dynamo.flex_attention import flex_attention_on_cpu, run_uncompiled
 from autopar.capture.dynamo.python_forms import functions_replaced, known_divergences
 from autopar.capture.hugging_face import transformers_under_capture
-from autopar.capture.precision import narrowed
+from autopar.capture.precision import narrow_dtype
 from autopar.capture.trees import Aliases, aliases_of, flatten_call, unflatten
 
 
@@ -116,7 +116,7 @@ class Prepared:
 
     def run(self, model: nn.Module) -> Any:
         """What `model`, this one or a copy, returns of the call."""
-        with self.mode, uncompiled():
+        with self.mode, run_uncompiled():
             args, kwargs = self.arguments_anew()
             return model(*args, **kwargs)
 
@@ -126,7 +126,7 @@ def _anew(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def prepared(
+def prepare_call(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -152,7 +152,7 @@ def prepared(
     ]
     fake_args, fake_kwargs = unflatten(fakes, in_spec)
     named = model.named_parameters(remove_duplicate=False)
-    stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
+    stored = {name: p.dtype for name, p in named if narrow_dtype(p.dtype, precision) != p.dtype}
     on_gpu = any(
         getattr(held, "is_cuda", False)
         for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves))
@@ -187,7 +187,7 @@ def prepared(
 def _fake_input(
     tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool
 ) -> torch.Tensor:
-    return faked(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
+    return make_fake(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
 
 
 @contextlib.contextmanager
@@ -220,7 +220,9 @@ def _fake_weight(
     tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None
 ) -> torch.Tensor:
     """A parameter in `precision`, where it is wider; buffers stay as they are."""
-    dtype = narrowed(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    dtype = (
+        narrow_dtype(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    )
     sample = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype, device="meta"
     )  # a storage for each

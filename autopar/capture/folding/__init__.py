@@ -20,7 +20,7 @@ interior units are alike and read by their neighbours only (`repeat`).
 
 from __future__ import annotations
 
-from autopar.capture.folding.repeating import attributes_repeated, renumbered, repeat
+from autopar.capture.folding.repeating import attributes_repeated, renumber_path, repeat
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.shortened import Shortened, capture_shortened
 from autopar.capture.folding.stream import NotFoldable
@@ -31,6 +31,6 @@ __all__ = [
     "Shortened",
     "attributes_repeated",
     "capture_shortened",
-    "renumbered",
+    "renumber_path",
     "repeat",
 ]

@@ -23,7 +23,7 @@ Kept = Mapping[
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def preserve_model(model: nn.Module) -> Iterator[None]:
     """Whatever happens to the model's modules, their configurations and their lists and dicts is
     undone on exit.
 
@@ -98,7 +98,7 @@ class Passing(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-def cut(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
+def cut_runs(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
     """Remove the interior units of all runs from the model, and from what stands beside them,
     position by position.
 
@@ -150,7 +150,7 @@ def _cut_members(
         len(names): len(stay)
     }
     for other in beside(model, members.values()):
-        _shorten(vars(other), names, stay, lengths if way is Way.COUNTED else {})
+        _shorten_attributes(vars(other), names, stay, lengths if way is Way.COUNTED else {})
     now = [names[position] for position in stay]
     if isinstance(holder, (nn.ModuleList, nn.Sequential)):
         now = names[: len(stay)]
@@ -166,7 +166,7 @@ def _cut_members(
     return {name: names[position] for name, position in zip(now, stay, strict=True)}
 
 
-def _shorten(
+def _shorten_attributes(
     attributes: dict[str, Any],
     names: Sequence[str],
     stay: Sequence[int],

@@ -21,7 +21,7 @@ from autopar.capture.folding.units import Border, Kind, Ref, Step, Units, patter
 from autopar.capture.trace import ModuleAttribute
 
 
-def renumbered(path: str, kept: Kept) -> str:
+def renumber_path(path: str, kept: Kept) -> str:
     """A path of the shortened model as the full model's: ``layers.3.mlp`` → ``layers.31.mlp``."""
     full = ""
     for name in path.split(".") if kept else ():

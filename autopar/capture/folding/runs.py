@@ -53,7 +53,7 @@ def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str
         for name, value in vars(holder).items():
             if type(value) in (list, tuple) and len(value) == len(layers):
                 for fact, item in zip(facts, value, strict=True):
-                    fact[f"{type(holder).__name__}.{name}"] = _described(item, {})
+                    fact[f"{type(holder).__name__}.{name}"] = _describe_value(item, {})
     return facts
 
 
@@ -102,12 +102,12 @@ def facts_of(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
                     yield f"{name}.{attribute} (tied)".lstrip("."), id(tensor)
         for attribute, value in vars(module).items():
             if attribute not in INTERNAL:
-                yield f"{name}.{attribute}".lstrip("."), _described(value, inside)
+                yield f"{name}.{attribute}".lstrip("."), _describe_value(value, inside)
         for hooks in HOOKS:
             if vars(module)[hooks]:
                 yield (
                     f"{name} {hooks}",
-                    tuple(_described(hook, inside) for hook in vars(module)[hooks].values()),
+                    tuple(_describe_value(hook, inside) for hook in vars(module)[hooks].values()),
                 )
 
 
@@ -119,7 +119,7 @@ def _tensor_fact(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
+def _describe_value(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
     """Something hashable that is equal for values that act alike; identity where nothing better
     is known."""
     if value is None or isinstance(
@@ -129,7 +129,7 @@ def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
     if isinstance(value, nn.Module) and id(value) in inside:
         return "module", inside[id(value)]
     if depth < DEPTH:
-        describe = functools.partial(_described, inside=inside, depth=depth + 1)
+        describe = functools.partial(_describe_value, inside=inside, depth=depth + 1)
         if isinstance(value, (tuple, list)):
             return (type(value), *map(describe, value))
         if isinstance(value, dict):
@@ -301,7 +301,10 @@ class _Search:
         found = isinstance(module, LISTS) and self._among(_members(module, path), beside_them=True)
         if not found:
             found = any(
-                [self.within(child, _joined(path, name)) for name, child in module.named_children()]
+                [
+                    self.within(child, _join_path(path, name))
+                    for name, child in module.named_children()
+                ]
             )
         return found or (not has_no_forward(module) and self._among_levels(module, path))
 
@@ -376,7 +379,7 @@ def _members(module: nn.Module, path: str, *, skip_long: bool = False) -> list[N
     for name, child in module._modules.items():
         if child is None or (skip_long and has_no_forward(child) and _is_long(child)):
             continue
-        inner = _joined(path, name)
+        inner = _join_path(path, name)
         found += (
             _members(child, inner, skip_long=skip_long)
             if has_no_forward(child)
@@ -404,7 +407,7 @@ def has_no_forward(module: nn.Module) -> bool:
     )
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 

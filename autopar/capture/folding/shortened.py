@@ -20,8 +20,8 @@ from autopar.capture.dynamo.constants import known_values
 from autopar.capture.dynamo.fakes import no_modes
 from autopar.capture.dynamo.joint import RawJoint, raw_joint
 from autopar.capture.dynamo.preparing import Prepared
-from autopar.capture.folding.cutting import Kept, Way, cut, preserved
-from autopar.capture.folding.repeating import attributes_repeated, renumbered
+from autopar.capture.folding.cutting import Kept, Way, cut_runs, preserve_model
+from autopar.capture.folding.repeating import attributes_repeated, renumber_path
 from autopar.capture.folding.runs import (
     DEPTH,
     HOOKS,
@@ -93,7 +93,7 @@ def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
 def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tuple[Any, ...]:
     """What forward returns, described; everything else is in the stream."""
     try:
-        with _watched(stream), prepared.mode, stream:
+        with _watch_stream(stream), prepared.mode, stream:
             args, kwargs = prepared.arguments_anew()
             results = model(*args, **kwargs)
         stream.finish()
@@ -111,7 +111,7 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tup
 
 
 @contextlib.contextmanager
-def _watched(stream: Stream) -> Iterator[None]:
+def _watch_stream(stream: Stream) -> Iterator[None]:
     """Tell the stream of layers and of the user's autograd functions; let the model know that it
     is traced."""
     layers: Mapping[nn.Module, Layer] = stream.layers
@@ -288,15 +288,15 @@ def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> S
     """
     runs = _runs(model, None, replaced)
     try:
-        return _captured(model, call, runs)
+        return _capture_shortened(model, call, runs)
     except NotInTurn:
-        with warnings.catch_warnings(), preserved(model):
+        with warnings.catch_warnings(), preserve_model(model):
             warnings.simplefilter("ignore")
             order = order_of_calls(model, call)
         in_turn = _runs(model, order, replaced)
         if in_turn == runs:
             raise
-        return _captured(model, call, in_turn)
+        return _capture_shortened(model, call, in_turn)
 
 
 def _runs(model: nn.Module, order: Order | None, replaced: Replaced) -> tuple[Run, ...]:
@@ -310,11 +310,11 @@ def _runs(model: nn.Module, order: Order | None, replaced: Replaced) -> tuple[Ru
     return runs
 
 
-def _captured(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Shortened:
+def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Shortened:
     call = know_all_copies(call, runs)
     way = _check(model, call, runs)
-    with preserved(model):
-        kept = cut(model, runs, way)
+    with preserve_model(model):
+        kept = cut_runs(model, runs, way)
         try:
             raw = raw_joint(model, call)
         except ReadsInputs:
@@ -322,17 +322,19 @@ def _captured(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Shorte
         except CaptureError as error:
             raise NotFoldable(f"the shortened model cannot be captured: {error.what}") from error
     names = [
-        tuple(_renamed(entry, kept) for entry in entries)
+        tuple(_rename_entry(entry, kept) for entry in entries)
         for entries in (raw.placeholders, raw.results)
     ]
-    attributes = tuple(replace(each, path=renumbered(each.path, kept)) for each in raw.attributes)
+    attributes = tuple(
+        replace(each, path=renumber_path(each.path, kept)) for each in raw.attributes
+    )
     outside = raw.outside
     for run in runs:
         attributes, outside = (
             attributes_repeated(attributes, run),
             closures_repeated(outside, model, run),
         )
-    unkept = tuple(renumbered(name, kept) for name in raw.unkept)
+    unkept = tuple(renumber_path(name, kept) for name in raw.unkept)
     full = replace(
         raw,
         placeholders=names[0],
@@ -353,10 +355,10 @@ def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Way:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                with preserved(model), known_values(call.origins()):
-                    cut(model, runs, way)
+                with preserve_model(model), known_values(call.origins()):
+                    cut_runs(model, runs, way)
                     story = tell(model, call, runs, layers)
-                with preserved(model):
+                with preserve_model(model):
                     compare(story, model, call, runs)
             return way
         except NotFoldable as error:
@@ -364,6 +366,6 @@ def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Way:
     raise next((refusal for refusal in refusals if refusal.run is not None), refusals[0])
 
 
-def _renamed(entry: tuple[str, Any], kept: Kept) -> tuple[str, Any]:
+def _rename_entry(entry: tuple[str, Any], kept: Kept) -> tuple[str, Any]:
     kind, name = entry
-    return kind, renumbered(name, kept) if isinstance(name, str) else name
+    return kind, renumber_path(name, kept) if isinstance(name, str) else name

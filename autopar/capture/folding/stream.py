@@ -95,7 +95,7 @@ class Story:
     results: tuple[Any, ...] = ()
 
 
-def recorded(results: Any, numbers: Mapping[int, int]) -> Any:
+def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
     """An op's results without their tensors; `numbers` are those of its operands, by id.
 
     Raises:
@@ -108,7 +108,7 @@ def recorded(results: Any, numbers: Mapping[int, int]) -> Any:
             raise NotFoldable("an op of forward makes no plain tensor")
         return Shape(tuple(results.shape), results.stride(), results.dtype, results.device)
     if isinstance(results, (tuple, list)):
-        return type(results)([recorded(item, numbers) for item in results])
+        return type(results)([record_results(item, numbers) for item in results])
     return results
 
 
@@ -359,7 +359,9 @@ class Recorder(Stream):
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         results = compute()
         numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
-        self.story.entries[self.run, self.unit].append(Entry(what, recorded(results, numbers)))
+        self.story.entries[self.run, self.unit].append(
+            Entry(what, record_results(results, numbers))
+        )
         return results
 
 

@@ -368,7 +368,7 @@ def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None
         if term.target is aten.add.Tensor and (term is node or _goes_on(term)) and not term.kwargs:
             terms += term.args
             continue
-        padded = _padded(term)
+        padded = _match_padding(term)
         if padded is None or shape_of(term) != shape_of(node) or padded[2] in parts:
             return None
         join, dim, first, end = padded
@@ -382,7 +382,7 @@ def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None
     return join, dim, [parts[first][1] for first in sorted(parts)]
 
 
-def _padded(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
+def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
     """(how such parts are joined, dim, first, end) of the gradient of one part, padded with
     zeros."""
     if node.target is aten.select_backward.default:

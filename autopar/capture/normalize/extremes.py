@@ -53,7 +53,7 @@ def replace_extremes(graph: fx.Graph) -> None:
     for node in calls(graph, *_GRADIENTS):
         made = _GRADIENTS[node.target](*node.args, **node.kwargs)
         if made is not None:
-            _put(node, made, node.meta["val"].dtype)
+            _insert_op(node, made, node.meta["val"].dtype)
     sweep(graph)
 
 
@@ -64,22 +64,22 @@ def _are_nodes(pair: Any) -> bool:
 def _replace(node: fx.Node, pairs: list[Any], dtype: torch.dtype) -> None:
     for x, other in pairs:
         with node.graph.inserting_before(node):
-            made = _reduced(x, other) or _scattered(node, x, other)
+            made = _match_reduction(x, other) or _match_scatter(node, x, other)
         if made is not None:
-            _put(node, made, dtype)
+            _insert_op(node, made, dtype)
             return
 
 
-def _put(node: fx.Node, made: Made, dtype: torch.dtype) -> None:
+def _insert_op(node: fx.Node, made: Made, dtype: torch.dtype) -> None:
     with node.graph.inserting_before(node):
         node.replace_all_uses_with(emit(node, *made, shape_of(node), dtype=dtype))
 
 
-def _reduced(x: fx.Node, other: fx.Node) -> Made | None:
+def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
     """The op that compares `x` with `other`, if that is the extreme of `x` over some dims."""
     while other.target is aten.expand.default:
         other = other.args[0]  # type: ignore[assignment]
-    found = _extreme(_unshaped(other))
+    found = _extreme(_skip_reshapes(other))
     if found is None:
         return None
     compared = x
@@ -95,7 +95,7 @@ def _reduced(x: fx.Node, other: fx.Node) -> Made | None:
     return extremes.is_extreme, (x, dims, found.kind)
 
 
-def _unshaped(node: fx.Node) -> fx.Node:
+def _skip_reshapes(node: fx.Node) -> fx.Node:
     while node.target in _SHAPED:
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -123,7 +123,7 @@ def _dims(node: fx.Node, position: int) -> tuple[int, ...]:
     return (given,) if isinstance(given, int) else tuple(given or ())  # type: ignore[arg-type]
 
 
-def _scattered(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
+def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
     """The op that compares `x` with `other`, if `x` was reduced into that by scattering."""
     at = (
         other.args[0] if other.target in (aten.gather.default, aten.index_select.default) else other

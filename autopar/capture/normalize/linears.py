@@ -319,7 +319,7 @@ def _site(split: fx.Node) -> _Site | None:
     left = equation.split(",")[0]
     if weight.op != "placeholder" or equation[-1] in left:
         return None
-    joined = tuple(_joined(x, weight, shape_of(value), num_parts))
+    joined = tuple(_find_concatenations(x, weight, shape_of(value), num_parts))
     site = _Site(product, weight, bias, value, split, num_parts, joined)
     return site if _is_closed(site) else None
 
@@ -334,7 +334,7 @@ def _equal_parts(split: fx.Node) -> int | None:
     return len(sizes) if all(user.target is operator.getitem for user in split.users) else None
 
 
-def _joined(
+def _find_concatenations(
     x: fx.Node, weight: fx.Node, shape: tuple[int, ...], num_parts: int
 ) -> Iterator[fx.Node]:
     """Concatenations, of the value's shape, that are multiplied with the projection's input or

@@ -205,7 +205,7 @@ def replace_positions(graph: fx.Graph) -> None:
     """Look-ups in tables by aranges, and of one row of each sample, forward and backward."""
     for node in calls(graph, aten.index.Tensor):
         with graph.inserting_before(node):
-            made = _looked_up(node) or _picked(node)
+            made = _looked_up(node) or _match_lookup(node)
         if made is not None:
             node.replace_all_uses_with(made)
     for node in calls(graph, aten.index_put.default):
@@ -263,7 +263,7 @@ def _is_arange(node: fx.Node) -> bool:
     return False
 
 
-def _picked(node: fx.Node) -> fx.Node | None:
+def _match_lookup(node: fx.Node) -> fx.Node | None:
     picks = _picks_of(node)
     if picks is None:
         return None

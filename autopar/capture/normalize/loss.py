@@ -96,7 +96,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _forward(node: fx.Node) -> _Pieces:
     _, _, _, reduction, ignored = node.args
-    x, labels = _unflattened(node)
+    x, labels = _unflatten_rows(node)
     rows = shape_of(x)[:-1]
     accumulate = torch.float32 if dtype_of(x) in _HALF else dtype_of(x)
 
@@ -126,7 +126,7 @@ def _forward(node: fx.Node) -> _Pieces:
     return _Pieces(x, m, s, labels, valid, count)
 
 
-def _unflattened(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _unflatten_rows(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Labels from before they were flattened, and the logits in the same rows."""
     logits, labels = node.args[0].args[0], node.args[1]
     if (

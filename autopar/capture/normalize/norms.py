@@ -125,13 +125,13 @@ def _forward(node: fx.Node) -> None:
     if running is not None:
         unbiased = site.per_channel(aten.div.Tensor, deviation, max(site.count - 1, 1))
         updated = tuple(
-            _updated(site, given[name], new, given["momentum"])
+            _update_statistic(site, given[name], new, given["momentum"])
             for name, new in (("mean", mean), ("var", unbiased))
         )
     _replace(node, out, mean, rstd, *updated)
 
 
-def _updated(site: _Site, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
+def _update_statistic(site: _Site, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
     kept = site.per_channel(aten.mul.Tensor, site.cast(old, site.wide), 1.0 - momentum)
     return site.cast(
         site.per_channel(aten.add.Tensor, kept, site.per_channel(aten.mul.Tensor, new, momentum)),

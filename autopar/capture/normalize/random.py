@@ -160,7 +160,7 @@ def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _shaped(kind: Callable[..., Any], first: float, second: float) -> _Replacement:
+def _replace_shaped(kind: Callable[..., Any], first: float, second: float) -> _Replacement:
     """``rand``, ``randn`` and their ``_like``: the result's own shape and dtype say all."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
@@ -170,7 +170,7 @@ def _shaped(kind: Callable[..., Any], first: float, second: float) -> _Replaceme
     return replace
 
 
-def _between(
+def _replace_ranged(
     kind: Callable[..., Any], names: tuple[str, str], defaults: tuple[float, float]
 ) -> _Replacement:
     """``uniform(x, from, to)`` and ``normal_functional(x, mean, std)``."""
@@ -339,12 +339,16 @@ def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 _REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
-    **{op: _shaped(random.uniform, 0.0, 1.0) for op in (aten.rand.default, aten.rand_like.default)},
     **{
-        op: _shaped(random.normal, 0.0, 1.0) for op in (aten.randn.default, aten.randn_like.default)
+        op: _replace_shaped(random.uniform, 0.0, 1.0)
+        for op in (aten.rand.default, aten.rand_like.default)
     },
-    aten.uniform.default: _between(random.uniform, ("from", "to"), (0.0, 1.0)),
-    aten.normal_functional.default: _between(random.normal, ("mean", "std"), (0.0, 1.0)),
+    **{
+        op: _replace_shaped(random.normal, 0.0, 1.0)
+        for op in (aten.randn.default, aten.randn_like.default)
+    },
+    aten.uniform.default: _replace_ranged(random.uniform, ("from", "to"), (0.0, 1.0)),
+    aten.normal_functional.default: _replace_ranged(random.normal, ("mean", "std"), (0.0, 1.0)),
     aten.randint.default: _integers(None, 0),
     aten.randint.low: _integers(0, 1),
     aten.randint_like.default: _integers(None, 1),

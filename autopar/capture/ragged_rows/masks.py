@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graphs import is_in_place
-from autopar.capture.ragged_rows.rows import Writer, counted, tensor_of
+from autopar.capture.ragged_rows.rows import Writer, count_symbol, tensor_of
 from autopar.capture.ragged_rows.rowwise import SHAPING, name_of
 
 _COMPARING = frozenset(
@@ -56,19 +56,19 @@ def join_equal_masks(graph: fx.Graph) -> None:
     """Of masks that are made in the same way of the same values the first stands for all, where
     none is written to; what they pick has one symbol for its number of rows. The nodes of the
     others stay, unused."""
-    writes = [written for node in graph.nodes for written in _written(node)]
+    writes = [written for node in graph.nodes for written in _storages_written(node)]
     version: dict[int, int] = {}
     made: dict[fx.Node, Any] = {}
     firsts: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        for storage in _written(node):
+        for storage in _storages_written(node):
             version[storage] = version.get(storage, 0) + 1
         value = tensor_of(node)
         if (
             value is None
             or name_of(node) not in _COMPARING
             or node.op == "placeholder"
-            or _written(node)
+            or _storages_written(node)
         ):
             continue
         try:
@@ -102,7 +102,7 @@ def _storage(value: torch.Tensor | None) -> int:
     return 0 if value is None else value.untyped_storage()._cdata
 
 
-def _written(node: fx.Node) -> set[int]:
+def _storages_written(node: fx.Node) -> set[int]:
     """The storages that a node writes to."""
     first = node.args[:1] if is_in_place(node) else ()
     return {
@@ -122,11 +122,11 @@ def _count_alike(graph: fx.Graph) -> None:
             or picks.dtype is not torch.bool
             or value is None
             or not value.dim()
-            or counted(value.shape[0]) is None
+            or count_symbol(value.shape[0]) is None
         ):
             continue
         first = sizes.setdefault(flags, value.shape[0])
-        if counted(first) != counted(value.shape[0]):
+        if count_symbol(first) != count_symbol(value.shape[0]):
             node_of_size = value.shape[0].node  # type: ignore[attr-defined]
             node_of_size.shape_env._set_replacement(
                 node_of_size.expr, first.node.expr, "of one mask"
@@ -143,7 +143,7 @@ def _count_alike(graph: fx.Graph) -> None:
 
 def is_required(node: fx.Node) -> bool:
     """Whether it reads or puts what such a mask picks."""
-    return name_of(node) in ("getitem", "setitem") and _picked(node) is not None
+    return name_of(node) in ("getitem", "setitem") and _match_picked(node) is not None
 
 
 def settle_required(graph: fx.Graph) -> None:
@@ -154,13 +154,13 @@ def settle_required(graph: fx.Graph) -> None:
         if isinstance(number, torch.SymInt) and number.node.expr.is_Integer:
             node.replace_all_uses_with(int(number.node.expr))  # type: ignore[arg-type]
             graph.erase_node(node)
-        elif name_of(node) == "getitem" and (picked := _picked(node)):
-            _read(node, *picked, Writer(graph, node))
-        elif name_of(node) == "setitem" and (picked := _picked(node)):
-            _put(node, *picked, Writer(graph, node))
+        elif name_of(node) == "getitem" and (picked := _match_picked(node)):
+            _replace_read(node, *picked, Writer(graph, node))
+        elif name_of(node) == "setitem" and (picked := _match_picked(node)):
+            _replace_write(node, *picked, Writer(graph, node))
 
 
-def _picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
+def _match_picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
     """(mask, what else is indexed, number of rows); None of what has no fixed number, or is no
     mask."""
     held, index = tensor_of(node.args[0]), node.args[1]
@@ -189,7 +189,9 @@ def _picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
     )  # of one row each that is picked takes a copy
 
 
-def _read(node: fx.Node, flags: fx.Node, others: tuple[Any, ...], num: int, write: Writer) -> None:
+def _replace_read(
+    node: fx.Node, flags: fx.Node, others: tuple[Any, ...], num: int, write: Writer
+) -> None:
     first = write.method("to", write.method("reshape", flags, -1), torch.int8)
     order = write.call(torch.argsort, first, descending=True, stable=True)
     rows = write.method("flatten", node.args[0], 0, _rank(flags) - 1)
@@ -197,7 +199,9 @@ def _read(node: fx.Node, flags: fx.Node, others: tuple[Any, ...], num: int, writ
     _replace(node, write.call(node.target, made, (slice(None), *others)) if others else made, write)  # type: ignore[arg-type]
 
 
-def _put(node: fx.Node, flags: fx.Node, _: tuple[Any, ...], num: int, write: Writer) -> None:
+def _replace_write(
+    node: fx.Node, flags: fx.Node, _: tuple[Any, ...], num: int, write: Writer
+) -> None:
     held, shape = tensor_of(node.args[0]), tuple(getattr(tensor_of(flags), "shape", ()))
     assert (
         held is not None and isinstance(node.args[0], fx.Node) and isinstance(node.args[2], fx.Node)

@@ -49,7 +49,7 @@ def reduction_of(node: fx.Node) -> str:
     return str(_settings(node).get("reduction", "mean"))
 
 
-def ended(node: fx.Node, masks: Masks, write: Writer) -> fx.Node:
+def end_rows(node: fx.Node, masks: Masks, write: Writer) -> fx.Node:
     """What stands in the place of a node that has rows among its operands and none in its result.
 
     Raises:
@@ -74,7 +74,7 @@ def _method(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_method" else name_of(node)
 
 
-def _filled(
+def _fill_unpicked(
     rows: fx.Node, value: Any, masks: Masks, write: Writer, rank: int | None = None
 ) -> fx.Node:
     """Rows with `value` in place of those that were not picked."""
@@ -103,7 +103,7 @@ def _sum(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     found = _along(node)
     if found is None:
         return None
-    kept = _filled(node.args[0], False if found[0].dtype is torch.bool else 0, masks, write)
+    kept = _fill_unpicked(node.args[0], False if found[0].dtype is torch.bool else 0, masks, write)
     return write.method("sum", kept, *node.args[1:], **node.kwargs)
 
 
@@ -127,7 +127,7 @@ def _extreme(sign: int) -> _Ending:
             return None  # which index is meant, of several that are equal
         least = sign * math.inf if found[0].is_floating_point() else _bound(found[0].dtype, sign)
         return write.method(
-            name, _filled(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
+            name, _fill_unpicked(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
         )
 
     return ending
@@ -142,7 +142,10 @@ def _whether(every: bool) -> _Ending:
         if _along(node) is None:
             return None
         return write.method(
-            name_of(node), _filled(node.args[0], every, masks, write), *node.args[1:], **node.kwargs
+            name_of(node),
+            _fill_unpicked(node.args[0], every, masks, write),
+            *node.args[1:],
+            **node.kwargs,
         )
 
     return ending
@@ -172,7 +175,7 @@ def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
             return None
         ignored = given.get("ignore_index", -100)
         return write.call(
-            function, **{**given, "target": _filled(given["target"], ignored, masks, write)}
+            function, **{**given, "target": _fill_unpicked(given["target"], ignored, masks, write)}
         )
     if name in _OF_ROWS and max(tensor.dim() for tensor in tensors) != 2:
         return None
@@ -200,7 +203,7 @@ def _index_add(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     if dim != 0 or first_dim(held) or not first_dim(rows) or first_dim(index) != first_dim(rows):
         return None
     return write.method(
-        _method(node), held, 0, index, _filled(rows, 0, masks, write), **node.kwargs
+        _method(node), held, 0, index, _fill_unpicked(rows, 0, masks, write), **node.kwargs
     )
 
 
@@ -209,7 +212,7 @@ def _index_put(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     adds = bool(argument(node, 3, "accumulate", False))
     if not adds or first_dim(held) or not all(first_dim(i) == first_dim(rows) for i in indices):
         return None
-    return write.method(_method(node), held, indices, _filled(rows, 0, masks, write), True)
+    return write.method(_method(node), held, indices, _fill_unpicked(rows, 0, masks, write), True)
 
 
 def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:

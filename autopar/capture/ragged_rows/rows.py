@@ -28,7 +28,7 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def counted(size: Any) -> tuple[str, int] | None:
+def count_symbol(size: Any) -> tuple[str, int] | None:
     """(symbol, factor) of a size that depends on values, ``("", 0)`` where it is no multiple of one
     symbol; None of a plain number, and of one that has to be a certain number (`required`)."""
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Integer:
@@ -45,7 +45,7 @@ def first_dim(node: Any) -> tuple[str, int] | None:
         CaptureError: another does.
     """
     tensor = tensor_of(node)
-    sizes = [] if tensor is None else [counted(size) for size in tensor.shape]
+    sizes = [] if tensor is None else [count_symbol(size) for size in tensor.shape]
     if not any(sizes):
         return None
     if sizes[0] is None or not sizes[0][0] or any(sizes[1:]):

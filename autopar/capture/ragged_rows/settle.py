@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture.diagnostics import reads_a_value, user_line
 from autopar.capture.ragged_rows.masks import is_required, join_equal_masks, settle_required
-from autopar.capture.ragged_rows.reductions import ended, is_loss, put_back, reduction_of
+from autopar.capture.ragged_rows.reductions import end_rows, is_loss, put_back, reduction_of
 from autopar.capture.ragged_rows.rows import (
     Mask,
     Writer,
-    counted,
+    count_symbol,
     first_dim,
     refusal,
     tensor_of,
@@ -50,7 +50,7 @@ def settle_rows(graph: fx.Graph) -> None:
 def _depends(value: Any) -> bool:
     """Whether a size in it depends on values."""
     if isinstance(value, torch.Tensor):
-        return any(counted(size) for size in value.shape)
+        return any(count_symbol(size) for size in value.shape)
     return (
         any(_depends(x) for x in value)
         if isinstance(value, tuple | list)
@@ -61,7 +61,7 @@ def _depends(value: Any) -> bool:
 def _symbol_of(node: fx.Node) -> tuple[str, int] | None:
     """Of a tensor's first dim that depends on values."""
     tensor = tensor_of(node)
-    return counted(tensor.shape[0]) if tensor is not None and tensor.dim() else None
+    return count_symbol(tensor.shape[0]) if tensor is not None and tensor.dim() else None
 
 
 class _Settling:
@@ -108,7 +108,7 @@ class _Settling:
                 raise refusal(node)
             self._gone.add(node)
         elif rows and not _depends(value):
-            self._replace(node, ended(node, self._masks, write), write)
+            self._replace(node, end_rows(node, self._masks, write), write)
         elif rows or _depends(value):
             self._keep(node, rows)
 
@@ -128,7 +128,7 @@ class _Settling:
 
     @staticmethod
     def _counts(tensor: torch.Tensor) -> tuple[str, int]:
-        return (counted(tensor.shape[0]) if tensor.dim() else None) or ("", 0)
+        return (count_symbol(tensor.shape[0]) if tensor.dim() else None) or ("", 0)
 
     def _pick(self, node: fx.Node, write: Writer) -> None:
         """The first node of its rows."""
@@ -214,7 +214,7 @@ class _Settling:
         how many rows there are."""
         name = name_of(node)
         for number in numbers:
-            symbol, factor = counted(value_of(number)) or ("", 0)
+            symbol, factor = count_symbol(value_of(number)) or ("", 0)
             if name in SIZED and symbol in self._masks:
                 self._swap(node, number, factor * self._masks[symbol].num_rows)
             elif name in COMPUTING:
@@ -226,7 +226,7 @@ class _Settling:
         """A scalar, in float64 where it was divided: Python divides so."""
         if number in self._tensors:
             return self._tensors[number]
-        symbol, factor = counted(value_of(number)) or ("", 0)
+        symbol, factor = count_symbol(value_of(number)) or ("", 0)
         name, inner = (
             name_of(number),
             [n for n in number.all_input_nodes if isinstance(value_of(n), _NUMBERS)],
@@ -254,7 +254,7 @@ class _Settling:
 
     def _misread(self, reader: fx.Node, number: fx.Node) -> CaptureError:
         """The refusal of a number that is of no use as a tensor."""
-        symbol, _ = counted(value_of(number)) or ("", 0)
+        symbol, _ = count_symbol(value_of(number)) or ("", 0)
         if symbol in self._masks:
             return refusal(reader)
         return reads_a_value(

@@ -62,7 +62,7 @@ _COVERS_ONE: tuple[str, ...] = (
 )
 
 
-def joined(
+def join_stages(
     asked: Asked,
     whole: Whole,
     cuts: Sequence[int],
@@ -101,7 +101,7 @@ def joined(
         asked.wish.independent,
         plans,
         tuple(
-            _crossed(asked, trace, planned)
+            _find_crossed(asked, trace, planned)
             for trace, planned in zip(made.stages[:-1], stages, strict=False)
         ),
         whole.on[0].priced.problem.accumulates,
@@ -156,7 +156,7 @@ def joined(
     return Planned(plan, program, clock.seconds, closer if whole.closer is not None else None)
 
 
-def _crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
+def _find_crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
     """What leaves a stage."""
     layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
     return tuple(

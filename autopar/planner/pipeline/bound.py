@@ -19,7 +19,7 @@ from autopar.planner.pipeline.lagrangian import Parting
 from autopar.planner.pipeline.unfold import Instance, Instances
 from autopar.sharding import Forced, Ref
 from autopar.solve.part import Part, least_of
-from autopar.solve.relaxation import Spread, relaxed
+from autopar.solve.relaxation import Spread, relax_problem
 from autopar.stages import Seams
 from autopar.stages.placing import Placing
 
@@ -257,7 +257,7 @@ class Pipelines:
     allowed: Collection[int] | None = None
 
 
-def parted(forced: Forced, seams: Seams) -> Forced:
+def part_constraints(forced: Forced, seams: Seams) -> Forced:
     """What is forced on the whole, no cluster of which crosses a border."""
     return replace(forced, named=replace(forced.named, apart=forced.named.apart | seams.apart))
 
@@ -277,7 +277,7 @@ class Proven:
     closer: Callable[[float], Least]
 
 
-def proven(
+def prove_bound(
     priced: Sequence[Priced], forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
 ) -> Proven:
     """What the multipliers of the whole's relaxations prove of all these pipelines, whatever the
@@ -290,7 +290,7 @@ def proven(
         priced: of the whole, on each kind of device, under `parted` constraints `forced` and with
             what the seams expose.
     """
-    partings = [_parting(each, forced, seams, ways, time_limit_s) for each in priced]
+    partings = [_relax_parts(each, forced, seams, ways, time_limit_s) for each in priced]
     parts = list(_by_stage(partings, ways))
 
     def closer(factor: float) -> Least:
@@ -309,13 +309,13 @@ def proven(
     return Proven(least(parts), tuple(parting.multipliers for parting in partings), closer)
 
 
-def _parting(
+def _relax_parts(
     priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
 ) -> Parting:
     """Of the whole on one kind of device."""
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
-    multipliers = relaxed(priced.problem, time_limit_s, spread(instances))
+    multipliers = relax_problem(priced.problem, time_limit_s, spread(instances))
     kernels = in_any_stage(ways.trace, priced, {i.op for i in instances.found if i.again})
     return Parting(
         instances,

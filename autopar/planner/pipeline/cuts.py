@@ -63,7 +63,7 @@ def front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     return tuple(kept)
 
 
-def joined(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
+def join_pairs(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
     """Of two things that cross, each with its own pairs."""
     return front((a + c, b + d) for a, b in one for c, d in other)
 

@@ -66,7 +66,7 @@ from autopar.core.layout_graph import all_layouts
 from autopar.core.problem import Kernel, Kernels
 from autopar.core.solution import Multipliers
 from autopar.cost.priced import Crossing, Wire
-from autopar.planner.pipeline.cuts import Pair, Parts, front, joined
+from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs
 from autopar.planner.pipeline.unfold import Instance, Instances, Read
 from autopar.planner.pipeline.unit_multipliers import Floats, Worths
 from autopar.sharding import Ref
@@ -120,7 +120,7 @@ class Parting:
                     for border, pairs in (
                         () if instance.alone else self._crosses(ref, instance.unit, behind, wire)
                     ):
-                        borders[border - 1] = joined(borders[border - 1], pairs)
+                        borders[border - 1] = join_pairs(borders[border - 1], pairs)
         return Parts(tuple(units), tuple(borders))
 
     # ops

@@ -33,9 +33,9 @@ from autopar.planner.candidates import TooSlow
 from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
-from autopar.planner.min_memory import Need, preferred
-from autopar.planner.pipeline.assemble import joined
-from autopar.planner.pipeline.bound import Pipelines, Proven, parted, proven
+from autopar.planner.min_memory import Need, prefer_fastest
+from autopar.planner.pipeline.assemble import join_stages
+from autopar.planner.pipeline.bound import Pipelines, Proven, part_constraints, prove_bound
 from autopar.planner.pipeline.cuts import Least
 from autopar.planner.pipeline.request import Asked, OnKind, Whole, crossing_layouts
 from autopar.planner.pipeline.schedule import in_order, least_time, step_of
@@ -47,14 +47,14 @@ from autopar.planner.pipeline.stage_memory_bound import (
     light_cuts,
     nearest_legal,
 )
-from autopar.planner.pipeline.units import one_stage, reweighed, units_of
+from autopar.planner.pipeline.units import one_stage, reweigh_units, units_of
 from autopar.planner.report_infeasible import with_conflict_of_stages
 from autopar.planner.rounds import PlannerLoop
-from autopar.planner.search import Planned, finished, needs
+from autopar.planner.search import Planned, finish_search, needs
 from autopar.request import UNLIMITED, PlanOptions
 from autopar.sharding import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
-from autopar.solve import evaluated, shortage, solve
-from autopar.stages import Cut, Seams, cut, seams, usable_points
+from autopar.solve import evaluate_choices, shortage, solve
+from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
 
 # --------------------------------------------------------------------------------------------------
 # The plans of one microbatch without stages and without a limit of memory, on each kind of device
@@ -63,7 +63,7 @@ from autopar.stages import Cut, Seams, cut, seams, usable_points
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 
 
-def unstaged(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: float) -> Whole:
+def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: float) -> Whole:
     """Of a pipeline that is asked for.
 
     Args:
@@ -80,7 +80,8 @@ def unstaged(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: floa
         )
         sewn = seams(asked.part, placing)
         each = [
-            parted(forced[asked.kinds.index(kind)], sewn) for kind in range(len(asked.profiles))
+            part_constraints(forced[asked.kinds.index(kind)], sewn)
+            for kind in range(len(asked.profiles))
         ]
     on = [_alone(asked, kind, alone, sewn, clock) for kind, alone in enumerate(each)]
     least, closer = Least(_least_s(asked, on[0].choices.bound_s), ()), None
@@ -103,8 +104,8 @@ def unstaged(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: floa
             for alone, multipliers in zip(on, found.multipliers, strict=True)
         ]
         least, closer = (
-            _handing(found.least, asked.handing_s),
-            lambda factor: _handing(found.closer(factor), asked.handing_s),
+            _add_handing(found.least, asked.handing_s),
+            lambda factor: _add_handing(found.closer(factor), asked.handing_s),
         )
     if limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
         raise TooSlow(least.step_s)
@@ -137,7 +138,7 @@ def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -
         choices = solve(
             priced.problem, gap=gap, time_limit_s=asked.options.solve_s, solver=asked.options.solver
         )
-        return OnKind(priced, choices, evaluated(priced.problem, choices), ())
+        return OnKind(priced, choices, evaluate_choices(priced.problem, choices), ())
 
 
 def _over_cuts(
@@ -147,8 +148,8 @@ def _over_cuts(
     step, where stages are interleaved."""
     time_limit_s = asked.options.solve_s
     if asked.wish.schedule != INTERLEAVED:
-        return proven(priced, forced, sewn, ways, time_limit_s)
-    one = proven(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
+        return prove_bound(priced, forced, sewn, ways, time_limit_s)
+    one = prove_bound(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
 
     def interleaved(least: Least) -> Least:
         return replace(least, step_s=_least_s(asked, least.step_s))
@@ -158,7 +159,7 @@ def _over_cuts(
     )
 
 
-def _handing(least: Least, seconds: float) -> Least:
+def _add_handing(least: Least, seconds: float) -> Least:
     """With what no cut changes."""
     return replace(least, step_s=least.step_s + seconds)
 
@@ -223,7 +224,7 @@ class StagedSearch:
         first, best = self._first(whole, choice)
         tried = {first}
         for _ in range(_ROUNDS if asked.wish.cuts is None and asked.num_stages > 1 else 0):
-            ways = choice.ways(reweighed(whole.units, first, best.times))
+            ways = choice.ways(reweigh_units(whole.units, first, best.times))
             again = next(
                 (cuts for cuts in self._legal_among(whole, ways) if cuts not in tried), None
             )
@@ -236,7 +237,7 @@ class StagedSearch:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
                 first, best = again, other
-        return joined(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
+        return join_stages(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
 
     def _first(self, whole: Whole, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
         """The cuts that are asked for, or the best whose stages fit, with their plans.
@@ -323,20 +324,22 @@ class StagedSearch:
                 log.info("no plan of little memory cut before units %s: %s", cuts, error.what)
                 continue
             found.append(
-                joined(asked, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock)
+                join_stages(
+                    asked, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock
+                )
             )
-        return preferred(found, needs)
+        return prefer_fastest(found, needs)
 
     def _whole(self) -> Whole:
         """Step 1."""
-        return unstaged(self.asked, self.forced, self.clock, self.limit_s)
+        return solve_uncut(self.asked, self.forced, self.clock, self.limit_s)
 
     def _planned(self, whole: Whole, cuts: Sequence[int]) -> Stages:
         """Every stage's plan for these cuts."""
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
-            made = cut(asked.part, positions) if positions else Cut((asked.part,), (), {})
+            made = cut_trace(asked.part, positions) if positions else Cut((asked.part,), (), {})
         layouts = crossing_layouts(whole, asked.part, made)
         self.sharing = self._sharing()
         found = self._all_stages(made, layouts)
@@ -418,7 +421,7 @@ class StagedSearch:
             found = search.find_lightest() if self.is_light else search.find_best()
             if found is None:
                 raise shortage("no plan of little memory was found")
-            return finished(found, self.clock, asked.options)
+            return finish_search(found, self.clock, asked.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
 

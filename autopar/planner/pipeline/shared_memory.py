@@ -17,7 +17,7 @@ from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.search import Planned
 from autopar.plans import KERNELS_BUFFERS, RESTING
 from autopar.program.executor import Returned
-from autopar.program.schedule import interleaved
+from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.request import PlanOptions
 from autopar.solve import shortage
@@ -63,7 +63,9 @@ class Sharing:
         """What a stage is planned for."""
         num_ranks = self.num_stages // self.num_chunks
         actions = (
-            interleaved(num_ranks, self.num_chunks, self.num_microbatches)[stage % num_ranks]
+            interleaved_schedule(num_ranks, self.num_chunks, self.num_microbatches)[
+                stage % num_ranks
+            ]
             if self.num_chunks > 1
             else ()
         )
@@ -119,7 +121,7 @@ class Sharing:
             (alone,) = chunks.values()
             return RankMemory(alone.plan.prediction.peak_bytes, alone.plan.prediction.memory_bytes)
         memories = {number: self._chunk(planned) for number, planned in chunks.items()}
-        actions = interleaved(
+        actions = interleaved_schedule(
             self.num_stages // self.num_chunks, self.num_chunks, self.num_microbatches
         )[rank]
         kinds: dict[str, int] = {}

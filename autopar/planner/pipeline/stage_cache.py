@@ -21,7 +21,7 @@ from autopar.core.solution import Apart, Choices
 from autopar.program.memory import NodePeak, PeakMemory
 from autopar.program.program import Program, ProgramTensor
 from autopar.program.stage_memory import SIMULATED, ChunkMemory, StagePeak
-from autopar.solve import evaluated, fits
+from autopar.solve import evaluate_choices, fits
 from autopar.solve.memory_rows import budget_rows
 
 Form = tuple[object, ...]
@@ -76,9 +76,9 @@ class Alike:
                 other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")
             ):
                 continue
-            evaluation = evaluated(problem, choices)
+            evaluation = evaluate_choices(problem, choices)
             if fits(problem, evaluation):
-                return _renamed(choices, other, problem)
+                return _rename_rows(choices, other, problem)
         return None
 
     def learn(self, problem: Problem, choices: Choices | Apart, effort: Effort) -> None:
@@ -140,7 +140,7 @@ def _nameless(problem: Problem) -> Problem:
     )
 
 
-def _renamed(choices: Choices, other: Problem, problem: Problem) -> Choices:
+def _rename_rows(choices: Choices, other: Problem, problem: Problem) -> Choices:
     """The choices with prices of memory under this problem's names of the rows."""
     proven = choices.multipliers
     if proven is None:

@@ -13,10 +13,10 @@ from autopar.cost.price import price
 from autopar.errors import ConstraintError
 from autopar.planner.min_memory import Need, proven_bytes
 from autopar.planner.pipeline.request import Asked
-from autopar.planner.pipeline.units import Unit, balanced, fastest
+from autopar.planner.pipeline.units import Unit, balance_cuts, fastest
 from autopar.request import UNLIMITED
 from autopar.sharding import Forced, classes_of
-from autopar.stages import NO_PIPELINE, CutPoint, cut, find_refusal
+from autopar.stages import NO_PIPELINE, CutPoint, cut_trace, find_refusal
 
 _MOST = 40  # stages whose problems are looked at; beyond, what rests bounds all cuts
 
@@ -31,7 +31,7 @@ def light_cuts(
         [replace(u, time_s=(u.static_bytes + max(in_flight) * u.kept_bytes) * share) for u in each]
         for each, share in zip(units, shares, strict=True)
     ]
-    return balanced(sizes, in_flight, [UNLIMITED] * len(budgets))
+    return balance_cuts(sizes, in_flight, [UNLIMITED] * len(budgets))
 
 
 @dataclass
@@ -110,7 +110,9 @@ class StageSizes:
                 if 0 < border <= len(self.points)
             ]
             stage = (
-                cut(asked.part, positions).stages[1 if first else 0] if positions else asked.part
+                cut_trace(asked.part, positions).stages[1 if first else 0]
+                if positions
+                else asked.part
             )
             classes = classes_of(stage, asked.left.shape, forced)
             priced = price(
@@ -191,7 +193,7 @@ class CutChoice:
         """The cuts of the fastest step; as if memory sufficed, if it is taken to be `ample`."""
         asked, room = self.asked, [UNLIMITED] * len(self.room) if ample else self.room
         if len(asked.profiles) == 1 or asked.wish.chunks > 1:
-            return balanced(units, asked.in_flight, room)
+            return balance_cuts(units, asked.in_flight, room)
         return fastest(units, asked.in_flight, room, asked.how.num)
 
     def ways(self, units: Units) -> Iterator[tuple[int, ...]]:

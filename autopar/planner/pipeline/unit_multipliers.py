@@ -151,7 +151,7 @@ class Worths:
                 seconds = self._seconds(
                     v, exposed and (crosses or hidden), late=potentials is later
                 )
-                costs = _left(
+                costs = _cost_left(
                     graph, [(times[use], worth) for use, worth in potentials.items()], free, seconds
                 )
                 losses[crosses] += float(np.minimum(0.0, costs)[reach[_ends(graph)[0]]].sum())
@@ -265,7 +265,7 @@ def _extend(graph: LayoutGraph, worth: Floats, reach: NDArray[np.bool_]) -> None
         np.maximum.at(worth, tails[free], worth[heads[free]])
 
 
-def _left(
+def _cost_left(
     graph: LayoutGraph, worths: Sequence[tuple[int, Floats]], kept: Floats, costs: Floats
 ) -> Floats:
     """What collectives cost beyond their worth to readers, and to those who keep what they lead

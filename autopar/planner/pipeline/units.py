@@ -79,7 +79,7 @@ def check_parts(num_parts: int, num_stages: int) -> None:
         raise ConstraintError(what, remedy=fewer + NO_PIPELINE)
 
 
-def balanced(
+def balance_cuts(
     units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
 ) -> tuple[int, ...]:
     """The cuts, as indices of the units that begin later stages, whose slowest stage is fastest; of
@@ -168,7 +168,7 @@ def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
     return sums
 
 
-def reweighed(
+def reweigh_units(
     units: Sequence[Sequence[Unit]], cuts: Sequence[int], times: Sequence[float]
 ) -> tuple[tuple[Unit, ...], ...]:
     """Units with the times that their stages really take: on other devices they are as much

@@ -98,7 +98,7 @@ class _Side(Walk):
             if (product := product_of(graph, node)) is not None:
                 self.multiplied.setdefault(product[1], []).append(product[0])
         self.num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
-        for node in _tied(graph):
+        for node in _find_tied(graph):
             label = _row_label(graph, node) if side == "inner" else _column_label(graph, node)
             if label is not None:
                 self.demand(product_of(graph, node)[1], label)  # type: ignore[index]
@@ -356,7 +356,7 @@ def _splits_of_weight(graph: Read, node: fx.Node) -> list[tuple[Placement, Shard
     ]
 
 
-def _tied(graph: Read) -> Iterable[fx.Node]:
+def _find_tied(graph: Read) -> Iterable[fx.Node]:
     """The products whose weight is also a table of a lookup."""
     tables = {graph.reads[n.name][0] for n in graph.nodes.values() if n.target is ops.embedding}
     return [

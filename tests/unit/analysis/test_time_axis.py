@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.analysis.microbatches import Microbatching, microbatching, ready
+from autopar.analysis.microbatches import Microbatching, find_microbatching, ready
 from autopar.api.tracing import microbatch_of
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
@@ -45,7 +45,7 @@ def traced(loss: Loss, **options: Any) -> tuple[nn.Module, Trace, Trace, Microba
     model = Net(loss)
     whole = capture(model, (), batch())
     part = capture(model, *microbatch_of((), batch(), NUM))
-    how = microbatching(whole, part, NUM, **options)
+    how = find_microbatching(whole, part, NUM, **options)
     return model, whole, part, how
 
 
@@ -172,4 +172,4 @@ def test_buffers_that_would_be_updated_several_times_a_step_are_refused() -> Non
     whole = capture(model, (), data)
     part = capture(model, *microbatch_of((), data, NUM))
     with pytest.raises(CoupledError, match="buffer 'seen' would be updated 2 times a step"):
-        microbatching(whole, part, NUM)
+        find_microbatching(whole, part, NUM)

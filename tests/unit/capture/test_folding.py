@@ -17,7 +17,7 @@ from same_trace import assert_same_trace, differs
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.dynamo.preparing import prepared
+from autopar.capture.dynamo.preparing import prepare_call
 from autopar.capture.folding import NotFoldable, capture_shortened, shortened
 from autopar.capture.folding.runs import find_runs
 from autopar.errors import CaptureError
@@ -243,7 +243,7 @@ FOLDED: dict[str, Walk] = {
 
 def refusal_of(model: nn.Module) -> str:
     """Why the shortened model will not do; nothing is captured where the check refuses it."""
-    with prepared(model, (X,), {}) as call, pytest.raises(NotFoldable) as refusal:
+    with prepare_call(model, (X,), {}) as call, pytest.raises(NotFoldable) as refusal:
         capture_shortened(model, call, {})
     return str(refusal.value)
 

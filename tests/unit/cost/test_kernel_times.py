@@ -13,7 +13,7 @@ from autopar import ops
 from autopar.capture.graphs import shape_of
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
-from autopar.cost.kernel_times import Site, saved
+from autopar.cost.kernel_times import Site, seconds_saved
 from autopar.cost.op_times import call_time
 from autopar.rules import Call, call_of
 
@@ -88,7 +88,7 @@ def test_a_norm_saves_what_all_of_it_takes_apart_less_one_pass_over_what_came_th
 ) -> None:
     here, moved_s = profile(share), 10.0
     (plain_s, chunks), (normed_s, same) = (
-        saved(site(normed=normed), moved_s, here) for normed in (False, True)
+        seconds_saved(site(normed=normed), moved_s, here) for normed in (False, True)
     )
     apart_s = sum(
         call_time(call, strategy, (SIZE,), here) for call, strategy in site(normed=True).normed
@@ -124,13 +124,16 @@ def test_a_bias_is_read_with_each_chunk_and_is_no_part_of_what_moves(num: int) -
 
 def test_no_more_is_saved_than_the_collective_takes_and_nothing_without_a_figure() -> None:
     moved_s, here = 2e-2, replace(profile(1.0), device_type="", hash="norms of several passes")
-    assert saved(site(normed=False), moved_s, here)[0] < saved(site(normed=True), moved_s, here)[0]
     assert (
-        saved(
+        seconds_saved(site(normed=False), moved_s, here)[0]
+        < seconds_saved(site(normed=True), moved_s, here)[0]
+    )
+    assert (
+        seconds_saved(
             site(normed=True),
             1e-2,
             replace(here, kernels={**here.kernels, "matmul_reduce_scatter": 1.0}),
         )[0]
         == 1e-2
     )
-    assert saved(site(normed=True), moved_s, profile(None))[0] == 0.0
+    assert seconds_saved(site(normed=True), moved_s, profile(None))[0] == 0.0

@@ -161,7 +161,7 @@ def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
     ranks = ranks_of(EQUATION, (2, 3), (3, 4), 0, 2)
     with (
         HostThreads(2) as peers,
-        providers.provided("alone", peers),
+        providers.provide_peers("alone", peers),
         pytest.raises(KernelError, match=r"reduce_scatter.*timed out"),
     ):
         OP(*ranks.of(0), EQUATION, 0, 2, "alone", 0, 1, EPS, False)
@@ -220,7 +220,7 @@ def test_gradients_are_those_of_the_reference(
         assert not squares.requires_grad
         return torch.autograd.grad(loss(y, normed), leaves[rank])
 
-    with HostThreads(size) as peers, providers.provided("gradients", peers):
+    with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
         gradients = peers.each(run)
     total = sum(
         (loss(y, normed) for y, _, normed in expected(equation, ranks, dim, rounded)),
@@ -272,7 +272,7 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(
             for ranks, made in zip(epochs, wanted, strict=True)
         )
 
-    with HostThreads(3) as peers, providers.provided("own pace", peers):
+    with HostThreads(3) as peers, providers.provide_peers("own pace", peers):
         assert peers.each(run) == [True] * 3
 
 

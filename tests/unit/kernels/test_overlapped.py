@@ -142,7 +142,7 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
         )
         return torch.autograd.grad(loss(rank, *outputs), (shards[rank], others[rank], biases[rank]))
 
-    with HostThreads(size) as peers, providers.provided("gradients", peers):
+    with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
         found = peers.each(run)
     reference = overlapped_references.all_gather_matmul_reference(
         equation, shards, others, which, dim, biases
@@ -187,7 +187,7 @@ def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
             (*pairs[rank], addends[rank], biases[rank]),
         )
 
-    with HostThreads(size) as peers, providers.provided("gradients", peers):
+    with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
         found = peers.each(run)
     parts = overlapped_references.matmul_reduce_scatter_reference(
         equation, pairs, dim, addends, biases
@@ -236,7 +236,7 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
             well = well and torch.equal(added, expected + 3 * shards_of(y, 0, 3)[rank])
         return well
 
-    with HostThreads(3) as peers, providers.provided("own pace", peers):
+    with HostThreads(3) as peers, providers.provide_peers("own pace", peers):
         assert peers.each(run) == [True] * 3
 
 
@@ -313,7 +313,7 @@ def test_a_dtype_that_is_not_added_up_takes_the_decomposition(
 ) -> None:
     monkeypatch.setattr(bound_ops, "reduce_scatter", lambda x, *_: x)
     x = torch.ones(2, 2, dtype=torch.complex64)
-    with HostThreads(2) as peers, providers.provided("complex", peers):
+    with HostThreads(2) as peers, providers.provide_peers("complex", peers):
         assert torch.equal(SCATTER(x, x, None, "mk,kn->mn", 0, 2, "complex", 0, 1), x @ x)
 
 
@@ -325,13 +325,13 @@ def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
     x, w = whole_numbers((2, 3), 1), whole_numbers((3, 4), 2)
     with (
         HostThreads(2) as peers,
-        providers.provided("alone", peers),
+        providers.provide_peers("alone", peers),
         pytest.raises(KernelError, match=r"all_gather_matmul.*timed out"),
     ):
         GATHER(x, w, "mk,kn->mn", 0, 0, 4, 2, "alone", 0, 1)
     with (
         HostThreads(2) as peers,
-        providers.provided("alone", peers),
+        providers.provide_peers("alone", peers),
         pytest.raises(KernelError, match=r"reduce_scatter.*timed out"),
     ):
         SCATTER(x, w, None, "mk,kn->mn", 0, 2, "alone", 0, 1)
@@ -348,8 +348,8 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers(kernels: None) 
         shards_seen = chunked.Shards.of(shape, 0, x.dtype, 2, 1)
         regions = chunked.gather_regions(peers, shards_seen)
         regions.data[1].zero_()
-        job, y = overlapped.gathering("mk,kn->mn", shards[0], w, 0, 0, shape)
-        late, _ = overlapped.gathering("mk,kn->mn", shards[1], w, 0, 0, shape)
+        job, y = overlapped.prepare_gather("mk,kn->mn", shards[0], w, 0, 0, shape)
+        late, _ = overlapped.prepare_gather("mk,kn->mn", shards[1], w, 0, 0, shape)
         if early:
             library.check(
                 library.function("host", "ap_epoch_signal_host")(regions.flags[1].data_ptr(), 1),
@@ -417,8 +417,8 @@ def test_virtual_ranks_refuse_the_work_of_one_and_names_are_given_once() -> None
     with pytest.raises(KernelError, match="work together"):
         peers.run((0,), ())
     with (
-        providers.provided("twice", peers),
+        providers.provide_peers("twice", peers),
         pytest.raises(KernelError, match="taken"),
-        providers.provided("twice", peers),
+        providers.provide_peers("twice", peers),
     ):
         pass

@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.constraints import Constraint, ddp, fsdp, layout, megatron, pipeline, tensor_parallel
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.planner.report_infeasible import conflicting
+from autopar.planner.report_infeasible import find_conflict
 
 ALL = tuple(layout(f"m{i}", weight="R") for i in range(5))
 
@@ -26,7 +26,7 @@ def test_what_is_found_cannot_hold_and_holds_without_any_one(conflicts: list[set
         if any(all(ALL[i] in constraints for i in conflict) for conflict in conflicts):
             raise ConstraintError("no")
 
-    found = conflicting(ALL, hold)
+    found = find_conflict(ALL, hold)
     with pytest.raises(ConstraintError):
         hold(found)
     for constraint in found:

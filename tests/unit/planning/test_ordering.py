@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.constraints import fsdp, megatron
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import Orders, overlapped
+from autopar.emit import Orders, apply_overlap
 from autopar.emit.overlap import Room
 from autopar.kernels import collectives as steps
 from autopar.kernels.packing import into_bucket
@@ -75,7 +75,7 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(
         numbers.append(-1 if found is None else starts(found.program))
         if found is not None:
             assert found.peak_bytes <= budget
-            again = overlapped(plain.program, found.plan)[0]
+            again = apply_overlap(plain.program, found.plan)[0]
             assert free.peak_bytes(again) + plain.plan.prediction.beside_bytes == found.peak_bytes
     assert numbers[0] == -1 and numbers[3] // 2 < numbers[1] <= numbers[2] <= numbers[3] == starts(
         roomy.program

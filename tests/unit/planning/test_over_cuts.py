@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.over_cuts import least_over_cuts
-from autopar.planner.pipeline.cuts import Pair, Parts, front, joined, least_step
+from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs, least_step
 from autopar.planner.pipeline.schedule import step_time
 
 SECONDS = st.integers(0, 8).map(float)
@@ -74,7 +74,7 @@ def test_few_pairs_stand_for_many_and_are_never_dearer(pairs: list[Pair]) -> Non
 
 @given(PAIRS, PAIRS)
 def test_two_things_that_cross_cost_what_both_cost(one: list[Pair], other: list[Pair]) -> None:
-    both = joined(one, other)
+    both = join_pairs(one, other)
     assert all(any(x <= a + c and y <= b + d for x, y in both) for a, b in one for c, d in other)
     assert (
         set(both) <= {(a + c, b + d) for a, b in one for c, d in other} or len(one) * len(other) > 8

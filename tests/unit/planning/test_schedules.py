@@ -16,7 +16,7 @@ from autopar.certificate.schedules import (
     step_by_longest_path,
 )
 from autopar.planner.pipeline.schedule import least_time, scheduled_time, simulate, step_time
-from autopar.program.schedule import interleaved, num_in_flight, num_rounds, orders
+from autopar.program.schedule import interleaved_schedule, num_in_flight, num_rounds, orders
 
 sizes = st.integers(1, 5)
 INTERLEAVED = "interleaved_1f1b"
@@ -73,7 +73,7 @@ def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_ci
 ) -> None:
     """Every send waits until its receive has started: the hardest reading of a transfer. All
     lists run to their end."""
-    left = [list(actions) for actions in interleaved(ranks, chunks, num)]
+    left = [list(actions) for actions in interleaved_schedule(ranks, chunks, num)]
     started: set[tuple[str, int, int]] = set()
     while any(left):
         before = sum(map(len, left))
@@ -90,11 +90,11 @@ def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_ci
         assert sum(map(len, left)) < before
     for here, there in itertools.permutations(range(ranks), 2):
         sent, received = [], []
-        for kind, stage, m in interleaved(ranks, chunks, num)[here]:
+        for kind, stage, m in interleaved_schedule(ranks, chunks, num)[here]:
             what, _, phase = kind.rpartition(" ")
             to = stage + (1 if phase == "forward" else -1)
             sent += [(phase, to, m)] if what == "send" and to % ranks == there else []
-        for kind, stage, m in interleaved(ranks, chunks, num)[there]:
+        for kind, stage, m in interleaved_schedule(ranks, chunks, num)[there]:
             what, _, phase = kind.rpartition(" ")
             received += (
                 [(phase, stage, m)]
@@ -193,7 +193,7 @@ def test_the_bubble_of_one_stage_is_nothing() -> None:
 def test_torch_takes_the_microbatches_that_make_equal_rounds(ranks: int, num: int) -> None:
     assume(num >= ranks)
     if num_rounds(ranks, num):
-        assert interleaved(ranks, 2, num)
+        assert interleaved_schedule(ranks, 2, num)
     else:
         with pytest.raises(ValueError, match="multiple of the number of rounds"):
-            interleaved(ranks, 2, num)
+            interleaved_schedule(ranks, 2, num)

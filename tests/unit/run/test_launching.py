@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api.arguments import launched
+from autopar.api.arguments import launched_processes
 from autopar.errors import AutoparError
 from autopar.runtime.launching import launch
 
@@ -133,7 +133,7 @@ def test_the_mesh_is_by_default_all_that_was_started(
         if value is not None:
             monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
-    assert launched() == shape
+    assert launched_processes() == shape
 
 
 def test_where_the_script_fails_torchruns_own_traceback_is_left_out(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from autopar.profiler.worker import (
     GPU,
     Sizes,
     compute_measurements,
+    group_points,
     measure_alone,
-    timed,
 )
 
 TINY = Sizes(
@@ -47,7 +47,7 @@ CHIP = "NVIDIA H200"
 
 def points_of(sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     found = list(compute_measurements(sizes))
-    return timed(found, [1e-6 * (i + 1) for i in range(len(found))])
+    return group_points(found, [1e-6 * (i + 1) for i in range(len(found))])
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_time_is_the_median_of_rounds_and_a_third_of_a_layers_products(
     times = iter([9.0, 1.0, 3.0])
     monkeypatch.setattr(worker, "_back_to_back_s", lambda *_: next(times))
     compute = [next(compute_measurements(TINY))]
-    assert timed(compute, measure_alone(compute, "cpu")) == {
+    assert group_points(compute, measure_alone(compute, "cpu")) == {
         "matmul": [{"m": 4, "n": 8, "k": 16, "dtype": "float32", "time_s": 1.0}]
     }
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from autopar.errors import RuntimeStateError
 from autopar.runtime import dtensor as taken
 from autopar.runtime.device_mesh import around
-from autopar.runtime.dtensor import held
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.optimizers import Steps, watch_optimizers
 
 SHAPE = (3, 4)
@@ -35,7 +35,9 @@ def without_collection() -> Iterator[None]:
 def on_the_host(value: float) -> Tensor:
     """A tensor that rests on the host, of a mesh of GPUs."""
     gpus = DeviceMesh("cuda", torch.arange(1), mesh_dim_names=("d",), _init_backend=False, _rank=0)
-    made: Tensor = held(around(torch.full(SHAPE, value), gpus, [Shard(0)], SHAPE, (SHAPE[1], 1)))
+    made: Tensor = hold_value(
+        around(torch.full(SHAPE, value), gpus, [Shard(0)], SHAPE, (SHAPE[1], 1))
+    )
     return made
 
 
@@ -86,7 +88,7 @@ def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(
 def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    through = taken._disabled
+    through = taken._call_disabled
 
     def refusing(func: object, types: object, args: tuple[object, ...], kwargs: object) -> object:
         if func is torch._fused_adamw_:
@@ -95,7 +97,7 @@ def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(
             )  # one step for each parameter is missing
         return through(func, types, args, kwargs)
 
-    monkeypatch.setattr(taken, "_disabled", refusing)
+    monkeypatch.setattr(taken, "_call_disabled", refusing)
     parameter = nn.Parameter(on_the_host(1.0))
     parameter.grad = on_the_host(0.5)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime.outputs import PartedOutput, parted
+from autopar.runtime.outputs import PartedOutput, refuse_reads
 
 READS: dict[str, Callable[[Any], Any]] = {
     "item": lambda out: out.argmax(-1).float().mean().item(),
@@ -53,7 +53,7 @@ def two_ranks() -> Iterator[None]:
 def output(*placements: Any) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    return parted(
+    return refuse_reads(
         DTensor.from_local(torch.randn(4, 4), mesh, placements or (Shard(0),), run_check=False)
     )
 
@@ -118,4 +118,4 @@ def test_it_is_saved_and_copied_as_a_dtensor() -> None:
 
 def test_a_plain_tensor_stays_one() -> None:
     plain = torch.zeros(2)
-    assert parted(plain) is plain and type(plain) is Tensor
+    assert refuse_reads(plain) is plain and type(plain) is Tensor

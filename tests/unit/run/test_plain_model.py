@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.runtime.tensor_guards import sampled
+from autopar.runtime.tensor_guards import sample_checksum
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
@@ -184,11 +184,11 @@ def test_of_any_tensor_values_that_are_written_are_seen_and_no_others(
     make: Callable[[], Tensor],
 ) -> None:
     x = make()
-    before = sampled(x)
-    assert before == sampled(make()) is not None
+    before = sample_checksum(x)
+    assert before == sample_checksum(make()) is not None
     x.data.fill_(1)
-    assert sampled(x) != before
-    assert sampled(x.to("meta")) is None and sampled(x.new_empty(0)) is None
+    assert sample_checksum(x) != before
+    assert sample_checksum(x.to("meta")) is None and sample_checksum(x.new_empty(0)) is None
 
 
 def test_of_a_large_tensor_values_of_every_column_are_looked_at() -> None:
@@ -196,8 +196,8 @@ def test_of_a_large_tensor_values_of_every_column_are_looked_at() -> None:
     for column in range(256):
         x = torch.zeros(2048, 256)
         x[:, column] = 1.0
-        found.add(sampled(x))
-    assert sampled(torch.zeros(2048, 256)) not in found
+        found.add(sample_checksum(x))
+    assert sample_checksum(torch.zeros(2048, 256)) not in found
 
 
 @pytest.mark.parametrize("what", ["later", "later by data", "trained", "buffer"])

@@ -15,7 +15,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.sharding import resolve
-from autopar.sharding.propagate import product_of, read
+from autopar.sharding.propagate import product_of, read_trace
 from autopar.verification import verify_program
 
 SQUARE = constraints.tensor_parallel("2d", axes=("a", "b"))
@@ -55,7 +55,7 @@ def planned(trace: Trace, constraint: constraints.Parallelism, mesh: Mesh | None
 def products(trace: Trace, constraint: constraints.Parallelism, axis: int) -> dict[str, str]:
     """Module of each product with a weight → labels of activation, weight and result on the axis;
     partial sums count as whole, and so does what is free (inputs)."""
-    rows, graph = resolve(trace, [constraint], MESHES[constraint]).named.rows, read(trace)
+    rows, graph = resolve(trace, [constraint], MESHES[constraint]).named.rows, read_trace(trace)
     found = {}
     for name, node in graph.nodes.items():
         if product_of(graph, node):

@@ -16,7 +16,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.sharding import resolve
-from autopar.sharding.propagate import product_of, read
+from autopar.sharding.propagate import product_of, read_trace
 from autopar.verification import verify_program
 
 TENSOR = constraints.tensor_parallel("1d", axes="gpu")
@@ -74,7 +74,7 @@ def products(trace: Trace) -> dict[str, str]:
     """Module of each product with a weight → placements of both and of what it makes; what is
     free is read whole."""
     rows = resolve(trace, [TENSOR], Mesh(2)).named.rows
-    graph = read(trace)
+    graph = read_trace(trace)
     words = {None: "R"}
     return {
         node.meta["module"]: " ".join(
