@@ -22,6 +22,7 @@ tests: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: install
 	$(BIN)/mypy autopar benchmarks
