@@ -68,4 +68,4 @@ def moved_load(c: Communication, time_s: float, saved_s: float = 0.0) -> Load:
     if c.phase == "step":
         return Load(time_s)
     found = work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)
-    return found + work(c.phase, saved_s, compute=True).scaled(-1.0) if saved_s else found
+    return found + work(c.phase, saved_s, compute=True).scale(-1.0) if saved_s else found
