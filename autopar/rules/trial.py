@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.core.layout import Layout, Strategy, local_range
 from autopar.core.placements import second_start, window
 from autopar.errors import RuleError
-from autopar.ops.experts import DISPATCHED, Together
+from autopar.ops.expert_layers import DISPATCHED, Together
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
@@ -139,7 +139,8 @@ def run(
 def run_together(
     local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
-    """Run a call that the ranks along a mesh axis make together (`autopar.ops.experts`).
+    """Run a call that the ranks along a mesh axis make together
+    (`autopar.ops.expert_layers`).
 
     Args:
         local: the call; its last argument but one is the axis.

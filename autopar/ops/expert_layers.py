@@ -232,7 +232,7 @@ experts_backward = torch.ops.autopar.experts_backward.default
 
 
 # --------------------------------------------------------------------------------------------------
-# A layer of experts (`autopar.ops.experts`) whose tokens and experts are split over the same
+# A layer of experts (`autopar.ops.expert_layers`) whose tokens and experts are split over the same
 # ranks: rows go to their experts and back.
 #
 # Terms. A rank has some of the tokens, with their picks and gates, and as many experts as each
@@ -295,8 +295,8 @@ class Exchange(Protocol):
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send the rows `index` of each rank's tensor, which belong to its pairs, sorted by home and
-        expert, to their homes, and return the received rows. `tensors` is emptied.
+        """Send the rows `index` of each rank's tensor, which are those of its pairs sorted by home
+        and expert, to their homes, and return the received rows. `tensors` is emptied.
 
         The result may be in memory that is overwritten after the next count; so may that of
         `send_back`.
