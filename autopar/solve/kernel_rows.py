@@ -1,5 +1,5 @@
-"""The rows of the program that speak of collective-overlap kernels (`autopar.cost.kernels`), and of
-routes (`autopar.cost.expert_routes`).
+"""The rows of the program for collective-overlap kernels (`autopar.cost.kernels`) and for routes
+(`autopar.cost.expert_routes`).
 
 Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that
 ranks share.
@@ -43,7 +43,7 @@ position."""
 
 @dataclass
 class KernelRows:
-    """A program of which the kernels' rows are known.
+    """The part of a program that holds the rows of kernels and routes.
 
     Attributes:
         loads: what a variable stands for, where that takes time.

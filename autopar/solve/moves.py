@@ -1,7 +1,7 @@
-"""What moves a tensor's instances under given choices: the cheapest trees of collectives of both
-phases, at the prices of a balance.
+"""The collectives of a tensor under given choices: the cheapest trees of both phases at the prices
+of a balance, and the slack of each collective.
 
-A kernel that is on offer (`autopar.cost.kernels`) is taken where it saves something
+A kernel that is on offer (`autopar.cost.kernels`) is taken if it saves time
 (`autopar.solve.pick_kernels`).
 """
 
@@ -33,22 +33,22 @@ from autopar.solve.prices import arc_loads, tree_costs
 # --------------------------------------------------------------------------------------------------
 # Which communication may run beside compute: the slack of each collective of given choices.
 #
-# prefetchable what it reads is there at the start of its phase: what rests (parameters, buffers,
-# inputs, what comes from another stage), what is kept, and what other prefetchable collectives
-# made of the same tensor deferrable what it makes is read at the end of its phase alone:
-# gradients, outputs, what is kept for backward critical all others: some op waits for it, and it
-# waits for some op
+# prefetchable   its source is there at the start of the phase: parameters, buffers, inputs, values
+#                from another stage, kept values, and results of other prefetchable collectives of
+#                the same tensor
+# deferrable     its result is read only at the end of the phase: gradients, outputs, values kept
+#                for backward
+# critical       all others: some op waits for it, and it waits for some op
 #
 # A slice moves nothing between devices: it has the slack of its place, and is no communication.
-# Slack follows from the choices alone. Emission and explanation go by what is said here; pricing
-# by where it is so whatever is chosen (`autopar.solve.prices`).
+# Slack follows from the choices alone. Emission and explanation use it as computed here; pricing
+# counts only slack that exists whatever is chosen (`autopar.solve.prices`).
 
 
 def slacks(
     arcs: Sequence[Arc], at_hand: Collection[int], waited_for: Collection[int]
 ) -> tuple[Slack, ...]:
-    """Of each of a tree's arcs, which stand in an order in which each begins where one before it
-    ended.
+    """Compute the slack of each arc of a tree. Each arc begins where one before it ended.
 
     Args:
         at_hand: layouts (node indices) of the tensor that are there at the start of the phase.
@@ -91,7 +91,13 @@ kept between the two."""
 
 
 def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
-    """The layout in which `use` reads, under the chosen strategy of its op."""
+    """Look up the layout in which a use reads.
+
+    Args:
+        problem: that has the use.
+        use: an operand of an op.
+        chosen: strategy index by op.
+    """
     return problem.ops[use.op].strategies[chosen[use.op]].layouts.inputs[use.operand]
 
 
@@ -103,10 +109,16 @@ def moves_of(
     kept: Mapping[int, tuple[int, ...]] | None,
     balance: Balance = ON_COMPUTE,
 ) -> Moves:
-    """What moves a variant. Arguments as of `autopar.solve.evaluate.evaluate`.
+    """Find the collectives of a variant, and which of its versions are kept.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        strategies, recomputed, kept: as in `autopar.solve.evaluate.evaluate`.
+        balance: the prices at which trees are the cheapest.
 
     Raises:
-        LayoutError: where some layout cannot be reached.
+        LayoutError: if some layout cannot be reached.
     """
     variant = problem.variants[v]
     value = problem.values[variant.value]
@@ -146,6 +158,8 @@ def moves_of(
         )
 
     def later_from(allowed: set[int], stored: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
+        """The collectives of backward, and the versions that they read, if these may be kept on
+        the devices and those stored on the hosts."""
         at_hand = allowed | ({made} if value.resident else set())
         awaited = awaited_later | awaited_again
         second = _redistribute(
@@ -224,7 +238,13 @@ def _copy(value: Value, version: int, kind: Kind) -> Arc:
 
 
 def moved_load(problem: Problem, v: int, moves: Moves) -> Load:
-    """What all instances of a variant move, less what kernels save."""
+    """Compute the communication of all instances of a variant, less what kernels save.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        moves: its collectives in both phases.
+    """
     first, second, _ = moves
     moved = (first.load + second.load).scaled(problem.variants[v].count)
     return sum(
@@ -286,7 +306,16 @@ def _redistribute(
 def variant_load(
     problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
 ) -> Load | None:
-    """Communication of one variant, all its instances; None where some layout cannot be reached."""
+    """Compute the communication of all instances of a variant.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        strategies, recomputed: as in `autopar.solve.evaluate.evaluate`.
+
+    Returns:
+        The load; None if some layout cannot be reached.
+    """
     try:
         return moved_load(problem, v, moves_of(problem, v, strategies, recomputed, None))
     except LayoutError:
