@@ -123,17 +123,14 @@ def moves_of(
     variant = problem.variants[v]
     value = problem.values[variant.value]
     graph = value.graph
-    made = graph.index[
-        problem.ops[value.op].strategies[strategies[value.op]].layouts.outputs[value.result]
-    ]
+    made = _layout_made(problem, value, strategies[value.op])
     now = [u for u in variant.uses if u.phase == value.phase]
     later = [u for u in variant.uses if u.phase != value.phase]
     rests = problem.ops[value.op].kind != "compute"
     wanted, awaited = _layouts_wanted(problem, graph, now, strategies)
-    chosen = strategies, recomputed
-    first = _redistribute(
-        problem, v, False, {made}, wanted, {made} if rests else set(), awaited, chosen, balance
-    )
+    chosen, at_hand = (strategies, recomputed), {made} if rests else set[int]()
+    ends = _Ends({made}, wanted, at_hand, awaited)
+    first = _redistribute(problem, v, False, ends, chosen, balance)
     wanted_later, awaited_later = _layouts_wanted(problem, graph, later, strategies)
     again, awaited_again = _layouts_wanted(
         problem, graph, [u for u in now if u.again and u.op in recomputed], recomputed
@@ -141,39 +138,24 @@ def moves_of(
     wanted_later |= again
     if not wanted_later:
         return first, Redistribution((), (), (), 0.0), ()
-    versions = {made, *wanted} if value.keepable is None else {made, *wanted} & value.keepable
-    allowed = versions if kept is None else versions & set(kept.get(v, ()))
-    stored = {
-        n
-        for n in versions - allowed
-        if kept is not None and value.stored(n) in kept.get(v, ()) and value.away(n) < math.inf
-    }
+    kept_here = None if kept is None else kept.get(v, ())
+    allowed, stored = _versions_allowed(value, {made, *wanted}, kept_here)
     free = {made} if value.resident else set[int]()
     allowed |= free  # it is kept where it rests, whatever else is
     if value.op in recomputed:
-        free.add(
-            graph.index[
-                problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]
-            ]
-        )
+        free.add(_layout_made(problem, value, recomputed[value.op]))
 
     def later_from(allowed: set[int], stored: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
         """The collectives of backward, and the versions that they read, if these may be kept on
         the devices and those stored on the hosts."""
-        at_hand = allowed | ({made} if value.resident else set())
-        awaited = awaited_later | awaited_again
-        second = _redistribute(
-            problem,
-            v,
-            True,
+        ends = _Ends(
             allowed | free,
             wanted_later,
-            at_hand,
-            awaited,
-            chosen,
-            balance,
+            allowed | ({made} if value.resident else set()),
+            awaited_later | awaited_again,
             stored - free,
         )
+        second = _redistribute(problem, v, True, ends, chosen, balance)
         read = {arc.src for arc in second.arcs} | set(second.wanted)
         return second, tuple(sorted(n for n in (*allowed, *map(value.stored, stored)) if n in read))
 
@@ -181,9 +163,9 @@ def moves_of(
     if not unseen_layouts(first.arcs, first.taken).intersection(
         n % len(graph.layouts) for n in keep
     ):
-        return _add_stores(value, first, keep, {made} if rests else set(), awaited), second, keep
-    # what a product scatters at once is nowhere in one piece, nor what it norms by itself: either
-    # it is not kept so, or not done at once
+        return _add_stores(value, first, keep, at_hand, awaited), second, keep
+    # A result that a kernel scatters or norms as it is computed never exists by itself: either it
+    # is not kept in that layout, or the kernel is not taken.
     plain = pick_kernels(
         problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also]
     )
@@ -197,14 +179,36 @@ def moves_of(
         with suppress(LayoutError):
             hidden = unseen_layouts(doing.arcs, doing.taken)
             ways.append((doing, *later_from(allowed - hidden, stored - hidden)))
-    ways = [
-        (_add_stores(value, way[0], way[2], {made} if rests else set(), awaited), *way[1:])
-        for way in ways
-    ]
+    ways = [(_add_stores(value, way[0], way[2], at_hand, awaited), *way[1:]) for way in ways]
     return min(
         ways,
         key=lambda way: moved_load(problem, v, way).priced_s(problem.overlap_slowdown, balance),
     )
+
+
+def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
+    """The layout in which a strategy of its op makes a value."""
+    return value.graph.index[
+        problem.ops[value.op].strategies[strategy].layouts.outputs[value.result]
+    ]
+
+
+def _versions_allowed(
+    value: Value, versions: set[int], kept: Collection[int] | None
+) -> tuple[set[int], set[int]]:
+    """Which versions may be kept on the devices, and which are stored on the hosts.
+
+    Args:
+        value: that is kept.
+        versions: the layouts in which it exists in forward.
+        kept: the versions that are to be kept; None allows all, on the devices.
+    """
+    keepable = versions if value.keepable is None else versions & value.keepable
+    if kept is None:
+        return set(keepable), set()
+    allowed = keepable & set(kept)
+    stored = {n for n in keepable - allowed if value.stored(n) in kept and value.away(n) < math.inf}
+    return allowed, stored
 
 
 def _add_stores(
@@ -265,38 +269,49 @@ def _layouts_wanted(
     return {layout for layout, _ in read}, {layout for layout, kind in read if kind == "compute"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The layouts (node indices) between which a tensor moves in one phase.
+
+    Attributes:
+        sources: that collectives may start from.
+        wanted: that are read.
+        at_hand: that exist at the start of the phase.
+        awaited: that ops read before the end of the phase.
+        stored: on the hosts, from which they can be fetched.
+    """
+
+    sources: set[int]
+    wanted: set[int]
+    at_hand: set[int]
+    awaited: set[int]
+    stored: Collection[int] = ()
+
+
 def _redistribute(
-    problem: Problem,
-    v: int,
-    late: bool,
-    sources: set[int],
-    wanted: set[int],
-    at_hand: set[int],
-    awaited: set[int],
-    chosen: Chosen,
-    balance: Balance,
-    stored: Collection[int] = (),
+    problem: Problem, v: int, late: bool, ends: _Ends, chosen: Chosen, balance: Balance
 ) -> Redistribution:
-    """The cheapest tree, after copies of those of the layouts that are `stored` on the hosts
-    from which it starts."""
+    """Find the cheapest tree of collectives. Layouts from which it starts and that are stored on
+    the hosts are fetched first."""
+    wanted, stored = ends.wanted, ends.stored
     value = problem.values[problem.variants[v].value]
     graph = value.graph
     kernels = usable(problem, v, late, chosen)
     costs = tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels), balance=balance)
-    tree = cheapest_tree(graph, {*sources, *stored}, wanted, costs)
+    tree = cheapest_tree(graph, {*ends.sources, *stored}, wanted, costs)
     begun = {arc.src for arc in tree} | wanted
     fetches = tuple(_copy(value, value.stored(n), "fetch") for n in sorted(stored) if n in begun)
     arcs, early = (*fetches, *tree), is_early(problem, v, late=late)
     time_s = sum(arc.seconds(shares=early) for arc in arcs)
-    at_hand = at_hand | {arc.src for arc in fetches}
+    at_hand = ends.at_hand | {arc.src for arc in fetches}
     load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
     which = pick_kernels(problem, v, arcs, wanted, kernels) if kernels else {}
     return Redistribution(
-        tuple(sorted(sources)),
+        tuple(sorted(ends.sources)),
         arcs,
         tuple(sorted(wanted)),
         time_s,
-        slacks(arcs, at_hand, awaited),
+        slacks(arcs, at_hand, ends.awaited),
         early,
         load,
         which,
