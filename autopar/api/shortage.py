@@ -64,7 +64,7 @@ def in_one_piece(
         found = search.find_lightest()
         return None if found is None else finish_search(found, clock, options)
 
-    proven = proven_bytes(trace, search.ungrouped.priced, options.solve_s)
+    proven = proven_bytes(trace, search.ungrouped_layers.priced, options.solve_s)
     return Kind(Need(proven, options.budget(slowest(hardware))), lightest)
 
 
@@ -88,7 +88,7 @@ def in_stages(
     search = staged_search(
         whole, part, how, mesh, hardware, options, wish, clock, model_name=model_name
     )
-    return Kind(search.proven(), search.lightest)
+    return Kind(search.proven_need(), search.lightest)
 
 
 log = logging.getLogger("autopar")

@@ -1,4 +1,5 @@
-"""A plan on trial, and that none need be tried."""
+"""Candidates of a search: drafts that plans are assembled from, emitted plans with their peaks, and
+the limits beyond which no plan is tried."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from autopar.sharding import Ref, pattern_of
 from autopar.solve import Evaluation, evaluate_choices
 
 # --------------------------------------------------------------------------------------------------
-# What a plan is assembled from, and tensors and nodes in the user's words.
+# Drafts of plans, and the names of tensors and nodes in plans.
 
 FIELD = re.compile(r"\{\d+\}")
 """In a pattern, what stands for the index of a layer."""
@@ -38,7 +39,14 @@ class PlanDraft:
 
     @staticmethod
     def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> PlanDraft:
-        """Of choices as they are, without what would come next."""
+        """Make the draft of choices, without runner-ups.
+
+        Args:
+            trace: of the model.
+            mesh: that the plan is for.
+            priced: the problem that the choices answer.
+            choices: the solver's answer.
+        """
         return PlanDraft(
             trace, mesh, priced, choices, evaluate_choices(priced.problem, choices), {}
         )
@@ -47,7 +55,7 @@ class PlanDraft:
 def tensor_patterns(
     refs: Sequence[Ref], keys: Mapping[str, str]
 ) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
-    """(node pattern, result, instances) of a variant's tensors."""
+    """Group a variant's tensors as (node pattern, result, instances)."""
     grouped: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for name, result in refs:
         pattern, indices = pattern_of(keys[name])
@@ -56,7 +64,7 @@ def tensor_patterns(
 
 
 def all_keys(trace: Trace) -> dict[str, str]:
-    """Node → key, of what computes and of placeholders."""
+    """Map the nodes that compute, and placeholders, to their keys."""
     keys = {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
     return {**keys, **placeholder_keys(trace)}
 
@@ -66,12 +74,21 @@ class TooSlow(Exception):
 
 
 Elsewhere = Callable[[float, float], float]
-"""Plans of another kind, given the seconds of a step that was found and what any computes at least;
-what one of this kind may take beside them."""
+"""A search for plans of another kind: it gets the seconds of the step that was found and the least
+compute of any plan, and returns the seconds that a plan of this kind may take."""
 
 
 def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
-    """Seconds that a plan may take beside those of another kind, which are looked for now."""
+    """Search for plans of another kind.
+
+    Args:
+        look: the search.
+        problem: of this kind of plans.
+        found: its answer so far.
+
+    Returns:
+        Seconds that a plan of this kind may take.
+    """
     return look(math.inf if isinstance(found, Apart) else found.objective_s, problem.computing_s)
 
 
@@ -93,8 +110,10 @@ class Candidate:
 
     @property
     def time_s(self) -> float:
+        """Seconds of the step."""
         return self.draft.evaluation.objective_s
 
     @property
     def gap(self) -> float:
+        """Relative distance of the step from its bound."""
         return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0

@@ -18,6 +18,7 @@ class Clock:
         self._start = 0.0
 
     def phase(self, name: str) -> Clock:
+        """Name the phase that the next `with` block measures; blocks of one name add up."""
         self._name = name
         return self
 

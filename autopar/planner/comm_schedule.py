@@ -1,10 +1,10 @@
-"""The order of an emitted program's communications: which share buckets, and what is on its way
-beside compute.
+"""The order of an emitted program's communications: which share buckets, and which overlap with
+compute.
 
-Both are chosen behind the search, by the simulated step. What is offered is simulated with all of
-the budget as room for early steps, and the shortest is taken; where its peak is over the budget,
-early steps get the room that the step leaves where they are on their way, and it has to be the
-shortest still.
+Both are chosen after the search, by the simulated step. Each candidate is simulated with the whole
+budget as room for early communications, and the shortest is taken. If its peak is over the budget,
+early communications only get the memory that the step leaves while they run, and the candidate is
+taken if it is still the shortest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from autopar.program.stage_memory import StagePeak, chunk_memory, rank_peak, tra
 from autopar.request import PlanOptions
 
 # --------------------------------------------------------------------------------------------------
-# What early steps may hold where: the budget, less what the step holds there itself.
+# The memory that early communications may hold at each place: the budget, less what the step holds
+# there itself.
 
 _WINDOWS = 64  # of a phase, each with one room: its least
 # rooms are rounded down to powers of this share of the largest, so that a plan says them in few
@@ -48,7 +49,7 @@ _LEVEL = 0.9
 def rooms_left(
     graphs: Mapping[str, fx.Graph], peaks: Iterable[NodePeak], beside: int, budget: int
 ) -> dict[str, tuple[Piece, ...]]:
-    """By phase.
+    """Compute the bytes that early communications may hold, by phase and place.
 
     Args:
         graphs: by phase, with no step started early. peaks: bytes while each of their nodes runs.
@@ -64,7 +65,7 @@ def rooms_left(
 
 
 def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
-    """Of what is held at each place."""
+    """Round the bytes that are left at each place down to a few pieces."""
     width = -(-len(held) // _WINDOWS)
     left = [max(budget - max(held[at : at + width]), 0) for at in range(0, len(held), width)]
     levels = [int(max(left) * _LEVEL**n) for n in range(_WINDOWS)]
@@ -76,7 +77,7 @@ def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which communications share a bucket: chosen behind the search, by the simulated step of the
+# The communications that share a bucket: chosen after the search, by the simulated step of the
 # emitted program.
 #
 # Each collective pays the latency of its algorithm. Many small ones of one kind, axis, dtype and
@@ -117,7 +118,13 @@ class Groups:
 
     @staticmethod
     def of(plan: Plan, profile: HardwareProfile, num_microbatches: int) -> Groups:
-        """Of what a plan moves."""
+        """Collect the communications of a plan.
+
+        Args:
+            plan: whose communications may share buckets.
+            profile: that buckets are priced with.
+            num_microbatches: of a step; communications at its ends run once for all of them.
+        """
         steps: Iterator[tuple[str, Communication]] = iter(plan.steps())
         return Groups(
             plan.mesh,
@@ -155,7 +162,7 @@ class Groups:
         )
 
     def bucket(self, steps: Sequence[fx.Node]) -> Bucket:
-        """One bucket of these."""
+        """Make one bucket of these communications."""
         c = on_bucket(steps, self.mesh.shape)
         moved: list[Moved] = [node.meta["moved"] for node in steps]
         sizes = [node.meta["collective"].bytes for node in steps]
@@ -174,8 +181,8 @@ class Groups:
         )
 
     def in_buckets(self, steps: Sequence[fx.Node], num: int) -> tuple[Bucket, ...]:
-        """These in about so many buckets of equal bytes, or in more where these were too large;
-        what would be alone in one is in none."""
+        """Divide communications into about `num` buckets of equal bytes, or more if these were too
+        large. A communication that would be alone in a bucket gets none."""
         sizes = [node.meta["collective"].bytes for node in steps]
         c = steps[0].meta["collective"]
         most = min(max(sum(sizes), 1) / num, most_put_in(c.kind, self.mesh.shape[c.axis]))
@@ -211,7 +218,7 @@ def offer_buckets(
     now_s: float,
     fits_together: Callable[[tuple[Bucket, ...]], bool],
 ) -> Iterator[tuple[Bucket, ...]]:
-    """Buckets to try, in which no one waits for another in a circle.
+    """Generate the buckets to try, none of which wait for each other in a circle.
 
     Args:
         program: without any, in the order without communication beside compute. now_s: its step, of
@@ -236,7 +243,7 @@ _TRIES = 6  # with ever less room for early steps, before there is none
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """Within a budget.
+    """Orders the communications of plans within a budget.
 
     Attributes:
         peak_bytes: of what a program holds. by_node: of one microbatch, while each node runs.
@@ -251,7 +258,8 @@ class Ordering:
     over: Callable[[], bool] = lambda: False
 
     def fastest(self, tried: Candidate) -> Candidate:
-        """The plan in the order in which its simulated step is the shortest; as it is, it fits."""
+        """Order the communications of a plan that fits such that its simulated step is the
+        shortest."""
         with self.clock.phase("buckets"):
             plans = [tried, *self._in_buckets(tried)]
         if len(plans) == 1 and self.priced.problem.overlap_slowdown >= 1.0:
@@ -276,7 +284,7 @@ class Ordering:
         return tried if found is None else self._in_little_room(*found)
 
     def _in_little_room(self, ordered: Candidate, plain: _Plain) -> Candidate:
-        """The plan, of which the overlap says no more than what gives its program, and that
+        """Reduce the plan's overlap to the rooms that give the same program, and write the
         program."""
         with self.clock.phase("overlap"):
             least = plain.orders.least(ordered.plan.overlap)
@@ -287,10 +295,11 @@ class Ordering:
             )
 
     def _in_buckets(self, tried: Candidate) -> Iterator[Candidate]:
-        """The plan with buckets, and its program, in the order of its ops."""
+        """Generate the plan with buckets, with its program in the order of its ops."""
         programs: dict[tuple[Bucket, ...], Program] = {}
 
         def fits_together(buckets: tuple[Bucket, ...]) -> bool:
+            """Whether the program can have these buckets; it is kept if so."""
             try:
                 programs[buckets] = apply_buckets(
                     tried.program, replace(tried.plan, buckets=buckets)
@@ -313,12 +322,12 @@ class Ordering:
         return Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else plain.plan.overlap
 
     def _within_budget(self, plain: _Plain, roomy: Candidate) -> Candidate | None:
-        """With as much beside compute as the budget allows; None where the plan is over it with
-        nothing."""
+        """Overlap as much as the budget allows; None if the plan is over it without overlap."""
         tried: dict[Overlap, Candidate] = {}
         beside_bytes = plain.tried.plan.prediction.beside_bytes
 
         def fits(allowed: Overlap) -> bool:
+            """Whether the program with as much overlap is within the budget; it is kept."""
             with self.clock.phase("overlap"):
                 ordered = tried.get(allowed) or (plain.beside(allowed) if tried else roomy)
             with self.clock.phase("memory"):
@@ -332,7 +341,7 @@ class Ordering:
 
         allowed = self._all_room(plain.tried)
         if not fits(allowed):
-            left = self._left(plain.tried, roomy.plan.overlap)
+            left = self._room_left(plain.tried, roomy.plan.overlap)
             if left is None:
                 return None
             allowed = left.overlap
@@ -346,8 +355,9 @@ class Ordering:
                 assert is_within, "it is the plan with nothing early"
         return replace(tried[allowed], plan=replace(plain.tried.plan, overlap=allowed))
 
-    def _left(self, plain: Candidate, held: Overlap) -> _Left | None:
-        """Beside what a plan holds with nothing early; None where that alone is over the budget."""
+    def _room_left(self, plain: Candidate, held: Overlap) -> _Left | None:
+        """Compute the room beside a plan without overlap; None if that alone is over the
+        budget."""
         with self.clock.phase("memory"):
             beside = plain.plan.prediction.beside_bytes
             peak = (
@@ -369,8 +379,8 @@ class Ordering:
         )
 
     def _less(self, allowed: Overlap, over: Candidate, beside: int) -> Overlap:
-        """With less room in the phases in which an order was over the budget, by what it was
-        over it."""
+        """Reduce the room in each phase by the bytes by which an order was over the budget
+        there."""
         excess = dict.fromkeys(("forward", "backward"), 0)
         with self.clock.phase("memory"):
             for each in (
@@ -392,7 +402,7 @@ class Ordering:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What early steps may hold; bytes that the step holds beside what its nodes do."""
+    """The room of early communications, and the bytes that the step holds beside its nodes."""
 
     overlap: Overlap
     beside_bytes: int
@@ -406,27 +416,27 @@ class _Plain:
     orders: Orders
 
     def beside(self, allowed: Overlap) -> Candidate:
-        """With as much beside compute as is allowed; the program's graphs are not written."""
+        """Overlap as much as is allowed; the program's graphs are not written."""
         program, held = self.orders.within(allowed)
         return replace(self.tried, plan=replace(self.tried.plan, overlap=held), program=program)
 
 
 def _seconds(tried: Candidate) -> float:
-    """Of a simulated step; a little more where there are buckets, which have to be worth their
-    place in the plan."""
+    """Seconds of the simulated step; a little more if there are buckets, so that buckets that save
+    next to nothing are left out."""
     return simulated_s(tried.program, tried.plan) * (1.0 + WORTH * bool(tried.plan.buckets))
 
 
 # --------------------------------------------------------------------------------------------------
-# What an emitted program holds, under the schedule that it is planned for.
+# The memory of an emitted program, under the schedule that it is planned for.
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a stage is planned for.
+    """The schedule that a stage is planned for.
 
     Attributes:
-        name: of the schedule. batch_bytes: of the whole batch, which is there during the whole
+        name: of the schedule. batch_bytes: of the whole batch, which is live during the whole
             step.
         returned: what calls of the pipeline return.
         stage, actions: its number, and what its rank does, where the rank holds other stages beside
@@ -443,7 +453,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Of programs that one search emits.
+    """Measures the memory of the programs that one search emits.
 
     Attributes:
         schedule: None where the batch is worked on in one piece. num_in_flight: microbatches that
@@ -456,18 +466,18 @@ class Peaks:
     alike: Alike = field(default_factory=Alike)
 
     def peak_bytes(self, program: Program) -> int:
-        """The most that the program holds at any moment of a step."""
+        """Measure the most bytes that the program holds at any moment of a step."""
         schedule = self.schedule
         if schedule is None:
-            return self._rehearsed(program)[0].peak_bytes
+            return self._measure(program)[0].peak_bytes
         return schedule.batch_bytes + self._of_stage(schedule, write_order(program))
 
     def by_node(self, program: Program) -> tuple[NodePeak, ...]:
-        """What it holds while each node runs, for one microbatch."""
-        return self._rehearsed(program)[1]
+        """Measure the bytes that the program holds while each node runs, for one microbatch."""
+        return self._measure(program)[1]
 
-    def _rehearsed(self, program: Program) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
-        return self.alike.rehearsed(
+    def _measure(self, program: Program) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
+        return self.alike.measure_once(
             program,
             lambda: all_peaks(program, batch=self.options.batch, outputs=self.options.outputs),
         )
@@ -477,10 +487,11 @@ class Peaks:
             memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
             return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)
 
-        def measured() -> StagePeak:
+        def measure() -> StagePeak:
+            """Measure the peak of the stage under its schedule."""
             kind, num = schedule.name, schedule.num_microbatches
             return trace_stage_peak(
                 program, kind, self.num_in_flight, num, self.options.outputs, schedule.returned
             )
 
-        return self.alike.peak(program, self.num_in_flight, measured).peak_bytes
+        return self.alike.peak(program, self.num_in_flight, measure).peak_bytes

@@ -1,5 +1,5 @@
-"""Where a list of equal layers is cut into groups that decide for themselves: at the shares in
-which the relaxation mixes decisions.
+"""The groups into which a list of equal layers is cut, each of which decides for itself: cuts are
+at the shares in which the relaxation mixes decisions.
 
 A relaxation that keeps something in 45 of 100 layers wants two groups. With two such shares that
 are far apart, three: more groups mean a larger program and a plan that is harder to read, for less
@@ -20,8 +20,8 @@ _NEAR = 16  # cuts that are nearer to each other than this part of the list are 
 
 
 def starts_of(priced: Priced, choices: Choices | Apart) -> Starts:
-    """The groups that would come nearer to the bound; empty where all layers that are alike
-    decide alike in the relaxation."""
+    """Find the groups that would bring a plan nearer to the bound; none if all equal layers decide
+    alike in the relaxation."""
     wanted: dict[str, Counter[int]] = {}
     for n, shares in choices.mixed.items():
         for layers, numbers in _layers(priced.sources[n]).items():
@@ -36,7 +36,7 @@ def starts_of(priced: Priced, choices: Choices | Apart) -> Starts:
 
 
 def _layers(source: Source) -> dict[str, list[int]]:
-    """Lists of layers that an op's instances lie in, and in which of their layers."""
+    """Map the lists of layers that an op's instances lie in to the indices of their layers."""
     found: dict[str, set[int]] = {}
     for layers, number in filter(None, map(layer_of, _keys(source))):
         found.setdefault(layers, set()).add(number)
@@ -55,7 +55,7 @@ def _span(priced: Priced, layers: str) -> int:
 
 
 def _cuts(wanted: Counter[int], near: int) -> tuple[int, ...]:
-    """The layers that most decisions ask for, none next to another."""
+    """Choose the layers at which most decisions change, none near another."""
     cuts: list[int] = []
     for layer, _ in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):
         if len(cuts) < _CUTS and all(abs(layer - cut) >= near for cut in cuts):

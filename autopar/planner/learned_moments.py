@@ -1,8 +1,8 @@
-"""What the plans of one problem that were over the budget have taught, as its moments.
+"""Moments that are learned from the plans of one problem that were over the budget.
 
-The memory of an emitted program is measured node by node. Where the program holds more than its
-budget, the moment of that node of the trace is added to the problem, with a reserve: the bytes that
-were live there and that the moment alone does not account for.
+The memory of an emitted program is measured node by node. If the program holds more than its
+budget at a node, the moment of that node of the trace is added to the problem, with a reserve: the
+bytes that were live there and that the moment alone does not account for.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MOST_NEW = 24  # moments that one round adds: those most over the budget
 
 
 class Sight(NamedTuple):
-    """What was seen of a node of the trace: the phase, the peak while it ran, and what of the
-    trace had run again and was there then."""
+    """The measurement at a node of the trace: the phase, the peak while it ran, and the nodes that
+    had run again and whose results were live then."""
 
     phase: str
     peak_bytes: int
@@ -42,7 +42,7 @@ Seen = Mapping[str, Sight]
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """Moments beside those that are certain.
+    """Learned moments, in addition to those that are certain.
 
     Attributes:
         latest: by node, as they were in the last plan that was looked at. retained: as they were in
@@ -54,12 +54,13 @@ class Learnt:
     retained: tuple[Moment, ...] = ()
 
     @staticmethod
-    def nothing(liveness: Liveness) -> Learnt:
+    def empty(liveness: Liveness) -> Learnt:
+        """Begin without learned moments."""
         return Learnt(liveness, {})
 
     @staticmethod
-    def expected(liveness: Liveness, reserves: Mapping[str, int]) -> Learnt:
-        """Moments with reserves that were learnt where layers are in other groups."""
+    def from_reserves(liveness: Liveness, reserves: Mapping[str, int]) -> Learnt:
+        """Make moments with reserves that were learned with layers in other groups."""
         phases = {
             node: liveness.trace.node(node.removesuffix(WIDENED)).meta["phase"] for node in reserves
         }
@@ -76,29 +77,31 @@ class Learnt:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """All of the problem's, those that are certain first."""
+        """All moments of the problem, those that are certain first."""
         return (*self.liveness.certain(), *self.latest.values(), *self.retained)
 
     @property
     def reserves(self) -> dict[str, int]:
-        """By node."""
+        """Bytes of reserve, by node."""
         return {node: moment.reserve_bytes for node, moment in self.latest.items()}
 
     def further(
         self, choices: Choices, peaks: Iterable[NodePeak], beside_bytes: int, budget: int
     ) -> Learnt:
-        """With the moments at which a plan is over the budget, and those known before as they were
-        in it.
+        """Learn the moments at which a plan is over the budget, and update those that are known.
 
         Args:
-            peaks: of the emitted program. beside_bytes: what it does not hold itself.
+            choices: of the plan.
+            peaks: of the emitted program, by node.
+            beside_bytes: memory in use that the program does not hold itself.
+            budget: bytes per device.
         """
         seen = by_trace_node(self.liveness, peaks, beside_bytes)
         wanted = dict.fromkeys([*self.latest, *over_budget(self.liveness, seen, budget)])
-        return replace(self, latest=explained(self.liveness, choices, seen, wanted))
+        return replace(self, latest=explain_peaks(self.liveness, choices, seen, wanted))
 
-    def lasting(self) -> Learnt:
-        """The same, as it is now also beside what is learnt from now on."""
+    def retain_latest(self) -> Learnt:
+        """Keep the latest moments as they are now; what is learned later does not replace them."""
         first = len(self.retained)
         now = (
             replace(moment, key=f"{moment.key} ({first + n})")
@@ -124,8 +127,14 @@ class LayerGroups:
 
     @staticmethod
     def of(trace: Trace, priced: Priced, starts: Starts) -> LayerGroups:
-        """Groups of which nothing is known yet."""
-        return LayerGroups(priced, Learnt.nothing(Liveness(trace, priced)), starts)
+        """Make groups of which nothing is known yet.
+
+        Args:
+            trace: of the model.
+            priced: the problem of layers in these groups.
+            starts: where groups begin, by list of layers.
+        """
+        return LayerGroups(priced, Learnt.empty(Liveness(trace, priced)), starts)
 
     @property
     def problem(self) -> Problem:
@@ -134,22 +143,27 @@ class LayerGroups:
 
     def forget(self) -> LayerGroups:
         """Drop the learned moments; the bound stays."""
-        return replace(self, learnt=Learnt.nothing(self.learnt.liveness))
+        return replace(self, learnt=Learnt.empty(self.learnt.liveness))
 
 
 def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
-    """Peaks by node of the trace: those of collectives and of what runs again count for the node
-    that comes after them, that of a product which does more than itself for all that it does, and
-    those of the reduction of sums that are widened for that.
+    """Map the peaks of a program's nodes to nodes of the trace.
+
+    Peaks of collectives, and of ops that run again, count for the node that comes after them. The
+    peak of a product in a kernel counts for all nodes that the kernel computes. Peaks of the
+    reduction of a widened sum count for the moment at which it is widened.
 
     Args:
-        resting_bytes: what rests beside the program's own tensors (the optimizer's state).
+        liveness: of the trace.
+        peaks: of the program, in the order in which its nodes run.
+        resting_bytes: memory that rests beside the program's own tensors (the optimizer's state).
     """
     keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
     seen: dict[str, Sight] = {}
     waiting, last = Sight("", 0), ""
 
     def see(name: str, sight: Sight) -> None:
+        """Record a measurement; the larger peak of a node stays."""
         before = seen.get(
             name
         )  # a node that picks a result has the key of the op, which may have needed more
@@ -187,7 +201,7 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
 def _with_what_ran_again(
     peaks: Iterable[NodePeak], keys: Mapping[str, str]
 ) -> Iterator[tuple[NodePeak, frozenset[str]]]:
-    """Each with the nodes of the trace whose results, made again, are live then."""
+    """Pair each peak with the nodes of the trace whose results, computed again, are live then."""
     peaks = tuple(peaks)
     place = {peak.node: i for i, peak in enumerate(peaks)}
     until = dict[fx.Node, int]()
@@ -214,8 +228,16 @@ def _with_what_ran_again(
 
 
 def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
-    """The nodes at which a program is over the budget: of equal nodes of repeated layers the worst,
-    and no more than some, since others come when these hold."""
+    """List the nodes at which a program is over the budget, the worst first.
+
+    Of equal nodes of repeated layers only the worst is listed, and only the first `_MOST_NEW`
+    nodes: others follow once these hold.
+
+    Args:
+        liveness: of the trace.
+        seen: peaks by node.
+        budget_bytes: per device.
+    """
     worst: dict[tuple[int, bool], tuple[int, str]] = {}
     for node, sight in seen.items():
         peak = sight.peak_bytes
@@ -225,13 +247,19 @@ def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
     return [node for _, node in sorted(worst.values(), reverse=True)[:_MOST_NEW]]
 
 
-def explained(
+def explain_peaks(
     liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[str]
 ) -> dict[str, Moment]:
-    """The moments of these nodes, each with the reserve that makes it what was seen of the choices.
+    """Make the moments of nodes, each with the reserve that explains the measured peak.
 
-    What was there since it had run again counts for ops that run again, be it needed then only
-    because others do.
+    Results that were live since they had been computed again count for the ops that run again, even
+    if they are needed only because other ops do.
+
+    Args:
+        liveness: of the trace.
+        choices: of the plan that was measured.
+        seen: peaks by node.
+        nodes: those to make moments of.
     """
     moments = {node: liveness.moment(node, seen[node].phase, seen[node].again) for node in nodes}
     problem = replace(liveness.priced.problem, moments=tuple(moments.values()))

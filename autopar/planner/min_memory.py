@@ -1,9 +1,9 @@
-"""How much memory a search needs: what is proven, and what a plan that is emitted needs.
+"""The least memory of plans: a proven bound, and emitted plans that need little.
 
     proven ≤ the least memory that any plan needs ≤ found
 
-Neither depends on the budget, nor on what a search within one came upon. So a plan of the size that
-was found is found again when that is the budget.
+Neither depends on the budget, nor on the plans that a search within a budget found. So the plan is
+found again if its size is passed as the budget.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WEIGHTS = (0.03, 0.003)  # of time beside memory, see `autopar.solve.min_budget
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of a device that a plan needs at least, or is known to need, beside those that there
-    are: of the device that is shortest.
+    """Bytes that a plan needs on a device, and the budget of that device, which is the one that
+    lacks most.
 
     Attributes:
         where: which devices these are, where others have other budgets.
@@ -41,23 +41,37 @@ class Need:
 
     @property
     def share(self) -> float:
-        """Of the budget."""
+        """Share of the budget that is needed."""
         return self.num_bytes / self.budget_bytes
 
     @property
     def fits(self) -> bool:
+        """Whether the budget suffices."""
         return self.num_bytes <= self.budget_bytes
 
 
 def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
-    """No plan of this problem needs less."""
+    """Prove a lower bound of the bytes that any plan of a problem needs.
+
+    Args:
+        trace: of the model.
+        priced: the problem; its budget plays no part.
+        time_limit_s: of the solver.
+    """
     return Lightest(_with_moments(trace, priced), time_limit_s).bound_bytes
 
 
 def light(
     trace: Trace, priced: Priced, time_limit_s: float, emit: Callable[[Choices], Candidate]
 ) -> tuple[Candidate, ...]:
-    """Some plans of little memory, each of them emitted."""
+    """Find some plans that need little memory, without kernels.
+
+    Args:
+        trace: of the model.
+        priced: the problem; its budget plays no part.
+        time_limit_s: of the solver.
+        emit: emits choices.
+    """
     lightest = Lightest(within(_with_moments(trace, priced), frozenset()), time_limit_s)
     found: list[Choices] = []
     for weight in _WEIGHTS:
@@ -68,13 +82,16 @@ def light(
 
 
 def prefer_fastest(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:
-    """The fastest that fits; where none does, the one that needs least of what there is.
+    """Choose the fastest plan that fits; if none does, the one that needs the smallest share of its
+    budget.
 
     Args:
+        plans: may be empty; then None is returned.
         cost: memory and seconds of a plan.
     """
 
     def order(plan: T) -> tuple[bool, float]:
+        """Sort plans that fit by time, then the others by memory."""
         need, time_s = cost(plan)
         return not need.fits, time_s if need.fits else need.share
 
@@ -86,8 +103,13 @@ def _with_moments(trace: Trace, priced: Priced) -> Problem:
 
 
 def refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
-    """Says what is certain: the smallest peak of a plan that was emitted, or, where none was,
-    what any plan needs at least."""
+    """Make the error for a budget within which no plan was found.
+
+    Args:
+        budget: bytes per device.
+        last: the last answer of the solver.
+        smallest: least peak of the plans that were emitted, in bytes; 0 if none was.
+    """
     if smallest or isinstance(last, Choices):
         tried = f"; the smallest that was tried needs {size_text(smallest)}"
         return shortage(

@@ -1,4 +1,4 @@
-"""Choices → Plan: the solver's answer in the user's words."""
+"""Assembles a plan from the solver's choices: nodes, layouts, memory, times and proof by name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,14 @@ COVERS = (
 def assemble(
     draft: PlanDraft, fingerprint: Fingerprint, options: Mapping[str, object], bound_s: float
 ) -> Plan:
-    """The plan, with its peak still to be filled in from the emitted program."""
+    """Assemble the plan of a draft. Its peak is filled in later, from the emitted program.
+
+    Args:
+        draft: what the plan is assembled from.
+        fingerprint: what the plan is made for.
+        options: that the plan records.
+        bound_s: no plan takes less.
+    """
     objective = draft.evaluation.objective_s
     choices = draft.choices
     proof = Proof(
@@ -119,7 +126,7 @@ def assemble(
 
 
 def covers_of(draft: PlanDraft) -> tuple[str, ...]:
-    """What the bound covers."""
+    """List what the bound covers, one sentence each."""
     starts = draft.priced.starts
     strategies = (
         s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies
@@ -148,7 +155,7 @@ def _groups(layers: str, cuts: Sequence[int]) -> str:
 
 
 def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
-    """What is said of communication beside compute."""
+    """List what the bound assumes of communication that overlaps with compute."""
     slowdown = evaluation.slowdown
     if slowdown >= 1.0:
         return ("compute and communication do not overlap",)
@@ -211,8 +218,8 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
 
 
 def portable_line(source: str) -> str:
-    """A source line with its file as Python's import path names it, so that a plan is the same
-    everywhere, without control characters."""
+    """Make the file of a source line relative to Python's import path, so that a plan is the same
+    on every machine, and remove control characters."""
     roots = [os.path.join(os.path.abspath(root), "") for root in sys.path]
     root = max((root for root in roots if source.startswith(root)), key=len, default="")
     return printable(source[len(root) :])
@@ -328,7 +335,14 @@ def _on_hosts(draft: PlanDraft) -> dict[str, int]:
 
 
 def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str) -> Fingerprint:
-    """What the plan is made for."""
+    """Make the fingerprint of a model, its batch and the hardware.
+
+    Args:
+        trace: of the model and batch.
+        model_name: empty if the model has none.
+        hardware: a profile, or unequal ones along an axis.
+        version: of autopar.
+    """
     mixed = (
         (hardware.axis, tuple((p.name, p.hash) for p in hardware.profiles))
         if isinstance(hardware, Mixed)
@@ -348,13 +362,17 @@ def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str)
 
 
 # --------------------------------------------------------------------------------------------------
-# The multipliers of the bound, in the user's words: tensors, readers and layouts instead of
-# indices.
+# The multipliers of the bound, by name: tensors, readers and layouts instead of indices.
 
 
 def certify_proof(proof: Proof, draft: PlanDraft, multipliers: Multipliers | None) -> Proof:
-    """The proof with what arithmetic alone can tell of it; as it is where there are no
-    multipliers."""
+    """Add the bound that arithmetic alone proves, and its multipliers, to a proof.
+
+    Args:
+        proof: of the plan.
+        draft: of the plan.
+        multipliers: of the bound; if None, the proof is returned as it is.
+    """
     if multipliers is None:
         return proof
     proof = replace(proof, certified_bound_s=min(multipliers.bound_s, proof.bound_s))
@@ -362,7 +380,13 @@ def certify_proof(proof: Proof, draft: PlanDraft, multipliers: Multipliers | Non
 
 
 def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -> Proof:
-    """The proof with these."""
+    """Add multipliers to a proof, by name.
+
+    Args:
+        proof: of the plan.
+        draft: of the plan, whose problem the multipliers are of.
+        multipliers: by index.
+    """
     keys = {
         node.name: node.meta["key"]
         for node in draft.trace.graph.nodes
@@ -389,6 +413,7 @@ def _versions(
     tensors, problem = {**keys, **placeholder_keys(draft.trace)}, draft.priced.problem
 
     def by_layout(v: int, worths: Mapping[tuple[int, int], float]) -> dict[str, float]:
+        """Multipliers of a variant, by layout."""
         layouts = problem.values[problem.variants[v].value].graph.layouts
         return {
             str(layouts[layout]): worth

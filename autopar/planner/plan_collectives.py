@@ -1,4 +1,4 @@
-"""Collectives, kernels and routes of a plan: the solver's in the user's words."""
+"""Collectives, kernels and routes of a plan, from the solver's indices to names of nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROUTES = "; experts' rows between peers, at so much of an all-to-all's bandwidt
 
 
 def of_kernels(priced: Priced) -> str:
-    """Whether collective-overlap kernels were on offer, and what they reach."""
+    """Say whether collective-overlap kernels were on offer, and which share they hide."""
     figures = priced.profile.kernels
     shares = ", ".join(
         f"{name} {reached:g}" for name, reached in figures.items() if name not in (TAIL, ROUTE)
@@ -44,7 +44,8 @@ def of_kernels(priced: Priced) -> str:
 
 
 def communications(draft: PlanDraft) -> Iterable[Communication]:
-    """Those of all tensors, those that nodes do by themselves, and those at the ends of a step."""
+    """List the communications of all tensors, those inside nodes, and those at the ends of a
+    step."""
     keys = all_keys(draft.trace)
     problem, evaluation = draft.priced.problem, draft.evaluation
     for v, variant in enumerate(problem.variants):
@@ -99,7 +100,7 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
 
 
 def _own_communications(draft: PlanDraft) -> Iterable[Communication]:
-    """What nodes move by themselves: in their own phase, and where backward runs them again."""
+    """List the collectives inside nodes: in their own phase, and as backward runs them again."""
     price, chosen = draft.priced.moves.price, draft.choices
     runs = [(n, s, False) for n, s in enumerate(chosen.strategies)] + [
         (n, s, True) for n, s in chosen.recomputed.items()
@@ -153,8 +154,8 @@ def _in_kernel(draft: PlanDraft, taken: Taken | None, arc: Arc) -> InKernel | No
 
 
 def _step_communications(draft: PlanDraft) -> Iterable[Communication]:
-    """At the begin and the end of a step: of parameters (result 0) and of the sums of their
-    gradients (result 1)."""
+    """List the collectives at the begin and the end of a step: of parameters (result 0) and of the
+    sums of their gradients (result 1)."""
     parameters = {p.name: p for p in draft.trace.parameters}
     for op, source, s in zip(
         draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True

@@ -1,7 +1,7 @@
-"""Which constraints conflict: of those that cannot hold together, a smallest set that cannot, by a
+"""Conflicts of constraints: among those that cannot hold together, a smallest set that cannot, by a
 deletion filter.
 
-Each constraint in turn is left out; where the others still cannot hold, it is not needed for the
+Each constraint in turn is left out; if the others still cannot hold, it is not needed for the
 conflict and stays out (Chinneck and Dravnieks, "Locating Minimal Infeasible Constraint Sets in
 Linear Programs", 1991). What is left cannot hold, and holds without any one.
 """
@@ -23,7 +23,7 @@ Hold = Callable[[Sequence[Constraint]], object]
 
 
 def find_conflict(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constraint, ...]:
-    """A smallest set of `constraints`, which cannot hold together, that cannot.
+    """Find a smallest set of constraints that cannot hold together.
 
     Args:
         hold: raises `ConstraintError` where constraints cannot hold. It is called once per
@@ -40,7 +40,13 @@ def find_conflict(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constr
 def with_conflict(
     error: ConstraintError, constraints: Sequence[Constraint], hold: Hold
 ) -> ConstraintError:
-    """The error, and which constraints conflict where more than one are needed for it."""
+    """Name the constraints that conflict in an error, if it needs more than one.
+
+    Args:
+        error: that the constraints caused.
+        constraints: all of them.
+        hold: as in `find_conflict`.
+    """
     return _name_conflict(error, find_conflict(constraints, hold) if len(constraints) > 1 else ())
 
 
@@ -63,12 +69,11 @@ def with_conflict_of_stages(
     wish: Pipelined,
     constraints: Sequence[Constraint],
 ) -> ConstraintError:
-    """The error of a plan with a pipeline or microbatches, and which constraints conflict, these
-    among them.
+    """Name the constraints that conflict in the error of a plan with a pipeline or microbatches.
 
-    The others speak of a microbatch on what a stage runs on: of them the smallest set is found
-    there. Without the pipeline they speak of the batch on the whole mesh; it is part of the
-    conflict where they hold there.
+    All constraints but the pipeline apply to a microbatch on the mesh of a stage, so the smallest
+    set is found there. The pipeline is part of the conflict if that set can hold without it, for
+    the batch on the whole mesh.
 
     Args:
         whole, part: the traces of the batch and of one microbatch. wish: the pipeline with its
@@ -84,6 +89,7 @@ def with_conflict_of_stages(
     num_stages = wish.chunks * mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
 
     def hold(chosen: Sequence[Constraint]) -> None:
+        """Raise ConstraintError if a stage cannot hold these constraints."""
         _enumerate_strategies(part, left, chosen, num_stages=num_stages)
 
     if _holds(others, hold):  # then it is of the cuts, or of one stage
@@ -108,8 +114,11 @@ def _holds(constraints: Sequence[Constraint], hold: Hold) -> bool:
 def _enumerate_strategies(
     trace: Trace, mesh: Mesh, constraints: Sequence[Constraint], *, num_stages: int
 ) -> None:
-    """Raises: ConstraintError: where the constraints leave some op no strategy; where there are
-    stages, no cluster may cross a place to cut.
+    """Check that the constraints leave every op a strategy. With several stages, no cluster may
+    cross a cut point.
+
+    Raises:
+        ConstraintError: if some op has none.
     """
     for constraint in constraints:
         check(constraint, mesh)

@@ -1,5 +1,5 @@
-"""A plan's decisions priced again: what the step takes on another profile, with every layout and
-every collective as in the plan.
+"""Prices a plan's decisions again: the seconds of the step on another profile, with every layout
+and every collective as in the plan.
 
 Compute is priced as in planning, for the strategies that the plan names; communication is the
 plan's own collectives, which are those that it is emitted with, on the profile's links; what counts
@@ -47,8 +47,8 @@ _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "
 def reprice_plan(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
 ) -> float:
-    """Seconds of a step with the plan's decisions, on a mesh of the same axes, whose links may be
-    others.
+    """Compute the seconds of a step with the plan's decisions, on a mesh of the same axes, which
+    may have other links.
 
     Args:
         trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the
@@ -97,9 +97,14 @@ class Part:
 def problems_of(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
 ) -> Iterator[Part]:
-    """The plan, or its stages in order, each with its problem on its devices; memory has no limit
-    in them, tensors may cross in any layout, and copies of a parameter rest as in the stages
-    before. Arguments as of `repriced`."""
+    """Generate the plan, or its stages in order, each with its problem on its devices.
+
+    Memory has no limit in the problems, tensors may cross in any layout, and copies of a parameter
+    rest as in the stages before.
+
+    Args:
+        plan, trace, mesh, hardware, options: as in `reprice_plan`.
+    """
     pipeline = plan.pipeline
     left = mesh if pipeline is None or not pipeline.axis else mesh.without(pipeline.axis)
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
@@ -133,7 +138,7 @@ def problems_of(
 
 
 def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, float]:
-    """Of a step, or of a stage's microbatch, forward and all else."""
+    """Seconds of forward and of all else, of a step or of a stage's microbatch."""
     plan, mesh, priced = part.plan, part.mesh, part.priced
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
@@ -163,8 +168,8 @@ def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, floa
 
 
 def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfile) -> float:
-    """What a kernel saves of one instance of a collective and its product, where it is one that
-    a profile has figures for."""
+    """Seconds that a kernel saves of one instance of a collective and its product; 0 if there is
+    no kernel."""
     if c.kernel is None:
         return 0.0
     key = c.node.format(*c.instances[0])
@@ -191,8 +196,8 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
 
 
 def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The plan's strategy per op, and per op that backward runs again, as indices into those of the
-    problem.
+    """Look up the plan's strategy of each op, and of each op that backward runs again, as indices
+    into those of the problem.
 
     Raises:
         PlanError: where a decision is not one that can be taken here.
@@ -211,7 +216,7 @@ def _price_trace(
     crossing: Crossing,
     num: int,
 ) -> Priced:
-    """Of a trace of a step, or of one of `num` microbatches."""
+    """Price a trace of a step, or of one of `num` microbatches."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace,

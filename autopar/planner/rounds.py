@@ -51,7 +51,7 @@ _WORK_SHARE = 0.25  # of what all searches before have done, if that is more
 
 @dataclass
 class Solving:
-    """Asks the solver, or what it said of a stage that is alike.
+    """Asks the solver, or reuses its answer for a stage that is alike.
 
     Attributes:
         likely: the balance of the last problem whose bound has multipliers. has_plan: whether there
@@ -74,7 +74,7 @@ class Solving:
         regions: frozenset[int] | None,
         met: Choices | None = None,
     ) -> Choices | Least | Apart:
-        """The answer to a problem.
+        """Solve a problem.
 
         Args:
             learnt: whether it has moments that were learnt, which leave a part of the gap to what
@@ -86,7 +86,7 @@ class Solving:
         self.common.work.most = (
             spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
         )
-        found = self._found(within(problem, regions), effort, met, learnt=learnt)
+        found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
         if regions is None or isinstance(found, Apart):
             return found
         if isinstance(found, Choices):
@@ -97,7 +97,7 @@ class Solving:
             else replace(found, choices=replace(found.choices, regions=regions))
         )
 
-    def _found(
+    def _ask_solver(
         self, problem: Problem, effort: Effort, met: Choices | None, *, learnt: bool
     ) -> Choices | Least | Apart:
         known = None if learnt else self.alike.known(problem, effort)
@@ -144,7 +144,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a search knows.
+    """The state of a search.
 
     Attributes:
         groups: the layers in their groups. regions: what kernels may share with their peers
@@ -206,7 +206,7 @@ class PlannerLoop:
             InfeasibleError: no plan that fits was found. TooSlow: the bound is not below `limit_s`.
         """
         effort = Effort.WHOLE if self.whole else Effort.MIXED
-        state = State(Phase.ASK, self.ungrouped, self.regions, self.limit_s, effort)
+        state = State(Phase.ASK, self.ungrouped_layers, self.regions, self.limit_s, effort)
         state = self._next_round(state)
         while state.phase is not Phase.DONE:
             state = self.step(state)
@@ -214,7 +214,7 @@ class PlannerLoop:
         return state.best
 
     def step(self, state: State) -> State:
-        """Do what the phase of a state says.
+        """Run the phase of a state.
 
         Returns:
             The next state; the one given is not changed.
@@ -235,19 +235,19 @@ class PlannerLoop:
         return steps[state.phase](state)
 
     @cached_property
-    def ungrouped(self) -> LayerGroups:
+    def ungrouped_layers(self) -> LayerGroups:
         """All equal layers alike, with nothing learned or proven."""
         with self.clock.phase("price"):
             return LayerGroups.of(self.emitter.trace, self.pricing({}), {})
 
-    def cut(self, starts: Starts) -> LayerGroups:
+    def group_layers(self, starts: Starts) -> LayerGroups:
         """Put layers into groups.
 
         Returns:
             The groups, with nothing learned or proven.
         """
         if not starts:
-            return self.ungrouped
+            return self.ungrouped_layers
         with self.clock.phase("price"):
             return LayerGroups.of(self.emitter.trace, self.pricing(starts), starts)
 
@@ -261,7 +261,7 @@ class PlannerLoop:
             The fastest that fits, in order; if none fits, the one that needs least; None if none
             was found.
         """
-        whole = self.ungrouped
+        whole = self.ungrouped_layers
         multipliers = quickest(whole.priced.problem)
         bound_s = max(proven_s, multipliers.bound_s if multipliers else 0.0)
         whole = replace(whole, bound_s=bound_s, multipliers=multipliers)
@@ -281,7 +281,7 @@ class PlannerLoop:
 
     def _ask(self, state: State) -> State:
         """Solve until it is known which equal layers decide apart."""
-        state = self._solved(state, Effort.MIXED)
+        state = self._solve_problem(state, Effort.MIXED)
         found = state.answer
         if isinstance(found, Least):
             return state
@@ -303,12 +303,14 @@ class PlannerLoop:
         met = mixed if isinstance(mixed, Choices) else None
         starts = starts_of(state.groups.priced, mixed)
         if not starts:
-            return self._solved(state, Effort.WHOLE, met)
-        grouped = self._solved(replace(state, groups=self.cut(starts)), Effort.WHOLE)
+            return self._solve_problem(state, Effort.WHOLE, met)
+        grouped = self._solve_problem(
+            replace(state, groups=self.group_layers(starts)), Effort.WHOLE
+        )
         finer = grouped.answer
         if isinstance(finer, Choices) and self._is_enough(finer, met):
             return grouped
-        as_before = self._solved(replace(state, free=grouped.free), Effort.WHOLE, met)
+        as_before = self._solve_problem(replace(state, free=grouped.free), Effort.WHOLE, met)
         alike = as_before.answer
         if not isinstance(finer, Choices):
             return as_before
@@ -324,10 +326,10 @@ class PlannerLoop:
 
     def _solve(self, state: State) -> State:
         """Solve for the groups as they are."""
-        return self._solved(state, Effort.WHOLE)
+        return self._solve_problem(state, Effort.WHOLE)
 
-    def _solved(self, state: State, effort: Effort, met: Choices | None = None) -> State:
-        """The state with the answer to its problem, which is then tried.
+    def _solve_problem(self, state: State, effort: Effort, met: Choices | None = None) -> State:
+        """Solve the problem of a state; the answer is tried next.
 
         Args:
             met: an answer that is known already.
@@ -357,7 +359,7 @@ class PlannerLoop:
         if state.decided and decided == state.decided[-1]:
             return replace(state, phase=Phase.FINISH, groups=groups)
         if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
-            groups = replace(groups, learnt=groups.learnt.lasting())
+            groups = replace(groups, learnt=groups.learnt.retain_latest())
         candidate = self.emitter.emit(groups, found)
         smallest = min(state.smallest or candidate.peak_bytes, candidate.peak_bytes)
         improved = self.emitter.fits(candidate) and (
@@ -398,12 +400,14 @@ class PlannerLoop:
         The groups before are not solved again with the moments: that takes as long as a round.
         """
         reserves = state.groups.learnt.reserves
-        whole = _expect(self.cut({}), reserves)
-        asked = self._solved(replace(state, groups=whole), Effort.MIXED)
+        whole = _expect(self.group_layers({}), reserves)
+        asked = self._solve_problem(replace(state, groups=whole), Effort.MIXED)
         mixed = asked.answer
         starts = starts_of(whole.priced, mixed) if isinstance(mixed, Choices | Apart) else {}
         if starts and starts != state.groups.starts:
-            asked = self._solved(replace(asked, groups=self.cut(starts)), Effort.WHOLE)
+            asked = self._solve_problem(
+                replace(asked, groups=self.group_layers(starts)), Effort.WHOLE
+            )
             free = asked.answer
             if isinstance(free, Choices) and free.bound_s < state.limit_s:
                 groups = _expect(_take_proof(asked.groups, free), reserves)
@@ -432,7 +436,7 @@ class PlannerLoop:
             return best  # no bound of a problem is above its answer
         choices = best.draft.choices
         met = replace(choices, bound_s=0.0)
-        state = self._solved(replace(state, groups=state.groups.forget()), Effort.END, met)
+        state = self._solve_problem(replace(state, groups=state.groups.forget()), Effort.END, met)
         found = state.answer
         if not isinstance(found, Choices) or found.bound_s <= state.groups.bound_s:
             return best
@@ -476,4 +480,4 @@ def _take_proof(groups: LayerGroups, choices: Choices) -> LayerGroups:
 
 def _expect(groups: LayerGroups, reserves: dict[str, int]) -> LayerGroups:
     """The groups with moments whose reserves were learned from plans with other groups."""
-    return replace(groups, learnt=Learnt.expected(groups.learnt.liveness, reserves))
+    return replace(groups, learnt=Learnt.from_reserves(groups.learnt.liveness, reserves))

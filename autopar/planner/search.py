@@ -1,4 +1,4 @@
-"""The search without stages: trace and mesh in, plan and program out (the rounds are in
+"""The search without stages, from trace and mesh to plan and program (the rounds are in
 `autopar.planner.rounds`)."""
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Planned:
     problem: Problem | None = field(default=None, repr=False, compare=False)
 
     def closer_proven(self, *, in_time: bool = True) -> Planned:
-        """The plan with a bound as close as was asked for, if that can be had; by the search's
-        word, since no multipliers prove it.
+        """Raise the plan's bound to the gap that was asked for, if possible. No multipliers prove
+        the higher bound; it rests on the search.
 
         Args:
             in_time: whether there is time for that.
@@ -104,7 +104,7 @@ class Planned:
         write_lp(self.problem, self.plan.proof.objective_s, path)
 
     def stage_program(self) -> Program:
-        """The program of a plan without a pipeline."""
+        """Return the program of a plan without a pipeline."""
         assert isinstance(self.program, Program), (
             "this plan has stages, each with a program of its own"
         )
@@ -160,8 +160,15 @@ def prepare_search(
 ) -> PlannerLoop:
     """Enumerate strategies for the search of `make_plan`.
 
+    Args:
+        trace, mesh, hardware, options: as in `make_plan`.
+        clock: measures phases.
+        model_name: for the plan's fingerprint.
+        limit_s: a plan that is no faster is not wanted.
+        elsewhere: as in `autopar.planner.candidates.Elsewhere`.
+
     Returns:
-        The search, about to begin.
+        The search; `PlannerLoop.find_best` runs it.
 
     Raises:
         ConstraintError: where a constraint matches nothing or no strategy meets it.
@@ -169,21 +176,25 @@ def prepare_search(
     for constraint in options.constraints:
         check(constraint, mesh)
 
-    def enumerated(constraints: Sequence[Constraint]) -> tuple[Forced, Sequence[ClusterClass]]:
+    def enumerate_classes(
+        constraints: Sequence[Constraint],
+    ) -> tuple[Forced, Sequence[ClusterClass]]:
+        """Resolve constraints, and enumerate the strategies that they leave."""
         forced = resolve(trace, constraints, mesh)
         return forced, classes_of(trace, mesh.shape, forced)
 
     with clock.phase("enumerate"):
         try:
-            forced, classes = enumerated(options.constraints)
+            forced, classes = enumerate_classes(options.constraints)
         except ConstraintError as error:
-            raise with_conflict(error, options.constraints, enumerated) from error
+            raise with_conflict(error, options.constraints, enumerate_classes) from error
     profile = slowest(hardware)
     budget = options.budget(profile)
 
     ends = frozen_starts(trace)
 
-    def pricing(starts: Starts) -> Priced:
+    def price_groups(starts: Starts) -> Priced:
+        """Price the problem with layers in groups that begin at these starts."""
         starts = together(ends, starts)
         here = replace(forced, starts=starts)
         return price(
@@ -199,10 +210,20 @@ def prepare_search(
     mark = fingerprint(trace, model_name, hardware, VERSION)
     recorded, peaks = options.to_json(profile), Peaks(options)
     emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)
-    return PlannerLoop(emitter, pricing, limit_s=limit_s, elsewhere=elsewhere)
+    return PlannerLoop(emitter, price_groups, limit_s=limit_s, elsewhere=elsewhere)
 
 
 def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:
+    """Complete the plan of a candidate: runner-ups, memory by kind, and the simulated time line.
+
+    Args:
+        candidate: the answer of a search, with its communications in order.
+        clock: of the search.
+        options: of the search; with `strict`, ops without a rule are refused.
+
+    Raises:
+        AutoparError: if `strict` is set and ops without a rule run replicated.
+    """
     draft, plan = candidate.draft, candidate.plan
     program, peak = candidate.program, candidate.peak_bytes
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
@@ -242,12 +263,12 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
 
 
 def needs(planned: Planned) -> tuple[Need, float]:
-    """Memory and seconds of a plan."""
+    """Return memory and seconds of a plan."""
     return need_of(planned.plan), planned.plan.prediction.step_s
 
 
 def need_of(plan: Plan) -> Need:
-    """Of the devices that need the largest share of what they have."""
+    """Return the need of the devices that use the largest share of their budget."""
     pipeline = plan.pipeline
     if pipeline is None or not pipeline.rank_budgets:
         return Need(plan.prediction.peak_bytes, plan.budget_of(0))

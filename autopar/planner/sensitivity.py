@@ -1,5 +1,5 @@
-"""Why not the runner-up: per op, the best other strategy with all else fixed, and what it would
-cost.
+"""Runner-ups of a plan's choices: per op, the best other strategy with all else fixed, what it
+would cost, and the change of the hardware at which it would be chosen.
 
 The price of a change is exact: compute of the op, and the cheapest trees of every variant that it
 makes or reads, in a step that takes as long as `autopar.solve.evaluate` says. Candidates are ranked
@@ -44,7 +44,7 @@ _EXACT = 3  # candidates priced exactly per op
 
 
 def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
-    """Best other choice per op that has one."""
+    """Find the best other strategy of each op that has one."""
     touching = variants_by_op(problem)
     step = evaluate_choices(problem, choices).load
     problem = within(problem, choices.regions)
@@ -58,7 +58,8 @@ def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
 
 
 def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
-    """Op → the variants that it makes or reads, or whose kernels hang on what it does."""
+    """Map each op to the variants that it makes or reads, or whose kernels depend on its
+    strategy."""
     touching: dict[int, list[int]] = {}
     for v, variant in enumerate(problem.variants):
         kernels = [
@@ -84,6 +85,7 @@ def _best_other(
     chosen = op.strategies[current].layouts
 
     def promise(s: int) -> tuple[int, float, int]:
+        """Sort key: strategies that change few layouts first, then the quicker."""
         layouts = op.strategies[s].layouts
         pairs = zip(
             (*layouts.inputs, *layouts.outputs), (*chosen.inputs, *chosen.outputs), strict=True
@@ -108,8 +110,19 @@ def _best_other(
 def local_load(
     problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]
 ) -> Load | None:
-    """What depends on one op's strategy: its compute, with its route, and the variants `touched`;
-    None where some layout cannot be reached."""
+    """Compute the load that depends on one op's strategy.
+
+    Args:
+        problem: that has the op.
+        choices: of all other ops.
+        index: of the op.
+        strategy: of the op.
+        touched: the variants that it makes or reads, as from `variants_by_op`.
+
+    Returns:
+        Its compute, with its route, and the communication of the variants; None if some layout
+        cannot be reached.
+    """
     strategies = list(choices.strategies)
     strategies[index] = strategy
     total, route = op_load(problem, index, strategy), problem.routes.get((index, strategy))
@@ -130,8 +143,8 @@ def _longer(step: Load, now: Load, other: Load, slowdown: float) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# At which change of the hardware a runner-up overtakes: by which factor a link's bandwidth, or
-# the speed of compute, has to change.
+# The change of the hardware at which a runner-up overtakes: the factor by which a link's bandwidth,
+# or the speed of compute, has to change.
 #
 # The chosen strategy of an op and its runner-up are priced again on changed hardware, exactly,
 # all else fixed as in `autopar.planner.sensitivity`; a second of compute and of early
@@ -151,7 +164,8 @@ _PRECISION = 1e-4  # relative, of the factor
 def all_flips(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int
 ) -> Flips:
-    """`flips` of a plan, or of each of its stages, the least change first; or why there are none.
+    """Find the flips of a plan, or of each of its stages, the least change first; or why there are
+    none.
 
     Args:
         trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the
@@ -180,7 +194,7 @@ def all_flips(
 
 
 def _why_none(plan: Plan) -> str:
-    """Of a plan of whose choices none has a runner-up that could take over."""
+    """Say why none of a plan's choices has a runner-up that could take over."""
     parts = plan.pipeline.stages if plan.pipeline else (plan,)
     if any(entry.runner_up for part in parts for entry in part.entries):
         return NO_DEARER
@@ -280,7 +294,7 @@ class _Local:
 
     def delta_s(self, factor: float) -> float:
         """By how much the runner-up is dearer."""
-        problem = self._changed(factor)
+        problem = self._change_hardware(factor)
         return min(self._cost(problem, s) for s in self.others) - self._cost(
             problem, self.choices.strategies[self.index]
         )
@@ -289,7 +303,7 @@ class _Local:
         load = local_load(problem, self.choices, self.index, strategy, self.touched)
         return math.inf if load is None else load.priced_s(problem.overlap_slowdown, self.balance)
 
-    def _changed(self, factor: float) -> Problem:
+    def _change_hardware(self, factor: float) -> Problem:
         problem = self.priced.problem
         if self.what == COMPUTE:
             faster_s = self._with_strategies(
@@ -298,7 +312,7 @@ class _Local:
                 )
             )
             return replace(
-                faster_s, kernels=self._saving(lambda h, _: h.saved_s / max(factor, 1.0))
+                faster_s, kernels=self._kernels_saving(lambda h, _: h.saved_s / max(factor, 1.0))
             )
         price = CollectivePrices(self.mesh, with_faster(self.profile, self.what, factor - 1))
         moves = replace(self.priced.moves, price=price)
@@ -307,16 +321,16 @@ class _Local:
             graph = values[v].graph
             arcs = tuple(_price_arc(arc, price) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
-        kernels = self._saving(
+        kernels = self._kernels_saving(
             lambda h, v: min(h.saved_s, values[problem.variants[v].value].graph.arcs[h.arc].time_s)
         )
         return replace(
-            self._with_strategies(lambda i, s: self._moving(i, s, moves)),
+            self._with_strategies(lambda i, s: self._reprice_moves(i, s, moves)),
             values=tuple(values),
             kernels=kernels,
         )
 
-    def _saving(self, saved_s: Callable[[Hidden, int], float]) -> Kernels:
+    def _kernels_saving(self, saved_s: Callable[[Hidden, int], float]) -> Kernels:
         """The kernels of what the op touches, where each saves so much of a variant's collective:
         as before, but no more than the shorter of collective and product then takes."""
         found = dict[tuple[int, bool], tuple[Kernel, ...]]()
@@ -340,7 +354,7 @@ class _Local:
         )
         return replace(self.priced.problem, ops=tuple(ops))
 
-    def _moving(self, index: int, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
+    def _reprice_moves(self, index: int, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
         """A strategy with its own collectives, or what its parameter moves at the begin and the
         end of a step, priced by `moves`."""
         source = self.priced.sources[self.index]
@@ -367,8 +381,8 @@ def _price_arc(arc: Arc, price: CollectivePrices) -> Arc:
 
 
 def nearest_root(delta: Callable[[float], float]) -> float | None:
-    """The factor nearest to 1, on a logarithmic scale, at which `delta` is no longer above 0, or
-    None where none was seen.
+    """Find the factor nearest to 1, on a logarithmic scale, at which `delta` is no longer above 0;
+    None if there is none up to `FARTHEST`.
 
     Steps outward on both sides at once, then bisects the first step over which the sign changes.
     """

@@ -41,13 +41,26 @@ OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # of the graphs
 def timeline(
     trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation
 ) -> tuple[Bar, ...]:
-    """All bars of a step, in order."""
+    """List all bars of a step, in order.
+
+    Args:
+        trace: of the model.
+        priced: the problem that the choices answer.
+        choices: the solver's answer.
+        evaluation: of the choices.
+    """
     return _stretches(_events(trace, priced, choices, evaluation))
 
 
 def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
-    """The prediction with what its emitted program hides and what buckets save, whose time line
-    takes the place of the one without."""
+    """Update a prediction by the simulated program: what overlap hides, what buckets save, and the
+    time line.
+
+    Args:
+        serial: the prediction without overlap and buckets; returned as it is if there are none.
+        program: emitted from the plan.
+        plan: with its buckets and overlap.
+    """
     if plan.overlap.slowdown >= 1.0 and not plan.buckets and not serial.beyond_shares_s:
         return serial
     once_s = beyond_shares_s(c for c in plan.communications if c.phase == "step")
@@ -157,8 +170,16 @@ def _events(
 def crossing_times(
     trace: Trace, priced: Priced, choices: Choices
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds that a stage waits for each value that arrives from the stage before, and for each
-    gradient from the one behind."""
+    """Compute the seconds that a stage waits for values from other stages.
+
+    Args:
+        trace: of the stage.
+        priced: the problem that the choices answer.
+        choices: the solver's answer.
+
+    Returns:
+        Seconds for each value from the stage before, and for each gradient from the stage behind.
+    """
     arriving, leaving = (
         {i.path for i in trace.inputs if i.crosses},
         {o.path for o in trace.outputs if o.crosses},

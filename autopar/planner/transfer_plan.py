@@ -1,5 +1,5 @@
-"""A plan's decisions on a mesh of other axes or other sizes: what they take there, and what they
-need.
+"""Transfers a plan's decisions to a mesh of other axes or other sizes, and predicts their time and
+memory there.
 
 Every op runs, and every value rests, crosses between stages and is kept, in the layouts of the plan
 (`autopar.planner.transfer_plan`); cuts, schedule and the number of microbatches are the plan's.
@@ -67,12 +67,12 @@ def on_axes(plan: Plan, mesh: Mesh) -> Plan:
 
 
 def without_stages(plan: Plan, mesh: Mesh) -> Mesh:
-    """What of a mesh each of the plan's stages runs on."""
+    """Return the mesh that each of the plan's stages runs on."""
     return mesh.without(plan.pipeline.axis) if plan.pipeline and plan.pipeline.axis else mesh
 
 
 def notes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
-    """What is to be known of axes that only one of the meshes has, one sentence each."""
+    """Describe the axes that only one of the meshes has, one sentence each."""
     return tuple(_notes(plan, mesh))
 
 
@@ -164,7 +164,7 @@ class Carried:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest device."""
+        """Bytes at the peak of the fullest device."""
         return max(self.peaks)
 
 
@@ -177,7 +177,7 @@ def carry_plan(
     batch_bytes: int = 0,
     returned: Returned | None = None,
 ) -> Carried:
-    """What a plan takes and needs on another mesh.
+    """Predict the time and memory of a plan's decisions on another mesh.
 
     Args:
         trace: of the batch; of a plan with a pipeline, of one microbatch. options: with the
@@ -257,10 +257,18 @@ class _Carrier:
     def emit(
         self, piece: _Piece, crossing: Crossing | None = None, pipeline: Pipeline | None = None
     ) -> Candidate:
-        """The piece's plan there, emitted, in the order in which it runs fastest within its
-        budget."""
+        """Emit a piece's plan on this mesh, in the order in which it runs fastest within its
+        budget.
+
+        Args:
+            piece: of the plan.
+            crossing: the links to the stage's neighbours; None if there are no stages.
+            pipeline: of the plan; None if there are no stages.
+        """
         _check_inputs(piece, self.mesh, pipeline)
-        priced = self._priced(piece, crossing, 1 if pipeline is None else pipeline.num_microbatches)
+        priced = self._price_piece(
+            piece, crossing, 1 if pipeline is None else pipeline.num_microbatches
+        )
         peaks = Peaks(self.options, piece.schedule, piece.flying, self.alike)
         emitter = Emitter(
             piece.trace,
@@ -283,7 +291,7 @@ class _Carrier:
             found, plan=replace(found.plan, overlap=Overlap(priced.problem.overlap_slowdown))
         )
 
-    def _priced(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
+    def _price_piece(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
         forced = replace(
             self.forced,
             starts=piece.plan.starts,

@@ -1,4 +1,5 @@
-"""What a search has proven so far, and by what."""
+"""The bound and the best plan of a search: what is proven so far and by which duals, and which
+values of the columns are better plans."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from autopar.solve.memory_rows import unsure_bytes
 from autopar.solve.multipliers import multipliers, quickest
 
 # --------------------------------------------------------------------------------------------------
-# Which equal ops a relaxation would have decide apart.
+# Equal ops that decide differently in a relaxation.
 
 
 def find_mixed(
@@ -84,27 +85,29 @@ class Proven:
         return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
 
     def know(self, known: Quick) -> None:
-        """By what was known before the search."""
+        """Take over the bound that was known before the search."""
         self.first = known.multipliers
         self.rise(known.bound_s * SCALE)
 
     def take(self, choices: Choices) -> None:
-        """By what is known of an answer to this problem."""
+        """Take over the bound of an answer that is known."""
         if choices.bound_s > 0.0:
             self.first = choices.multipliers or self.first
             self.rise(choices.bound_s * SCALE)
 
     def begin(self, relaxation: Relaxation) -> None:
-        """By the relaxation without further rows."""
+        """Raise the bound by the relaxation without further rows."""
         self.vertex = relaxation.duals if relaxation.exact else None
         self.relaxed = relaxation.bound
         self.bound, self.free = max(self.bound, relaxation.bound), max(self.free, relaxation.bound)
 
     def learn(self, point: Point, balance: Balance, duals: Mapping[int, float]) -> None:
-        """By a relaxation with further rows, at these prices.
+        """Raise the bound by a relaxation with further rows.
 
         Args:
-            duals: of budget rows.
+            point: its answer.
+            balance: at which prices it proves the same without the rows of excess.
+            duals: budget row → its dual.
         """
         prices = np.array([*duals.values()]) / max(self.program.problem.budget_bytes, 1)
         reserves = [unsure_bytes(self.program.problem, self.extra.rows[r]) for r in duals]
@@ -119,15 +122,15 @@ class Proven:
         self.free = max(self.free, point.bound + float(prices @ np.array(reserves, float)))
 
     def rise(self, bound: float) -> None:
-        """By a search tree."""
+        """Raise the bound by that of a search tree."""
         self.bound = max(self.bound, bound)
         if not self.extra.reserves:
             self.free = max(self.free, bound)
 
     def multipliers(self) -> Multipliers | None:
-        """What is proven by arithmetic alone, or None where that leans on reserves: by what was
-        known, by the first relaxation, without
-        further rows, or by the best, whichever proves most."""
+        """Multipliers that prove a bound by arithmetic alone: those that were known, those of the
+        first relaxation, or those of the best, whichever prove the most. None if the bound depends
+        on reserves."""
         if self.extra.reserves:
             return None
         found = [self.first] if self.first is not None else []
@@ -153,7 +156,7 @@ class Proven:
 
 
 # --------------------------------------------------------------------------------------------------
-# The best plan that a search has met, and what is made of values that could be a better one.
+# The best plan of a search.
 
 # relative distance of plan and relaxation from which on mixtures are told, though none unmixed is
 # better
@@ -162,7 +165,7 @@ _FAR = 0.05
 
 @dataclass
 class Incumbent:
-    """The best plan so far, and where better ones go.
+    """The best plan so far.
 
     Attributes:
         best: None before the first. start: its columns, where they are known.
@@ -196,22 +199,22 @@ class Incumbent:
     def offer(self, values: Floats) -> list[int]:
         """Take a plan if it fits and is the best; else the rows that it breaks, where none of
         them is in yet."""
-        strategies, recomputed, kept, regions = self.program.chosen(self._named(values))
+        strategies, recomputed, kept, regions = self.program.read_choices(self._named(values))
         return self._consider(
             strategies, recomputed, kept, values, regions if self.extra.budget else None
         )  # else they cost nothing yet
 
-    def rounded(self, relaxation: Relaxation) -> list[int]:
-        """Offer the relaxation itself, rounded where it is fractional, with every version kept
-        that backward reads."""
-        strategies = self.program.chosen(self._named(relaxation.values))[0]
+    def offer_rounded(self, relaxation: Relaxation) -> list[int]:
+        """Offer the relaxation as a plan: fractional values are rounded, and every version that
+        backward reads is kept."""
+        strategies = self.program.read_choices(self._named(relaxation.values))[0]
         try:
             return self._consider(strategies, {}, None, relaxation.values)
         except LayoutError:  # rounded strategies may make nothing that a reader can use
             return []
 
     def meet(self, choices: Choices) -> None:
-        """Begin with a plan that is known."""
+        """Take a known plan if it fits and is better."""
         evaluation = evaluate(
             self.program.problem,
             choices.strategies,
@@ -261,4 +264,4 @@ class Incumbent:
             self.start, self.engine.waits = values, False
         if over is not None:
             return over
-        return [] if self.is_close() else self.extra.outlasted(evaluation)
+        return [] if self.is_close() else self.extra.rows_if_outlasted(evaluation)

@@ -113,7 +113,7 @@ class BranchAndCut:
         self.common = (
             Common() if self.known is not None else self.common
         )  # it has an ascent of its own
-        self.program, self.excess, self.engine = self.common.begun(self.problem, self.time_limit_s)
+        self.program, self.excess, self.engine = self.common.begin(self.problem, self.time_limit_s)
         self.engine.waits = self.waits
         self.extra = Incoming(self.program, self.engine, self.excess)
         self.proven = Proven(self.program, self.engine, self.extra)
@@ -188,7 +188,7 @@ class BranchAndCut:
         """Offer the relaxation without budget rows, rounded, as a plan."""
         if self.extra.active:
             return _GO_ON
-        rows = self.plans.rounded(relaxation)
+        rows = self.plans.offer_rounded(relaxation)
         if rows and self.likely != ON_COMPUTE:
             rows = [*rows, *self.extra.excesses()]
         return Outcome(rows)
@@ -260,12 +260,14 @@ class BranchAndCut:
         """A tree over the relaxation with the rows that are in."""
 
         def offer(values: Floats) -> Sequence[int]:
+            """Offer rounded values as a plan; return the rows that it breaks."""
             try:
                 return self.plans.offer(values)
             except LayoutError:  # rounded strategies may make nothing that a reader can use
                 return ()
 
         def best() -> float:
+            """Cost of the best plan, in the program's unit."""
             return self.plans.best_s * SCALE
 
         live, sizes = self._live(), self.extra.sizes()
@@ -314,7 +316,7 @@ class BranchAndCut:
         )
 
     def _relax(self) -> Relaxation | None:
-        """The relaxation without budget rows."""
+        """Solve the relaxation without budget rows."""
         before = self.common.of(self.problem)
         ascent = (
             self.known.ascent
@@ -339,10 +341,10 @@ class BranchAndCut:
         return relaxation
 
     def _within(self, broken: Sequence[int]) -> Point | None:
-        """The relaxation with these rows too, and with the rows that cut off mixtures."""
+        """Add rows, and those that cut off mixtures, and solve the relaxation with them."""
         first_rows, self.extra.active = not self.extra.active, [*self.extra.active, *broken]
         if first_rows and not self.extra.phases and self.beginning is not None and self._is_large:
-            return self._priced(self.beginning)
+            return self._relax_from_price(self.beginning)
         live = self._live()
         if self.extra.phases:
             cost = self.excess.price(
@@ -350,22 +352,22 @@ class BranchAndCut:
             )
             if self._is_large:
                 live.add(self.extra.matrix([r for r in broken if r < len(self.extra.rows)]))
-                return self._sifted(live)
+                return self._sift_relaxation(live)
             live.reprice(cost)
         live.add(self.extra.matrix(broken))
-        return self._relaxed(live)
+        return self._relax_with_rows(live)
 
-    def _priced(self, beginning: Beginning) -> Point | None:
-        """The relaxation with the first budget rows, from a price of the one that is broken
+    def _relax_from_price(self, beginning: Beginning) -> Point | None:
+        """Solve the relaxation with the first budget rows, from a price of the row that is broken
         worst."""
         cuts = tighter(self.program, self.engine)
         worst = self.extra.active[0]
         further = cuts.plus(self.extra.matrix(self.extra.active))
-        duals = beginning.priced(further, self.extra.rows[worst].name, len(cuts.lower))
+        duals = beginning.duals_at_price(further, self.extra.rows[worst].name, len(cuts.lower))
         self.live = Live(self.engine, further, duals)
-        return self._relaxed(self.live)
+        return self._relax_with_rows(self.live)
 
-    def _relaxed(self, live: Live) -> Point | None:
+    def _relax_with_rows(self, live: Live) -> Point | None:
         point = self.point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
         if point is not None:
             duals = dict(
@@ -381,9 +383,9 @@ class BranchAndCut:
             self.proven.learn(point, balance, {r: duals[r] for r in self.extra.budget})
         return point
 
-    def _sifted(self, live: Live) -> Point | None:
-        """The relaxation at the best balance; plans over the columns that are cheap at each that
-        is tried."""
+    def _sift_relaxation(self, live: Live) -> Point | None:
+        """Solve the relaxation at the best balance, and search for plans over the columns that are
+        cheap at each balance on the way."""
         found: Sifted | None = None
         known = next((b for b in (self.proven.balance, self.likely) if b != ON_COMPUTE), None)
         first = (
@@ -420,7 +422,7 @@ class BranchAndCut:
         return self.live
 
     def _climb(self, *rungs: int) -> list[int]:
-        """Restricted programs, from small to large, from the last vertex where that is worth it."""
+        """Search restricted programs, from small to large; from the last vertex if that pays."""
         point = self.point if self._is_large or not self._forms_groups else None
         return self.climb.up(point, self.free, rungs)
 
@@ -438,6 +440,7 @@ class BranchAndCut:
         )
 
     def _will_do(self) -> bool:
+        """Whether there is a plan, and no more is wanted."""
         return self._asks_only_for_a_plan() and self.plans.best is not None
 
     def _set_apart(self) -> bool:

@@ -51,7 +51,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What a tree has found.
+    """The result of a tree.
 
     Attributes:
         bound: no plan costs less, in the program's unit. broken: budget rows that are to come in;
@@ -103,11 +103,11 @@ class Tree:
 
     @property
     def num_relaxations(self) -> int:
-        """That were solved so far."""
+        """Relaxations that were solved so far."""
         return self._num
 
     def dive(self) -> Grown:
-        """The root, and from there a short way one box within the other; each is offered as a
+        """Solve the root, and from there a short sequence of nested boxes; each is offered as a
         plan."""
         n = len(self.engine.cost)
         self.root = self._at(np.zeros(n), np.ones(n))
@@ -118,8 +118,8 @@ class Tree:
         return Grown(self.root.point.bound, self._broken)
 
     def branch(self, more: int | None = None) -> Grown:
-        """All the way down, then from the root on, until the gap is closed, a budget row has to
-        come in, or a limit is reached.
+        """Dive to the bottom, then branch from the root until the gap is closed, a budget row has
+        to come in, or a limit is reached.
 
         Args:
             more: relaxations beyond those of the dive, where these are to be fewer than the tree
@@ -140,7 +140,7 @@ class Tree:
                 min(waiting[0][0], self._closed) >= self._enough() or self._is_proven(waiting[0][0])
             ):
                 break
-            children = self._children(last or heapq.heappop(waiting)[2])
+            children = self._branch_node(last or heapq.heappop(waiting)[2])
             last = (
                 min(children, key=lambda c: c.point.bound, default=None)
                 if np.isinf(self.best())
@@ -221,10 +221,10 @@ class Tree:
             self._broken = tuple(self.offer(point.values))
         return _Node(lower, upper, point)
 
-    def _open(self, values: Floats) -> list[Key]:
-        """What is not settled, and is worth being tried: the ops that are most so; with them, what
-        takes most memory of what is kept or runs again. Where all ops are settled, whatever is not;
-        nothing where everything is."""
+    def _branching_keys(self, values: Floats) -> list[Key]:
+        """List the candidates to branch on: the ops that are least settled, and with them the
+        fractional bits that take most memory. If all ops are settled, any fractional bits; none if
+        there are none."""
         shares = (
             (1.0 - float(values[columns].max()), (0, n)) for n, columns in enumerate(self._choices)
         )
@@ -235,13 +235,13 @@ class Tree:
         heavy = sorted((-worth[i], (1, int(i))) for i in bits if worth[i] > _WHOLE)
         return [key for _, key in (*ops[:_TRIED], *heavy[:_TRIED])]
 
-    def _children(self, node: _Node) -> list[_Node]:
-        """The boxes that a node falls into and that may hold a better plan."""
+    def _branch_node(self, node: _Node) -> list[_Node]:
+        """Split a node, and return the boxes that may hold a better plan."""
         bound = node.point.bound
         if bound >= self._enough() or not len(node.point.values):
             self._closed = min(self._closed, bound)
             return []
-        some = self._open(node.point.values)
+        some = self._branching_keys(node.point.values)
         if not some:  # a plan of this cost was offered
             self._closed = min(self._closed, bound)
             return []

@@ -1,10 +1,10 @@
-"""What searches for one problem share, whatever its moments: the program, its relaxation without
-budget rows, and where that began.
+"""State that is shared between searches for one problem with different moments: the program, its
+relaxation without budget rows, and where that began.
 
-A search that learns moments solves its problem several times, and between layers in some groups and
-others goes back to one it had. Moments are budget rows alone, so that of a large program a third of
-each search is the same. A search that begins with what another has found goes on as it would have
-with its own: what that has changed since is as it was.
+A search that learns moments solves its problem several times, and returns to an earlier grouping of
+layers. Moments only change budget rows, so that a third of each search of a large program is the
+same. A search that begins with the state of another finds the same as with its own: the state is
+restored before it is used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LAST = 2  # problems: of layers in groups, and in none
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """One problem's.
+    """The shared state of one problem.
 
     Attributes:
-        engine: as it was behind the relaxation. ascent: where the relaxation began, and the
-            potentials that it had then.
+        engine: as it was after the relaxation.
+        ascent, potentials: where the relaxation began, and the potentials at that point.
     """
 
     problem: Problem
@@ -47,22 +47,29 @@ class Free:
         relaxation: Relaxation,
         ascent: Ascent | None,
     ) -> Free:
-        """As of now."""
+        """Record the state after the relaxation without budget rows.
+
+        Args:
+            program, excess: the program, without budget rows.
+            engine: after its relaxation; a copy is kept.
+            relaxation: its answer.
+            ascent: where it began, if at potentials.
+        """
         potentials = None if ascent is None else ascent.potentials()
         return Free(
             program.problem, program, excess, engine.again(), relaxation, ascent, potentials
         )
 
-    def begun(self, problem: Problem, time_limit_s: float) -> tuple[Formulation, Excess, Engine]:
-        """The program, which speaks of another problem's moments, and an engine behind its
+    def begin(self, problem: Problem, time_limit_s: float) -> tuple[Formulation, Excess, Engine]:
+        """Copy the program for another problem's moments, with an engine that has solved its
         relaxation."""
         program = copy.copy(self.program)
         program.problem = problem
         return program, Excess(program, self.excess.variables), self.engine.again(time_limit_s)
 
     def ascent_of(self, problem: Problem) -> Ascent | None:
-        """The ascent where it was, for another problem's moments; it is one, so that the search
-        before is to be over."""
+        """Restore the ascent for another problem's moments. All searches share one ascent, so the
+        search before must be over."""
         if self.ascent is not None and self.potentials is not None:
             self.ascent.go_back(problem, self.potentials)
         return self.ascent
@@ -70,35 +77,36 @@ class Free:
 
 @dataclass
 class Common:
-    """Those of the last problems of one job.
+    """The shared state of the last problems of one job.
 
     Attributes:
-        work: of all its searches.
+        work: the work of all its searches.
     """
 
     work: Work = field(default_factory=Work)
     _found: deque[Free] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def of(self, problem: Problem) -> Free | None:
-        """What was found for a problem that is the same but for its moments."""
+        """Find the state of a problem that differs only in its moments."""
         return next((free for free in self._found if _is_same(free.problem, problem)), None)
 
-    def begun(self, problem: Problem, time_limit_s: float) -> tuple[Formulation, Excess, Engine]:
-        """A problem's program, and an engine for it."""
+    def begin(self, problem: Problem, time_limit_s: float) -> tuple[Formulation, Excess, Engine]:
+        """Make a problem's program and an engine for it, from shared state if there is some."""
         free = self.of(problem)
         if free is not None:
-            return free.begun(problem, time_limit_s)
+            return free.begin(problem, time_limit_s)
         program = Formulation(problem)
         excess = Excess(program)
         return program, excess, Engine(program.model, time_limit_s, self.work)
 
     def keep(self, free: Free) -> None:
-        """Remember what was found."""
+        """Remember the state of a problem."""
         self._found.append(free)
 
 
 def _is_same(one: Problem, other: Problem) -> bool:
-    """But for the moments; what a pricing has made is not compared, only whether it is that."""
+    """Whether two problems differ only in their moments; parts are compared by identity, numbers by
+    value."""
     pairs = (
         (getattr(one, each.name), getattr(other, each.name))
         for each in fields(Problem)

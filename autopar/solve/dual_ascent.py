@@ -1,6 +1,6 @@
 """A lower bound of huge programs without a solver: by dual ascent, tensor by tensor.
 
-Where the relaxation (`autopar.solve.formulation`) has some hundred thousand columns, no method of
+If the relaxation (`autopar.solve.formulation`) has some hundred thousand columns, no method of
 HiGHS ends in time. Its dual is a sum over decisions: with the potentials π[c,l] ≥ 0 of rows (3),
 the one kind of multiplier that is not implied by the others (`autopar.solve.multipliers`), and no
 collective over which they rise by more than it costs,
@@ -37,7 +37,7 @@ from autopar.core.problem import Phase, Problem, at_best
 from autopar.core.solution import Multipliers
 from autopar.core.streams import ON_COMPUTE, Balance, Load
 from autopar.solve.paths import refusal, useful_arcs, worth_recomputing
-from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Side
+from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Share, Side
 from autopar.solve.prices import arc_loads, away_load, op_load, saved_load
 from autopar.solve.worth import Worth
 
@@ -47,12 +47,18 @@ Turn = tuple[Reader, bool]
 
 @dataclass(frozen=True, slots=True)
 class Potentials:
-    """An ascent's, as they were: by decision its prices and costs, by group what it says of
-    itself."""
+    """A saved state of an ascent: prices and costs of each decision, and the state of each
+    group."""
 
     num_sweeps: int
     decisions: list[tuple[Floats, Floats]]
     groups: list[Any]
+
+
+def _shares_at(visited: Decision, left: float) -> Share:
+    """Return the shares at a visit: `left` for the decision that is visited, their own for
+    others."""
+    return lambda other: left if other is visited else other.share
 
 
 class Ascent:
@@ -75,7 +81,7 @@ class Ascent:
         self.groups: list[Group] = []
         for v in range(len(problem.variants)):
             self._variant(v)
-        self.order = self._ordered()
+        self.order = self._place_decisions()
         self._there, self._back = self._turns()
         self.num_sweeps = 0
 
@@ -86,18 +92,25 @@ class Ascent:
 
     @property
     def num_strategies(self) -> int:
+        """Strategies of all decisions together."""
         return sum(len(decision.prices) for decision in self.order)
 
     @property
     def num_flows(self) -> int:
+        """Collectives times readers, over all groups."""
         return sum(len(group.costs) * len(group.readers) for group in self.groups)
 
     @property
     def num_potentials(self) -> int:
+        """Potentials of useful layouts, over all groups."""
         return sum(int(group.useful.sum()) * len(group.readers) for group in self.groups)
 
     def reprice(self, worths_s: Mapping[str, float]) -> None:
-        """Go on at other prices of memory, from the potentials as they are."""
+        """Change the prices of memory and keep the potentials.
+
+        Args:
+            worths_s: budget row → seconds that the whole budget is worth there.
+        """
         before, self.worth = self.worth, Worth(self.problem, worths_s)
         for n, decision in enumerate(self.x):
             decision.reprice(self.worth.of_ops[n] - before.of_ops[n])
@@ -110,13 +123,13 @@ class Ascent:
             group.reprice(float(self.worth.of_kept[group.variant] - before.of_kept[group.variant]))
 
     def potentials(self) -> Potentials:
-        """As they are now."""
+        """Copy the state of all decisions and groups, for `go_back`."""
         decisions = [(decision.prices, decision.costs.copy()) for decision in self.order]
         return Potentials(self.num_sweeps, decisions, [group.state() for group in self.groups])
 
     def go_back(self, problem: Problem, potentials: Potentials) -> None:
-        """To potentials from before memory had a price, for a problem that differs in its
-        moments alone."""
+        """Restore potentials from before memory had a price, for a problem that differs only in
+        its moments."""
         self.problem = at_best(problem)
         self.worth, self.num_sweeps = Worth(self.problem), potentials.num_sweeps
         for decision, (prices, costs) in zip(self.order, potentials.decisions, strict=True):
@@ -125,7 +138,7 @@ class Ascent:
             group.go_back(state)
 
     def sweep(self) -> None:
-        """Once over all decisions, and back."""
+        """Visit all decisions in order, then in reverse order, and raise the bound at each."""
         self.num_sweeps += 1
         for turns, order in ((self._there, self.order), (self._back, self.order[::-1])):
             for decision in order:
@@ -133,13 +146,8 @@ class Ascent:
                     left = decision.share / max(
                         1.0 - i * decision.share, decision.share
                     )  # so that all get the same
-
-                    def share(
-                        other: Decision, here: Decision = decision, left: float = left
-                    ) -> float:
-                        return left if other is here else other.share
-
-                    (reader.raised if up else reader.lowered)(share)
+                    change = reader.raise_worth if up else reader.lower_worth
+                    change(_shares_at(decision, left))
 
     def multipliers(self) -> Multipliers:
         """The potentials, from here on as short as a plan keeps them, and what they prove.
@@ -148,7 +156,7 @@ class Ascent:
         """
         for group in self.groups:
             for reader in group.readers:
-                reader.lowered(lambda _: 1.0)
+                reader.lower_worth(lambda _: 1.0)
         for decision in self.order:
             decision.costs = decision.prices.copy()
         potentials: dict[tuple[int, int, int, int], float] = {}
@@ -220,11 +228,11 @@ class Ascent:
         sources: Iterable[tuple[Decision, Ints, Floats]],
         readers: Sequence[tuple[int, Decision, Ints]],
     ) -> None:
-        """A group; what no collective leads to a reader from has no potential.
+        """Add a group. A layout from which no collective leads to a reader has no potential.
 
         Raises:
-            InfeasibleError: where nothing leads to any reader, and one of them is not only what
-                backward may run again.
+            InfeasibleError: if nothing leads to any reader, and some reader is more than an op
+                that backward may run again.
         """
         variant = self.problem.variants[v]
         graph = self.problem.values[variant.value].graph
@@ -240,7 +248,7 @@ class Ascent:
             np.array([self._price(load(arc)) for arc in arcs], float),
             np.ones(len(arcs)),
         )
-        for arc, (saved_s, often) in self._saved(v, late).items():
+        for arc, (saved_s, often) in self._kernel_savings(v, late).items():
             if arc in numbers:
                 costs[numbers.index(arc)] -= saved_s
                 weights[numbers.index(arc)] = often
@@ -283,8 +291,9 @@ class Ascent:
         away_s = self.problem.values[variant.value].away(layout)
         return math.inf if math.isinf(away_s) else self._price(away_load(away_s, variant.count))
 
-    def _saved(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
-        """Collective → the most that a kernel saves of it, and how many could."""
+    def _kernel_savings(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
+        """Collective → the most seconds that a kernel saves of it, and how many kernels could do
+        it."""
         found: dict[int, tuple[float, int]] = {}
         for kernel in self.problem.kernels.get((v, late), ()):
             for hidden in kernel.hides:
@@ -303,8 +312,9 @@ class Ascent:
             self._known[key] = np.array([graph.index[layout] for layout in layouts], np.int64)
         return self._known[key]
 
-    def _ordered(self) -> list[Decision]:
-        """Forward, what backward may run again, and backward."""
+    def _place_decisions(self) -> list[Decision]:
+        """Put decisions in order (forward, what backward may run again, backward) and number
+        them."""
         phases: tuple[Phase, Phase] = ("forward", "backward")
         forward, backward = (
             [self.x[n] for n, op in enumerate(self.problem.ops) if op.phase == phase]
@@ -316,11 +326,11 @@ class Ascent:
         return order
 
     def _turns(self) -> tuple[list[list[Turn]], list[list[Turn]]]:
-        """Whose potentials change at a decision's place, on the way there and back. And the share
-        of each neighbour.
+        """List the readers whose potentials change at each decision, in order and in reverse
+        order; set the share that each decision gives a neighbour.
 
-        What all sources come before is raised at the last of them on the way there, and lowered at
-        the reader on the way back.
+        A reader that comes after all its sources is raised at the last of them in order, and
+        lowered at the reader itself in reverse order.
         """
         there, back = ([list[Turn]() for _ in self.order] for _ in range(2))
         before, after = ([0] * len(self.order) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What given choices cost, by arithmetic alone: no solver, exact trees of collectives.
+"""The cost of given choices, by arithmetic alone: no solver, exact trees of collectives.
 
 A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.core.streams`), which is what
 is minimised: trees are the cheapest where an early second costs s, or, where early communication
@@ -89,8 +89,8 @@ def _narrow_bounds(
 def _each_its_best(
     problem: Problem, tried: Sequence[Sequence[Moves]], best: int, total: Load
 ) -> list[Moves]:
-    """From the best of all so far one change after the other, each the one that saves the most,
-    until none saves anything."""
+    """Improve the best of all ways that were tried: change one variant at a time, each time the
+    change that saves the most, until none saves anything."""
     found, slowdown = list(tried[best]), problem.overlap_slowdown
     options = {
         v: ways
@@ -101,6 +101,7 @@ def _each_its_best(
     changes = [(v, n) for v, ways in options.items() for n in range(len(ways))]
 
     def after(change: tuple[int, int]) -> Load:
+        """The load of the step after one variant takes another way."""
         v, n = change
         return total + moved[v][n] + moved[v][options[v].index(found[v])].scale(-1.0)
 
@@ -160,6 +161,7 @@ class Evaluation:
 
     @property
     def objective_s(self) -> float:
+        """The least time of the step, in seconds."""
         return self.load.least_s(self.slowdown)
 
 
@@ -208,7 +210,7 @@ def _versions(kept: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
 
 
 def evaluate_choices(problem: Problem, choices: Choices) -> Evaluation:
-    """As `evaluate`, of a solver's answer."""
+    """Price a solver's answer, as `evaluate` does."""
     return evaluate(problem, choices.strategies, choices.recomputed, choices.kept, choices.regions)
 
 
@@ -219,6 +221,7 @@ def _evaluate(
     kept: Mapping[int, tuple[int, ...]] | None,
 ) -> Evaluation:
     def at(v: int, balance: Balance) -> Moves:
+        """The cheapest collectives of a variant at a balance."""
         return moves_of(problem, v, strategies, recomputed, kept, balance)
 
     first = [at(v, ON_COMPUTE) for v in range(len(problem.variants))]

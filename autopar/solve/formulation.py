@@ -117,10 +117,12 @@ class Formulation(KernelRows):
 
     @property
     def num_variables(self) -> int:
+        """Columns of the model."""
         return len(self.model.columns)
 
     @property
     def num_constraints(self) -> int:
+        """Rows of the model."""
         return len(self.model.lower)
 
     def _strategies(self) -> None:
@@ -210,7 +212,11 @@ class Formulation(KernelRows):
             self._flows((v, 1), self._later_supply(v, supply, [*now.values()], arriving), later)
 
     def _later_supply(self, v: int, supply: Demand, now: list[Demand], arriving: Demand) -> Demand:
-        """Rows (4) and (9), and what backward finds."""
+        """Add rows (4) and (9).
+
+        Returns:
+            layout → the variables that supply it to backward.
+        """
         variant = self.problem.variants[v]
         value = self.problem.values[variant.value]
         versions = sorted({*supply, *(layout for demand in now for layout in demand)})
@@ -223,7 +229,7 @@ class Formulation(KernelRows):
             found[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-                kept: Terms = [(keep, 1), *self._stored(v, layout)]
+                kept: Terms = [(keep, 1), *self._host_terms(v, layout)]
                 self._row(
                     (KEEP, v, layout),
                     merge_terms([*kept, *((variable, -c) for variable, c in made)]),
@@ -248,8 +254,8 @@ class Formulation(KernelRows):
                 found[layout] = found.get(layout, []) + terms
         return found
 
-    def _stored(self, v: int, layout: int) -> Terms:
-        """h[v,l], where there is one."""
+    def _host_terms(self, v: int, layout: int) -> Terms:
+        """Add h[v,l], if the version can be stored on the hosts."""
         variant = self.problem.variants[v]
         value = self.problem.values[variant.value]
         away_s = value.away(layout)
@@ -343,8 +349,13 @@ class Formulation(KernelRows):
         terms = [(variable, size * unit) for variable, size in self.budget_terms(row)]
         self._row((BUDGET,), terms, AT_MOST, (self.problem.budget_bytes - row.reserve_bytes) * unit)
 
-    def chosen(self, values: Mapping[str, float]) -> Chosen:
-        """Strategies, recomputed, kept and regions, from the values of the variables by name."""
+    def read_choices(self, values: Mapping[str, float]) -> Chosen:
+        """Read strategies, recomputation, kept versions and regions from the values of the
+        variables.
+
+        Args:
+            values: by the variable's name.
+        """
         strategies = tuple(_largest(row, values) for row in self.x)
         recomputed = {
             n: _largest(row, values)

@@ -1,5 +1,4 @@
-"""What is known of a huge program before it is written down: a plan, a bound, and potentials that
-prove it.
+"""A plan, a bound and the potentials that prove it, for a huge program before it is written down.
 
 Where a model's ops take little but their launches, the plan that has every tensor whole on every
 device is among the best, and what takes time is to prove that: the relaxation of some hundred
@@ -26,14 +25,14 @@ from autopar.solve.multipliers import quickest
 from autopar.solve.potentials import Decision, Floats, Group, Reader
 
 # --------------------------------------------------------------------------------------------------
-# A plan from potentials: decisions one after the other, each the cheapest by what is settled and
-# by what potentials say of the rest.
+# A plan from potentials: decisions are taken one after the other, each the cheapest given those
+# before it and the potentials of the rest.
 #
-# Where a reader's tensor is there already, what it costs to lead it to the reader stands in place
-# of the reader's potentials, and so where its reader is settled. A layout that some reader has it
-# in is at hand for the others. All versions are kept, and nothing runs again.
+# If a reader's tensor exists already, or if its reader is settled, the cost of the collectives
+# between them replaces the reader's potentials. A layout in which one reader has the tensor is
+# available to the others. All versions are kept, and nothing runs again.
 
-_NEVER = 1e30  # seconds: of a layout that nothing leads to
+_NEVER = 1e30  # seconds: the cost of a layout that no collectives lead to
 
 
 @dataclass
@@ -49,23 +48,30 @@ class _Settled:
     read: dict[int, list[tuple[Reader, int]]] = field(default_factory=dict)
 
     def costs(self, decision: Decision, groups: list[int]) -> Floats:
-        """Of each strategy, given what is settled."""
+        """Cost of each strategy in seconds, given what is settled."""
         found = decision.costs.copy()
         for g in groups:
             group = self.ascent.groups[g]
-            there = self._led(group, self.at_hand[g]) if g in self.at_hand else None
+            there = self._costs_from(group, self.at_hand[g]) if g in self.at_hand else None
             for reader in group.readers:
                 if there is not None and reader.side.decision is decision:
                     found += (there - reader.worth)[reader.side.at]
             for source in group.sources:
                 if source.decision is decision:
                     for reader, layout in self.read.get(g, ()):
-                        costs = self._leading(group, layout)
+                        costs = self._costs_to(group, layout)
                         costs = costs if there is None else np.minimum(costs, there[layout])
                         found += source.times * (reader.worth + costs)[source.at]
         return found
 
     def settle(self, decision: Decision, strategy: int, groups: list[int]) -> None:
+        """Record the layouts that a strategy makes and reads.
+
+        Args:
+            decision: the op's.
+            strategy: the one that is chosen for it.
+            groups: indices of the ascent's groups that the decision makes or reads a tensor of.
+        """
         for g in groups:
             group = self.ascent.groups[g]
             for source in group.sources:
@@ -78,17 +84,17 @@ class _Settled:
                     if g in self.at_hand:
                         self.at_hand[g].append(layout)
 
-    def _led(self, group: Group, layouts: list[int]) -> Floats:
-        """What leads from any of these to each layout."""
+    def _costs_from(self, group: Group, layouts: list[int]) -> Floats:
+        """Seconds of the cheapest collectives from any of these layouts to each layout."""
         costs = np.full(len(group.useful), np.inf)
         costs[layouts] = 0.0
         return np.minimum(group.spread(costs, group.costs), _NEVER)
 
-    def _leading(self, group: Group, layout: int) -> Floats:
-        """What leads from each layout to this one."""
+    def _costs_to(self, group: Group, layout: int) -> Floats:
+        """Seconds of the cheapest collectives from each layout to this one."""
         costs = np.full(len(group.useful), -np.inf)
         costs[layout] = 0.0
-        return np.minimum(-group.drawn(costs, group.costs), _NEVER)
+        return np.minimum(-group.draw(costs, group.costs), _NEVER)
 
 
 def decide_greedily(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
@@ -148,6 +154,7 @@ class Quick:
 
     @property
     def close(self) -> bool:
+        """Whether the best plan is within the gap of the bound."""
         return self.best is not None and self.best.objective_s * (1 - self.gap) <= self.bound_s
 
     @property
@@ -237,7 +244,7 @@ class Quick:
 
 
 def quick(problem: Problem, gap: float) -> Quick | None:
-    """What is known of a huge program; None where it is not huge."""
+    """Look for a plan and a bound of a huge program; None if the program is not huge."""
     if _columns(problem) < _HUGE:
         return None
     found = Quick(problem, gap)
@@ -246,8 +253,8 @@ def quick(problem: Problem, gap: float) -> Quick | None:
 
 
 def _columns(problem: Problem) -> int:
-    """About as many as there are: each reader, in each phase in which it may read, has the
-    collectives of its tensor."""
+    """Estimate the number of columns: each reader has the collectives of its tensor, once for each
+    phase in which it may read."""
     flows = 0
     for variant in problem.variants:
         value = problem.values[variant.value]

@@ -51,13 +51,13 @@ class Begun:
     """
 
     def __init__(self, rows: Rows, duals: Floats | None = None) -> None:
-        duals = np.zeros(len(rows.lower)) if duals is None else rows.signed(duals)
+        duals = np.zeros(len(rows.lower)) if duals is None else rows.drop_wrong_signs(duals)
         self._rows, self._duals = rows, duals
         self._beyond = np.flatnonzero((duals != 0.0) & (rows.lower != rows.upper))
         self.knows = bool(duals.any())
 
     def costs(self, cost: Floats) -> Floats:
-        """What is left of the costs of columns."""
+        """Costs of columns, less what the duals pay of them."""
         return cost - self._rows.times(self._duals, len(cost)) if self.knows else cost
 
     def duals(self, found: Floats) -> Floats:
@@ -97,11 +97,11 @@ class Begun:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a search has done, in steps of the simplex method rather than in seconds: the same from run
-# to run, so that a limit of it gives the same plan.
+# The work of a search, in steps of the simplex method rather than in seconds: it is the same from
+# run to run, so that a limit of it gives the same plan.
 
 _BEGINNING = 1000  # steps: what a run takes that needs none
-_MOST = 2**31 - 1  # that HiGHS can be told
+_MOST = 2**31 - 1  # the largest limit that HiGHS takes
 
 
 @dataclass(slots=True)
@@ -118,6 +118,7 @@ class Work:
 
     @property
     def is_over(self) -> bool:
+        """Whether the limit is reached."""
         return self.spent >= self.most
 
     def add(self, num_columns: int, num_steps: int) -> None:
@@ -125,7 +126,7 @@ class Work:
         self.spent += num_columns * (max(num_steps, 0) + _BEGINNING)
 
     def steps_left(self, num_columns: int) -> int:
-        """That a run of so many columns may take."""
+        """Simplex steps that a run of so many columns may take."""
         left = (self.most - self.spent) / max(num_columns, 1)
         return int(min(max(left, _BEGINNING), _MOST))
 
@@ -212,7 +213,7 @@ class Engine:
         self.num_iterations = 0
 
     def again(self, time_limit_s: float = math.inf) -> Engine:
-        """Another on the same program, with the costs and the vertex that there are now."""
+        """Copy the engine with its costs and its vertex, for another search."""
         found = copy.copy(self)
         found.cost = self.cost.copy()
         found.time_limit_s, found._end = time_limit_s, time.monotonic() + time_limit_s
@@ -224,8 +225,8 @@ class Engine:
         return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
 
     def note(self, status: highspy.HighsModelStatus) -> None:
-        """Say once where a run ended for want of time: only work, not time, is the same from run
-        to run."""
+        """Log, once, that the time limit ended a run: only work, not time, is the same from run to
+        run."""
         if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
             self.timed_out = True
             log.warning("the time limit ended a search: the plan may be another in the next run")
@@ -279,8 +280,7 @@ class Engine:
         )
 
     def part(self, columns: Columns, rows: Rows) -> Relaxation | None:
-        """The relaxation of these rows over some columns only: its bound, duals and values; None
-        where it has no solution."""
+        """Solve the relaxation of these rows over some columns; None if it has no solution."""
         some = rows.only(columns)
         highs = self._run(Begun(some).lp(self.cost[columns], some), _SIMPLEX)
         solution = highs.getSolution()
@@ -289,7 +289,7 @@ class Engine:
         bound, reduced, duals = proof(self.cost[columns], some, np.array(solution.row_dual))
         return Relaxation(bound, reduced, duals, np.array(solution.col_value), True)
 
-    def restricted(
+    def solve_restricted(
         self,
         columns: Columns,
         budget: Rows,
@@ -356,17 +356,30 @@ class Engine:
 
 
 def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Floats]:
-    """Weak duality (see the module): the bound, the reduced costs d, and the duals with wrong
-    signs set to 0."""
+    """Prove a lower bound by weak duality (see the module); columns lie in [0, 1].
+
+    Args:
+        cost: by column.
+        rows: of the program.
+        duals: y by row; if there are not as many as rows, they count as 0.
+
+    Returns:
+        The bound, the reduced costs d by column, and the duals with wrong signs set to 0.
+    """
     return reduced_costs(cost, rows, duals, 0.0, 1.0)
 
 
 def reduced_costs(
     cost: Floats, rows: Rows, duals: Floats, lower: Floats | float, upper: Floats | float
 ) -> tuple[float, Floats, Floats]:
-    """As `proof`, for columns within other bounds."""
+    """Prove a lower bound as `proof` does, for columns within other bounds.
+
+    Args:
+        cost, rows, duals: as in `proof`.
+        lower, upper: bounds of the columns.
+    """
     duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
-    duals = rows.signed(duals)
+    duals = rows.drop_wrong_signs(duals)
     side = np.where(duals > 0, rows.lower, rows.upper)
     reduced = cost - rows.times(duals, len(cost))
     bound = float(
@@ -433,7 +446,7 @@ class Live:
         return self._engine.timed_out or self._engine.work.is_over
 
     def add(self, rows: Rows) -> None:
-        """Further rows."""
+        """Append rows to the relaxation."""
         self.rows = self.rows.plus(rows)
         num, entries = len(rows.lower), len(rows.indices)
         self._highs.addRows(
@@ -441,7 +454,7 @@ class Live:
         )
 
     def reprice(self, cost: Floats) -> None:
-        """Other costs of the columns."""
+        """Change the costs of the columns."""
         self.cost = cost
         self._highs.changeColsCost(len(self._numbers), self._numbers, self._begun.costs(cost))
 

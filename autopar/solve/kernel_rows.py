@@ -1,5 +1,5 @@
-"""The rows of the program that speak of collective-overlap kernels (`autopar.cost.kernels`), and of
-routes (`autopar.cost.expert_routes`).
+"""The rows of the program for collective-overlap kernels (`autopar.cost.kernels`) and for routes
+(`autopar.cost.expert_routes`).
 
 Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that
 ranks share.
@@ -43,7 +43,7 @@ position."""
 
 @dataclass
 class KernelRows:
-    """A program of which the kernels' rows are known.
+    """The part of a program that holds the rows of kernels and routes.
 
     Attributes:
         loads: what a variable stands for, where that takes time.
@@ -86,67 +86,83 @@ class KernelRows:
         supply: Demand,
         demands: Mapping[int, Demand],
     ) -> None:
-        """Rows (10) to (13) of the kernels that do a collective of variant `group[0]`; `paid` as
-        what `_flows` pays, per arc."""
+        """Rows (10) to (16) of the kernels that do a collective of variant `group[0]`, and their
+        terms of rows (18); `paid` has the columns that `_flows` pays, per arc."""
         v, late = group[0], bool(group[1])
-        graph = self.problem.values[self.problem.variants[v].value].graph
         doing: dict[int, Terms] = {}
         for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
             product = self.again.get(kernel.op) if kernel.again else self.x[kernel.op]
-            terms: Terms = []
-            through: dict[int, Terms] = {}
-            for hidden in kernel.hides if product else ():
-                if hidden.arc in arcs:
-                    terms.append(
-                        (
-                            self._flow(
-                                saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)
-                            ),
-                            1,
-                        )
-                    )
-                    doing.setdefault(hidden.arc, []).append(terms[-1])
-                    if hidden.region is not None:
-                        through.setdefault(hidden.region, []).append(terms[-1])
-            for region, users in through.items():
-                self._row(
-                    (REGION, *group, i, region), [*users, (self._region(region), -1)], AT_MOST, 0
-                )
-            if product and terms:
-                kind = graph.arcs[kernel.hides[0].arc].collective.kind
-                self.ways.setdefault((kernel.product[0], kernel.again), {}).setdefault(
-                    kind, []
-                ).append(terms)
-                self._row(
-                    (PRODUCT, *group, i),
-                    [*terms, *((x, -c) for x, c in self._products(v, kernel, product))],
-                    AT_MOST,
-                    0,
-                )
-                if addends := self._addends(kernel):
-                    self._row(
-                        (ADDEND, *group, i), [*terms, *((x, -1) for x in addends)], AT_MOST, 0
-                    )
-                if kernel.also:
-                    self.unseen.setdefault((v, graph.arcs[kernel.hides[0].arc].dst), []).append(
-                        terms
-                    )
-                for op, readers in self._also(kernel):
-                    self._row(
-                        (ALSO, *group, i, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0
-                    )
+            if not product:
+                continue
+            terms = self._kernel_flows((*group, i), kernel, arcs, doing)
+            if terms:
+                self._product_rows((*group, i), kernel, product, terms)
         for a, terms in doing.items():
-            at, source = arcs.index(a), graph.arcs[a].src
+            at = arcs.index(a)
             self._row((ARC, *group, a), [*((flow[at], -1) for flow in paid), *terms], AT_MOST, 0)
-            if graph.arcs[a].collective.kind == "reduce_scatter":
-                others = [i for i, b in enumerate(arcs) if b != a and graph.arcs[b].src == source]
-                uses = [[(flow[i], 1.0) for flow in paid] for i in others] + [
-                    d[source] for d in demands.values() if source in d
-                ]
-                for i, use in enumerate(uses):
-                    self._whole((*group, a, i), [*terms, *use], supply[source])
-                if not late:
-                    self.scattered.setdefault((v, source), []).append(terms)
+            self._scatter_rows(group, a, terms, arcs, paid, supply, demands)
+
+    def _kernel_flows(
+        self, key: RowKey, kernel: Kernel, arcs: Sequence[int], doing: dict[int, Terms]
+    ) -> Terms:
+        """The columns h[g,a] of a kernel, which are added to `doing` by arc; rows (13)."""
+        v, late = key[0], bool(key[1])
+        terms: Terms = []
+        through: dict[int, Terms] = {}
+        for hidden in kernel.hides:
+            if hidden.arc in arcs:
+                saved = saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)
+                terms.append((self._flow(saved), 1))
+                doing.setdefault(hidden.arc, []).append(terms[-1])
+                if hidden.region is not None:
+                    through.setdefault(hidden.region, []).append(terms[-1])
+        for region, users in through.items():
+            self._row((REGION, *key, region), [*users, (self._region(region), -1)], AT_MOST, 0)
+        return terms
+
+    def _product_rows(
+        self, key: RowKey, kernel: Kernel, product: list[Column], terms: Terms
+    ) -> None:
+        """Rows (11), (14) and (16) of a kernel, and its terms of rows (15) and (18)."""
+        v = key[0]
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        first = graph.arcs[kernel.hides[0].arc]
+        ways = self.ways.setdefault((kernel.product[0], kernel.again), {})
+        ways.setdefault(first.collective.kind, []).append(terms)
+        strategies = self._products(v, kernel, product)
+        self._row((PRODUCT, *key), [*terms, *((x, -c) for x, c in strategies)], AT_MOST, 0)
+        if addends := self._addends(kernel):
+            self._row((ADDEND, *key), [*terms, *((x, -1) for x in addends)], AT_MOST, 0)
+        if kernel.also:
+            self.unseen.setdefault((v, first.dst), []).append(terms)
+        for op, readers in self._also(kernel):
+            self._row((ALSO, *key, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0)
+
+    def _scatter_rows(
+        self,
+        group: RowKey,
+        a: int,
+        terms: Terms,
+        arcs: Sequence[int],
+        paid: Sequence[Sequence[Column]],
+        supply: Demand,
+        demands: Mapping[int, Demand],
+    ) -> None:
+        """Rows (12) of the other arcs and readers of what a kernel scatters, if arc `a` is a
+        reduce-scatter; the terms of those of kept versions."""
+        v, late = group[0], bool(group[1])
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        if graph.arcs[a].collective.kind != "reduce_scatter":
+            return
+        source = graph.arcs[a].src
+        others = [i for i, b in enumerate(arcs) if b != a and graph.arcs[b].src == source]
+        uses = [[(flow[i], 1.0) for flow in paid] for i in others] + [
+            d[source] for d in demands.values() if source in d
+        ]
+        for i, use in enumerate(uses):
+            self._whole((*group, a, i), [*terms, *use], supply[source])
+        if not late:
+            self.scattered.setdefault((v, source), []).append(terms)
 
     def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
         """The strategies with which an op's product can do a kernel's collectives, per tensor of

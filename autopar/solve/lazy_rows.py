@@ -1,6 +1,7 @@
-"""Rows that the program gets only when a plan breaks them: budget rows, and the excess of a phase.
+"""Rows that are added to the program only after a plan breaks them: budget rows, and the excess of
+a phase.
 
-A row is a number: budget rows in their order, then one per phase.
+Rows are numbered: budget rows in their order, then one per phase.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ _NEW = 3  # budget rows at a time
 
 
 def budget_matrix(engine: Engine, program: Formulation, rows: Sequence[BudgetRow]) -> Rows:
-    """Budget rows over the engine's columns, in shares of the budget."""
+    """Build budget rows over the engine's columns, in shares of the budget.
+
+    Args:
+        engine, program: the program, and its arrays.
+        rows: those to build, in their order.
+    """
     unit = 1.0 / max(program.problem.budget_bytes, 1)
     lines = []
     for row in rows:
@@ -68,8 +74,11 @@ class Incoming:
         return any(unsure_bytes(self.program.problem, self.rows[r]) for r in self.budget)
 
     def over(self, evaluation: Evaluation) -> list[int] | None:
-        """Rows that a plan over the budget brings in, the worst first, none where some that it
-        breaks is in; None where it fits."""
+        """List the rows to add after a plan exceeds the budget, the worst first.
+
+        Returns:
+            The rows; none if one that the plan breaks is in already. None if the plan fits.
+        """
         over = {
             r: size - self.program.problem.budget_bytes
             for r, size in enumerate(evaluation.resting_bytes)
@@ -83,16 +92,16 @@ class Incoming:
             [] if set(broken) & set(self.active) else sorted(broken, key=lambda r: -over[r])[:_NEW]
         )
 
-    def outlasted(self, evaluation: Evaluation) -> list[int]:
-        """Rows that a plan brings in whose communication outlasts its compute: both phases'."""
+    def rows_if_outlasted(self, evaluation: Evaluation) -> list[int]:
+        """List the rows to add after a plan whose communication outlasts compute: both phases'."""
         return self.excesses() if evaluation.outlasted else []
 
     def excesses(self) -> list[int]:
-        """Both phases' rows, if they are not in yet."""
+        """List both phases' rows, if they are not in yet."""
         return [] if self.phases else [len(self.rows) + phase for phase in range(len(PHASES))]
 
     def matrix(self, rows: Sequence[int]) -> Rows:
-        """These rows, budget rows first."""
+        """Build these rows over the engine's columns, budget rows first."""
         budget = budget_matrix(
             self.engine, self.program, [self.rows[r] for r in rows if r < len(self.rows)]
         )
@@ -100,7 +109,7 @@ class Incoming:
         return budget.plus(Rows.of([self.excess.line(self.engine, phase) for phase in phases]))
 
     def with_excess(self, columns: Columns) -> Columns:
-        """Columns, and those of the excess, without which no row of it holds."""
+        """Add the columns of the excess, without which its rows do not hold, to a mask."""
         columns[self.excess.columns(self.engine)] = True
         return columns
 

@@ -1,5 +1,4 @@
-"""A program as it is written down, for either solver: columns that lie in [0, 1], their costs, and
-rows.
+"""A linear program as arrays, for either solver: columns in [0, 1], their costs, and rows.
 
 Some hundred thousand columns are usual, so that an object of PuLP's for each, and an expression for
 each row, took longer than the solver did. Here a row goes straight into arrays, which HiGHS takes
@@ -53,14 +52,20 @@ class Model:
     upper: array[float] = field(default_factory=lambda: array("d"))
 
     def add_column(self, name: str, *, integer: bool = False) -> Column:
-        """A further column; names differ."""
+        """Append a column in [0, 1], at no cost; each name occurs once."""
         column = Column(len(self.columns), name, integer)
         self.columns.append(column)
         self.costs.append(0.0)
         return column
 
     def add_row(self, terms: Sequence[tuple[Column, float]], sense: str, right: float) -> None:
-        """Σ value·column against the right side; no column stands in it twice."""
+        """Append the row Σ value·column, compared with the right side.
+
+        Args:
+            terms: columns and values; no column occurs twice.
+            sense: `EQUAL`, `AT_MOST` or `AT_LEAST`.
+            right: the right side.
+        """
         self.numbers.extend([column.number for column, _ in terms])
         self.values.extend([value for _, value in terms])
         self.starts.append(len(self.numbers))
@@ -68,7 +73,7 @@ class Model:
         self.upper.append(math.inf if sense == AT_LEAST else right)
 
     def minimise(self, costs: Costs) -> None:
-        """These costs, instead of those so far; others are 0."""
+        """Replace the costs of all columns; those that are not given are 0."""
         found = np.zeros(len(self.columns))
         found[costs[0]] = costs[1]
         self.costs = array("d", found.tobytes())
@@ -133,8 +138,8 @@ class Rows:
             self.upper,
         )
 
-    def signed(self, duals: Floats) -> Floats:
-        """Duals, those of a wrong sign 0."""
+    def drop_wrong_signs(self, duals: Floats) -> Floats:
+        """Set duals of a wrong sign to 0."""
         duals = np.where(np.isinf(self.lower), np.minimum(duals, 0.0), duals)
         return np.where(np.isinf(self.upper), np.maximum(duals, 0.0), duals)
 

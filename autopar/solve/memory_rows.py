@@ -1,4 +1,4 @@
-"""The budget rows: what each point of the step is known to hold, against the memory of a device.
+"""The budget rows: the memory that is live at each point of the step, compared with a device's.
 
     (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l]                            ≤ budget
     (7) end of backward     Σ (static + gradient)·x                                         ≤ budget
@@ -45,8 +45,15 @@ class BudgetRow:
         held_bytes: Mapping[int, int],
         stored_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> int:
-        """Left side for given static bytes, strategies, recomputation, and bytes per instance of
-        each variant that are kept, and stored."""
+        """Compute the left side of the row for given choices, in bytes.
+
+        Args:
+            static_bytes: held all the time.
+            strategies: strategy index by op.
+            recomputed: op that backward runs again → strategy index.
+            held_bytes: variant → bytes that one instance keeps on the device.
+            stored_bytes: variant → bytes that one instance stores on the hosts.
+        """
         kept = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(
             num * stored_bytes.get(v, 0) for v, num in self.fetched
         )

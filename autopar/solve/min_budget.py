@@ -94,7 +94,7 @@ class Lightest:
         self._peak = self.program.model.add_column("peak")
         self._most, self._unit = _most(self.problem), _unit(self.problem)
         self._rows = list(budget_rows(self.problem))
-        found = self._relaxed(1.0, 0.0)[2]
+        found = self._relax(1.0, 0.0)[2]
         self._least = 0.0 if found is None else found.bound
         self._fastest: float | None = None
 
@@ -107,18 +107,18 @@ class Lightest:
         """A plan where the least time weighs so much of the least peak; None where none was
         found."""
         if self._fastest is None:
-            found = self._relaxed(0.0, 1.0)[2]
+            found = self._relax(0.0, 1.0)[2]
             self._fastest = 0.0 if found is None else found.bound
         if not self._fastest > 0.0:
             return None
-        engine, matrix, relaxation = self._relaxed(1.0, weight * self._least / self._fastest)
+        engine, matrix, relaxation = self._relax(1.0, weight * self._least / self._fastest)
         return (
             None
             if relaxation is None
             else _plan(self.problem, self.program, engine, matrix, relaxation, quick=True)[0]
         )
 
-    def _relaxed(self, peak: float, time: float) -> tuple[Engine, Rows, Relaxation | None]:
+    def _relax(self, peak: float, time: float) -> tuple[Engine, Rows, Relaxation | None]:
         costs = np.append(time * self._times, peak * self._most / self._unit)
         self.program.model.minimise((np.arange(len(costs), dtype=np.int32), costs))
         engine = Engine(self.program.model, self.time_limit_s)
@@ -203,11 +203,13 @@ def _plan(
     """A plan with a small peak and its budget rows, or nothing."""
     for columns in _grow_columns(relaxation):
         columns[engine.column["peak"]] = True
-        found = engine.restricted(
+        found = engine.solve_restricted(
             columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES, quick=quick
         )
         if found.values is not None:
-            chosen = program.chosen(dict(zip(engine.names, found.values.tolist(), strict=True)))
+            chosen = program.read_choices(
+                dict(zip(engine.names, found.values.tolist(), strict=True))
+            )
             evaluation = evaluate(problem, *chosen)
             strategies, recomputed, _, regions = chosen
             choices = Choices(

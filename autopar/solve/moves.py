@@ -1,7 +1,7 @@
-"""What moves a tensor's instances under given choices: the cheapest trees of collectives of both
-phases, at the prices of a balance.
+"""The collectives of a tensor under given choices: the cheapest trees of both phases at the prices
+of a balance, and the slack of each collective.
 
-A kernel that is on offer (`autopar.cost.kernels`) is taken where it saves something
+A kernel that is on offer (`autopar.cost.kernels`) is taken if it saves time
 (`autopar.solve.pick_kernels`).
 """
 
@@ -33,22 +33,22 @@ from autopar.solve.prices import arc_loads, tree_costs
 # --------------------------------------------------------------------------------------------------
 # Which communication may run beside compute: the slack of each collective of given choices.
 #
-# prefetchable what it reads is there at the start of its phase: what rests (parameters, buffers,
-# inputs, what comes from another stage), what is kept, and what other prefetchable collectives
-# made of the same tensor deferrable what it makes is read at the end of its phase alone:
-# gradients, outputs, what is kept for backward critical all others: some op waits for it, and it
-# waits for some op
+# prefetchable   its source is there at the start of the phase: parameters, buffers, inputs, values
+#                from another stage, kept values, and results of other prefetchable collectives of
+#                the same tensor
+# deferrable     its result is read only at the end of the phase: gradients, outputs, values kept
+#                for backward
+# critical       all others: some op waits for it, and it waits for some op
 #
 # A slice moves nothing between devices: it has the slack of its place, and is no communication.
-# Slack follows from the choices alone. Emission and explanation go by what is said here; pricing
-# by where it is so whatever is chosen (`autopar.solve.prices`).
+# Slack follows from the choices alone. Emission and explanation use it as computed here; pricing
+# counts only slack that exists whatever is chosen (`autopar.solve.prices`).
 
 
 def slacks(
     arcs: Sequence[Arc], at_hand: Collection[int], waited_for: Collection[int]
 ) -> tuple[Slack, ...]:
-    """Of each of a tree's arcs, which stand in an order in which each begins where one before it
-    ended.
+    """Compute the slack of each arc of a tree. Each arc begins where one before it ended.
 
     Args:
         at_hand: layouts (node indices) of the tensor that are there at the start of the phase.
@@ -91,7 +91,13 @@ kept between the two."""
 
 
 def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
-    """The layout in which `use` reads, under the chosen strategy of its op."""
+    """Look up the layout in which a use reads.
+
+    Args:
+        problem: that has the use.
+        use: an operand of an op.
+        chosen: strategy index by op.
+    """
     return problem.ops[use.op].strategies[chosen[use.op]].layouts.inputs[use.operand]
 
 
@@ -103,25 +109,28 @@ def moves_of(
     kept: Mapping[int, tuple[int, ...]] | None,
     balance: Balance = ON_COMPUTE,
 ) -> Moves:
-    """What moves a variant. Arguments as of `autopar.solve.evaluate.evaluate`.
+    """Find the collectives of a variant, and which of its versions are kept.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        strategies, recomputed, kept: as in `autopar.solve.evaluate.evaluate`.
+        balance: the prices at which trees are the cheapest.
 
     Raises:
-        LayoutError: where some layout cannot be reached.
+        LayoutError: if some layout cannot be reached.
     """
     variant = problem.variants[v]
     value = problem.values[variant.value]
     graph = value.graph
-    made = graph.index[
-        problem.ops[value.op].strategies[strategies[value.op]].layouts.outputs[value.result]
-    ]
+    made = _layout_made(problem, value, strategies[value.op])
     now = [u for u in variant.uses if u.phase == value.phase]
     later = [u for u in variant.uses if u.phase != value.phase]
     rests = problem.ops[value.op].kind != "compute"
     wanted, awaited = _layouts_wanted(problem, graph, now, strategies)
-    chosen = strategies, recomputed
-    first = _redistribute(
-        problem, v, False, {made}, wanted, {made} if rests else set(), awaited, chosen, balance
-    )
+    chosen, at_hand = (strategies, recomputed), {made} if rests else set[int]()
+    ends = _Ends({made}, wanted, at_hand, awaited)
+    first = _redistribute(problem, v, False, ends, chosen, balance)
     wanted_later, awaited_later = _layouts_wanted(problem, graph, later, strategies)
     again, awaited_again = _layouts_wanted(
         problem, graph, [u for u in now if u.again and u.op in recomputed], recomputed
@@ -129,39 +138,24 @@ def moves_of(
     wanted_later |= again
     if not wanted_later:
         return first, Redistribution((), (), (), 0.0), ()
-    versions = {made, *wanted} if value.keepable is None else {made, *wanted} & value.keepable
-    allowed = versions if kept is None else versions & set(kept.get(v, ()))
-    stored = {
-        n
-        for n in versions - allowed
-        if kept is not None
-        and value.stored_version(n) in kept.get(v, ())
-        and value.away(n) < math.inf
-    }
+    kept_here = None if kept is None else kept.get(v, ())
+    allowed, stored = _versions_allowed(value, {made, *wanted}, kept_here)
     free = {made} if value.resident else set[int]()
     allowed |= free  # it is kept where it rests, whatever else is
     if value.op in recomputed:
-        free.add(
-            graph.index[
-                problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]
-            ]
-        )
+        free.add(_layout_made(problem, value, recomputed[value.op]))
 
     def later_from(allowed: set[int], stored: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
-        at_hand = allowed | ({made} if value.resident else set())
-        awaited = awaited_later | awaited_again
-        second = _redistribute(
-            problem,
-            v,
-            True,
+        """The collectives of backward, and the versions that they read, if these may be kept on
+        the devices and those stored on the hosts."""
+        ends = _Ends(
             allowed | free,
             wanted_later,
-            at_hand,
-            awaited,
-            chosen,
-            balance,
+            allowed | ({made} if value.resident else set()),
+            awaited_later | awaited_again,
             stored - free,
         )
+        second = _redistribute(problem, v, True, ends, chosen, balance)
         read = {arc.src for arc in second.arcs} | set(second.wanted)
         return second, tuple(
             sorted(n for n in (*allowed, *map(value.stored_version, stored)) if n in read)
@@ -171,9 +165,9 @@ def moves_of(
     if not unseen_layouts(first.arcs, first.taken).intersection(
         n % len(graph.layouts) for n in keep
     ):
-        return _add_stores(value, first, keep, {made} if rests else set(), awaited), second, keep
-    # what a product scatters at once is nowhere in one piece, nor what it norms by itself: either
-    # it is not kept so, or not done at once
+        return _add_stores(value, first, keep, at_hand, awaited), second, keep
+    # A result that a kernel scatters or norms as it is computed never exists by itself: either it
+    # is not kept in that layout, or the kernel is not taken.
     plain = pick_kernels(
         problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also]
     )
@@ -187,14 +181,36 @@ def moves_of(
         with suppress(LayoutError):
             hidden = unseen_layouts(doing.arcs, doing.taken)
             ways.append((doing, *later_from(allowed - hidden, stored - hidden)))
-    ways = [
-        (_add_stores(value, way[0], way[2], {made} if rests else set(), awaited), *way[1:])
-        for way in ways
-    ]
+    ways = [(_add_stores(value, way[0], way[2], at_hand, awaited), *way[1:]) for way in ways]
     return min(
         ways,
         key=lambda way: moved_load(problem, v, way).priced_s(problem.overlap_slowdown, balance),
     )
+
+
+def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
+    """The layout in which a strategy of its op makes a value."""
+    return value.graph.index[
+        problem.ops[value.op].strategies[strategy].layouts.outputs[value.result]
+    ]
+
+
+def _versions_allowed(
+    value: Value, versions: set[int], kept: Collection[int] | None
+) -> tuple[set[int], set[int]]:
+    """Which versions may be kept on the devices, and which are stored on the hosts.
+
+    Args:
+        value: that is kept.
+        versions: the layouts in which it exists in forward.
+        kept: the versions that are to be kept; None allows all, on the devices.
+    """
+    keepable = versions if value.keepable is None else versions & value.keepable
+    if kept is None:
+        return set(keepable), set()
+    allowed = keepable & set(kept)
+    stored = {n for n in keepable - allowed if value.stored_version(n) in kept and value.away(n) < math.inf}
+    return allowed, stored
 
 
 def _add_stores(
@@ -228,7 +244,13 @@ def _copy(value: Value, version: int, kind: Kind) -> Arc:
 
 
 def moved_load(problem: Problem, v: int, moves: Moves) -> Load:
-    """What all instances of a variant move, less what kernels save."""
+    """Compute the communication of all instances of a variant, less what kernels save.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        moves: its collectives in both phases.
+    """
     first, second, _ = moves
     moved = (first.load + second.load).scale(problem.variants[v].count)
     return sum(
@@ -249,40 +271,51 @@ def _layouts_wanted(
     return {layout for layout, _ in read}, {layout for layout, kind in read if kind == "compute"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The layouts (node indices) between which a tensor moves in one phase.
+
+    Attributes:
+        sources: that collectives may start from.
+        wanted: that are read.
+        at_hand: that exist at the start of the phase.
+        awaited: that ops read before the end of the phase.
+        stored: on the hosts, from which they can be fetched.
+    """
+
+    sources: set[int]
+    wanted: set[int]
+    at_hand: set[int]
+    awaited: set[int]
+    stored: Collection[int] = ()
+
+
 def _redistribute(
-    problem: Problem,
-    v: int,
-    late: bool,
-    sources: set[int],
-    wanted: set[int],
-    at_hand: set[int],
-    awaited: set[int],
-    chosen: Chosen,
-    balance: Balance,
-    stored: Collection[int] = (),
+    problem: Problem, v: int, late: bool, ends: _Ends, chosen: Chosen, balance: Balance
 ) -> Redistribution:
-    """The cheapest tree, after copies of those of the layouts that are `stored` on the hosts
-    from which it starts."""
+    """Find the cheapest tree of collectives. Layouts from which it starts and that are stored on
+    the hosts are fetched first."""
+    wanted, stored = ends.wanted, ends.stored
     value = problem.values[problem.variants[v].value]
     graph = value.graph
     kernels = usable(problem, v, late, chosen)
     costs = tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels), balance=balance)
-    tree = cheapest_tree(graph, {*sources, *stored}, wanted, costs)
+    tree = cheapest_tree(graph, {*ends.sources, *stored}, wanted, costs)
     begun = {arc.src for arc in tree} | wanted
     fetches = tuple(
         _copy(value, value.stored_version(n), "fetch") for n in sorted(stored) if n in begun
     )
     arcs, early = (*fetches, *tree), is_early(problem, v, late=late)
     time_s = sum(arc.seconds(shares=early) for arc in arcs)
-    at_hand = at_hand | {arc.src for arc in fetches}
+    at_hand = ends.at_hand | {arc.src for arc in fetches}
     load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
     which = pick_kernels(problem, v, arcs, wanted, kernels) if kernels else {}
     return Redistribution(
-        tuple(sorted(sources)),
+        tuple(sorted(ends.sources)),
         arcs,
         tuple(sorted(wanted)),
         time_s,
-        slacks(arcs, at_hand, awaited),
+        slacks(arcs, at_hand, ends.awaited),
         early,
         load,
         which,
@@ -292,7 +325,16 @@ def _redistribute(
 def variant_load(
     problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
 ) -> Load | None:
-    """Communication of one variant, all its instances; None where some layout cannot be reached."""
+    """Compute the communication of all instances of a variant.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        strategies, recomputed: as in `autopar.solve.evaluate.evaluate`.
+
+    Returns:
+        The load; None if some layout cannot be reached.
+    """
     try:
         return moved_load(problem, v, moves_of(problem, v, strategies, recomputed, None))
     except LayoutError:

@@ -1,4 +1,4 @@
-"""The duals that a plan keeps, so that arithmetic alone can prove a bound: few, short, and good.
+"""The duals that a plan keeps to prove its bound by arithmetic alone: few of them, with few digits.
 
 Kept are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 where rows (9) are
 in, and the prices of budget rows, to a few digits. Any multipliers of the right sign prove some
@@ -39,7 +39,7 @@ _LEAST_PRICE = (
 
 
 def tighter(program: Formulation, engine: Engine) -> Rows:
-    """Rows (9)."""
+    """Build rows (9) over the engine's columns."""
     rows = [
         ([engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0)
         for terms in program.tighter
@@ -55,7 +55,7 @@ def multipliers(
     budget: Rows,
     prices: Mapping[str, float],
 ) -> Multipliers:
-    """What these duals prove at the prices of a balance.
+    """Round duals to those that a plan keeps, and compute the bound that they prove.
 
     Args:
         duals: of the engine's own rows, or of these and rows (9), in the program's unit. Those of a
@@ -115,21 +115,32 @@ def _round_duals(duals: Floats) -> Floats:
 def complete_duals(
     program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats
 ) -> Floats:
-    """The duals of the engine's rows, given potentials, 0 for other rows, and those of further
-    ones: see the module."""
+    """Complete the duals of the engine's rows from those that a plan keeps (see the module).
+
+    Args:
+        program, engine: the program, and its arrays.
+        cost: by column, in the program's unit.
+        known: by row of the engine: the potentials of rows (3), 0 for other rows.
+        further: rows beyond the engine's.
+        theirs: duals of `further`.
+
+    Returns:
+        A dual for each row of the engine.
+    """
     rows, y, kinds = engine.rows, known.copy(), np.array([key[0] for key in program.keys])
     first, last = rows.starts[:-1], rows.starts[1:] - 1
 
-    def reduced() -> Floats:
+    def reduced_now() -> Floats:
+        """Reduced costs by column, given the duals so far."""
         return proof(cost, rows.plus(further), np.concatenate([y, theirs]))[1]
 
     share, keep = kinds == SHARE, kinds == KEEP
-    y[share] = np.maximum(0.0, -reduced()[rows.indices[last[share]]])
-    y[keep] = np.minimum(0.0, _of_kept(program, rows, first, reduced())[keep])
-    y[kinds == ARC] = -np.maximum(0.0, _lowest(rows, kinds == ARC, reduced(), -1.0))
-    y[kinds == PRODUCT] = np.minimum(0.0, _lowest(rows, kinds == PRODUCT, reduced(), 1.0))
+    y[share] = np.maximum(0.0, -reduced_now()[rows.indices[last[share]]])
+    y[keep] = np.minimum(0.0, _of_kept(program, rows, first, reduced_now())[keep])
+    y[kinds == ARC] = -np.maximum(0.0, _lowest(rows, kinds == ARC, reduced_now(), -1.0))
+    y[kinds == PRODUCT] = np.minimum(0.0, _lowest(rows, kinds == PRODUCT, reduced_now(), 1.0))
     least = np.minimum.reduceat(
-        np.append(reduced()[rows.indices], np.inf), first
+        np.append(reduced_now()[rows.indices], np.inf), first
     )  # the last row may be empty
     y[kinds == AGAIN] = np.minimum(0.0, least[kinds == AGAIN])
     y[kinds == CHOOSE] = least[kinds == CHOOSE]
@@ -161,12 +172,12 @@ def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) 
 
 
 def quickest(problem: Problem) -> Multipliers | None:
-    """What each op's quickest strategy proves, for which no multiplier is needed; None where
-    kernels may do more than one op at a time."""
+    """Bound the step by each op's quickest strategy, for which no multiplier is needed; None if
+    kernels or routes may save time of ops."""
     least = sum(op.count * min(s.time_s for s in op.strategies) for op in problem.ops)
     return None if problem.kernels or problem.routes else Multipliers(least, {}, {})
 
 
 def round_value(value: float) -> float:
-    """To as many digits as are kept."""
+    """Round to as many significant digits as plans keep."""
     return float(f"{value:.{_DIGITS - 1}e}")

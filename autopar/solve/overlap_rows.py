@@ -46,6 +46,7 @@ class Excess:
             self.program.model.costs[variable.number] = 1.0
 
     def columns(self, engine: Engine) -> list[int]:
+        """The engine's columns of the excess, one per phase."""
         return [engine.column[variable.name] for variable in self.variables]
 
     def price(self, engine: Engine, step_s: float) -> Floats:

@@ -1,4 +1,5 @@
-"""Which collectives of a layout graph can carry anything."""
+"""Paths in layout graphs: the collectives that can carry a tensor, pieces of the program's rows,
+and the error if some reader cannot be reached."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from autopar.solve.lp import Column, Terms
 
 
 def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[int]) -> list[int]:
-    """Arcs that lie on some path from a supplied to a wanted layout."""
+    """List the arcs that lie on some path from a supplied to a wanted layout.
+
+    Args:
+        graph: the layouts and collectives of a value.
+        supplied, wanted: indices of layouts.
+    """
     forward = reach(graph, supplied, backwards=False)
     backward = reach(graph, wanted, backwards=True)
     return [a for a, arc in enumerate(graph.arcs) if arc.src in forward and arc.dst in backward]
@@ -35,13 +41,13 @@ def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[i
 
 
 # --------------------------------------------------------------------------------------------------
-# Pieces of the program's rows, and what need not be in it.
+# Pieces of the program's rows.
 
 Demand = dict[int, Terms]  # layout → variables
 
 
 def worth_recomputing(problem: Problem) -> set[int]:
-    """Ops some result of which is read in backward, or by another of these ops in forward."""
+    """Find the ops of which backward, or another of these ops run again, reads a result."""
     made_by: dict[int, list[int]] = {}
     useful: set[int] = set()
     for variant in problem.variants:
@@ -72,7 +78,13 @@ def merge_terms(terms: Terms) -> Terms:
 def arriving_flows(
     graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]
 ) -> Demand:
-    """layout → the flows over arcs into it."""
+    """Collect, by layout, the flows over arcs that lead to it.
+
+    Args:
+        graph: the layouts and collectives of a value.
+        arcs: indices of collectives.
+        flows: each has one column per arc.
+    """
     found: Demand = {}
     for flow in flows:
         for a, variable in zip(arcs, flow, strict=True):
@@ -81,14 +93,14 @@ def arriving_flows(
 
 
 # --------------------------------------------------------------------------------------------------
-# Why no assignment of layouts is legal, whatever the memory: which op refuses, where one tensor
+# Why no assignment of layouts is legal, whatever the memory: the op that refuses, if one tensor
 # alone shows it.
 
 _MOST = 4  # layouts that are named
 
 
 def refusal(problem: Problem) -> InfeasibleError:
-    """The error to raise of a problem that has no legal assignment."""
+    """Make the error for a problem that has no legal assignment."""
     what = "no assignment of layouts is legal"
     found = next(_refusals(problem), "")
     remedy = "relax the constraints; each op needs one strategy that meets them"
@@ -96,16 +108,14 @@ def refusal(problem: Problem) -> InfeasibleError:
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
-    """Of each op that has no strategy, and of each reader that nothing which is there can be led
-    to."""
+    """Name each op that has no strategy, and each reader that no available layout leads to."""
     yield from (f"{op.key} refuses, it has no strategy" for op in problem.ops if not op.strategies)
     for variant in problem.variants:
         yield from _find_unreached(problem, variant)
 
 
 def _find_unreached(problem: Problem, variant: Variant) -> Iterator[str]:
-    """Of each use that no collectives lead to from the layouts in which the tensor is made; what is
-    read or kept on the way is led to from these as well."""
+    """Name each use that no collectives lead to from the layouts in which the tensor is made."""
     value = problem.values[variant.value]
     graph = value.graph
     made = [s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies]

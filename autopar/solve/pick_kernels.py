@@ -1,12 +1,12 @@
-"""Which kernels given choices take, of those on offer.
+"""Which of the kernels on offer are taken under given choices.
 
-A kernel does one collective for one product. Of several that could do a collective the one that
-saves the most does it; of several collectives of a tensor that a product could do, it does the one
-of which that is most. What a product scatters at once is nowhere in one piece: so nobody else may
-read it so, and one collective alone may start from there; nor is what arrives anywhere by itself
-where the kernel does what its reader would. And a product is cut into chunks one way: where some
-instances have what they read gathered and some what they make scattered, the ones that save more
-have it.
+A kernel does one collective together with one product. If several kernels could do a collective,
+the one that saves the most does it. If a product could do several collectives of a tensor, it does
+the one of which it saves the most. A result that a product scatters as it is computed never exists
+in one piece: no op may read it so, and only one collective may start from it. Likewise a result
+that a kernel processes further as it arrives never exists by itself. A product is cut into chunks
+one way: if some instances gather their operand and others scatter their result, the kind that saves
+more is taken.
 """
 
 from __future__ import annotations
@@ -39,21 +39,33 @@ class Moves(Protocol):
     """A variant's collectives in one phase (`autopar.solve.moves.Redistribution`)."""
 
     @property
-    def arcs(self) -> tuple[Arc, ...]: ...
+    def arcs(self) -> tuple[Arc, ...]:
+        """The collectives, in order."""
+        ...
 
     @property
-    def taken(self) -> Mapping[int, Taken]: ...
+    def taken(self) -> Mapping[int, Taken]:
+        """Position of a collective among `arcs` → the kernel that does it."""
+        ...
 
 
 M = TypeVar("M", bound=Moves)
 
 
 def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Kernel, ...]:
-    """The kernels on offer whose product, and what they add to it or do after it, run with one
-    of their strategies."""
+    """List the kernels on offer of which each op runs with one of the kernel's strategies: the
+    product, and the ops that the kernel adds to it or does after it.
+
+    Args:
+        problem: that offers kernels.
+        v: index of the variant that is moved.
+        late: whether in backward, what forward made.
+        chosen: strategies, and those of ops that backward runs again.
+    """
     now, again = chosen
 
     def runs(kernel: Kernel) -> bool:
+        """Whether each op of the kernel has one of the strategies that it needs."""
         needed = (kernel.op, kernel.strategies), kernel.product, *kernel.also
         return all(
             (again.get(op, -1) if kernel.again else now[op]) in strategies
@@ -75,7 +87,18 @@ def most_saved(graph: LayoutGraph, kernels: Sequence[Kernel]) -> dict[tuple[int,
 def pick_kernels(
     problem: Problem, v: int, arcs: Sequence[Arc], wanted: set[int], kernels: Sequence[Kernel]
 ) -> dict[int, Taken]:
-    """Position of a collective among `arcs` → the kernel that does it."""
+    """Assign collectives to kernels, the largest saving first.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant that is moved.
+        arcs: its collectives in one phase.
+        wanted: the layouts that ops read.
+        kernels: those that could be taken, as from `usable`.
+
+    Returns:
+        Position of a collective among `arcs` → the kernel that does it.
+    """
     graph = problem.values[problem.variants[v].value].graph
     at = {(arc.src, arc.dst): i for i, arc in enumerate(arcs)}
     starting = [arc.src for arc in arcs]
@@ -108,14 +131,21 @@ def pick_kernels(
 
 
 def unseen_layouts(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
-    """The layouts in which a tensor is nowhere by itself where these kernels do some of its
-    collectives."""
+    """List the layouts in which a tensor never exists by itself, since these kernels do some of
+    its collectives."""
     scattered = {arcs[i].src for i in taken if arcs[i].collective.kind == "reduce_scatter"}
     return scattered | {arcs[i].dst for i, each in taken.items() if each.norms}
 
 
 def saved_by(problem: Problem, v: int, late: bool, moves: Moves) -> Load:
-    """What the kernels of all instances of a variant take away."""
+    """Compute what the kernels of all instances of a variant save, as a negative load.
+
+    Args:
+        problem: that has the variant.
+        v: index of the variant.
+        late: whether in backward, what forward made.
+        moves: its collectives there.
+    """
     return saved_load(
         problem, v, late=late, saved_s=sum(t.hidden.saved_s for t in moves.taken.values())
     )
@@ -124,7 +154,15 @@ def saved_by(problem: Problem, v: int, late: bool, moves: Moves) -> Load:
 def without_clashes(
     problem: Problem, forward: Mapping[int, M], backward: Mapping[int, M]
 ) -> tuple[dict[int, M], dict[int, M]]:
-    """The same, each product cut into chunks one way."""
+    """Drop kernels until each product is cut into chunks one way.
+
+    Args:
+        problem: that has the variants.
+        forward, backward: collectives by variant.
+
+    Returns:
+        Both phases' collectives; each product keeps the kind of which it saves most.
+    """
     both = dict(forward), dict(backward)
     saved: dict[tuple[int, bool], dict[str, float]] = {}
     for v, _, kind, each in _all(both):
@@ -143,7 +181,7 @@ def without_clashes(
 
 
 def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> frozenset[int]:
-    """What the kernels that are taken reach their peers through."""
+    """Collect the regions of memory through which the kernels that are taken reach their peers."""
     hidden = (
         each.hidden
         for phase in (forward, backward)
@@ -154,7 +192,7 @@ def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> f
 
 
 def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
-    """The problem with the kernels and routes that need no other regions; None is all."""
+    """Keep only the kernels and routes of a problem that need no other regions; None keeps all."""
     if regions is None or len(regions) == len(problem.regions):
         return problem
     routes = {

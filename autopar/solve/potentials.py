@@ -15,10 +15,10 @@ from one layout to another do all readers' potentials together rise by more than
 The one invariant: each step keeps that, and no decision's least cost falls by it, so that the
 bound, their sum, only rises.
 
-    raised    π goes up where all sources have leeway, and with it what collectives lead to from
-              there: the reader's costs rise
-    lowered   π goes down where the reader has leeway, as far as what collectives lead to from there
-              allows: the sources' costs rise
+    raise_worth   π goes up where all sources have leeway, and at the layouts that collectives lead
+                  to from there: the reader's costs rise
+    lower_worth   π goes down where the reader has leeway, as far as the layouts that collectives
+                  lead to from there allow: the sources' costs rise
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class Decision:
         self.costs = self.prices.copy()
 
     def reprice(self, more: Floats | float) -> None:
-        """Higher prices."""
+        """Add to the prices and to the costs, by strategy."""
         self.prices, self.costs = self.prices + more, self.costs + more
 
     @property
     def least(self) -> float:
+        """The least cost of a strategy; at most 0 if the decision is optional."""
         least = float(self.costs.min())
         return min(least, 0.0) if self.optional else least
 
@@ -139,13 +140,13 @@ class Group:
         )
 
     def begin(self) -> None:
-        """No potentials; the decisions whose costs they have changed are to begin anew as well."""
+        """Set all potentials to 0. The caller resets the costs of decisions."""
         self.rises[:] = 0.0
         for reader in self.readers:
             reader.worth, reader.risen = np.zeros(len(self.useful)), np.zeros(len(self.costs))
 
     def state(self) -> tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]:
-        """Prices, costs and potentials, as they are now."""
+        """Copy prices, costs and potentials, for `go_back`."""
         return (
             self._priced,
             self.costs,
@@ -154,14 +155,22 @@ class Group:
         )
 
     def go_back(self, state: tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]) -> None:
-        """To what they were; costs of decisions are not changed by it."""
+        """Restore a saved state. The costs of decisions are not changed."""
         self._priced, self.costs, self.rises = state[0], state[1], state[2].copy()
         for reader, (worth, risen) in zip(self.readers, state[3], strict=True):
             reader.worth, reader.risen = worth, risen
 
     def spread(self, least: Floats, costs: Floats) -> Floats:
-        """The least of what is at hand anywhere plus what leads from there: by Bellman and Ford,
-        all collectives at once."""
+        """Relax the cost of each layout over the collectives that lead to it, until none changes
+        (Bellman and Ford, all collectives at once).
+
+        Args:
+            least: cost by layout, ∞ where it is not available; changed in place.
+            costs: seconds by collective.
+
+        Returns:
+            `least`: the least cost at which each layout can be reached.
+        """
         to, starts = self._to
         while len(to):
             found = np.minimum.reduceat(least[self.tails] + costs, starts)
@@ -170,8 +179,16 @@ class Group:
             least[to] = np.minimum(least[to], found)
         return least
 
-    def drawn(self, most: Floats, costs: Floats) -> Floats:
-        """The most of what is wanted anywhere less what leads there."""
+    def draw(self, most: Floats, costs: Floats) -> Floats:
+        """Propagate the worth of layouts against the direction of collectives.
+
+        Args:
+            most: worth by layout, −∞ where there is none; changed in place.
+            costs: seconds by collective.
+
+        Returns:
+            `most`: per layout, the largest worth less the cost of the collectives that lead there.
+        """
         come, starts = self._from
         heads, costs = self.heads[self._by_tail], costs[self._by_tail]
         while len(come):
@@ -182,8 +199,8 @@ class Group:
         return most
 
     def short(self) -> list[Floats]:
-        """Each reader's potentials, with few digits: what is rounded is made up for by a small
-        share of them all, so that they rise by no more than they may."""
+        """Each reader's potentials, rounded to few digits. All are first scaled down by a small
+        share, so that after rounding they rise by no more than collectives cost."""
         lowest = 0.0 if self.late else min(float(reader.worth.min()) for reader in self.readers)
         worths = [
             np.where(self.useful, reader.worth - lowest, 0.0) * (1.0 - _GIVEN)
@@ -199,8 +216,8 @@ class Group:
         return self.at_rest([np.floor(worth * per_unit) / per_unit for worth in worths])
 
     def reprice(self, per_byte: float) -> None:
-        """What keeping costs more per byte; versions are then worth to each reader its share of
-        what they are to all."""
+        """Add seconds per byte to the cost of kept versions, and lower the potentials of versions
+        to match (`at_rest`)."""
         self._priced = self._priced + per_byte * self.sizes
         self.costs = np.minimum(self._priced, self.most_s)
         if self.sizes.any():
@@ -210,8 +227,8 @@ class Group:
                 reader.set(worth)
 
     def at_rest(self, worths: Sequence[Floats]) -> list[Floats]:
-        """The same potentials, those of versions as low as they may be: Σ_c π[c,l] − what
-        keeping l costs, in proportion."""
+        """Lower the potentials of versions as far as the rows allow: Σ_c π[c,l] less the cost of
+        keeping l, divided among the readers in proportion."""
         keeps = self.tails >= self.num
         if not keeps.any():
             return [*worths]
@@ -224,7 +241,8 @@ class Group:
         return found
 
     def lost(self) -> float:
-        """Of the bound, where potentials rise by more than collectives cost."""
+        """Seconds of the bound that are lost because potentials rise by more than collectives
+        cost."""
         rises = sum((reader.rise() for reader in self.readers), np.zeros(len(self.costs)))
         return float(self.weights @ np.maximum(0.0, rises - self.costs))
 
@@ -249,10 +267,11 @@ class Reader:
         self.worth, self.risen = np.zeros(len(self.group.useful)), np.zeros(len(self.group.costs))
 
     def rise(self) -> Floats:
+        """By how much π rises over each collective; 0 where it falls."""
         return np.maximum(0.0, self.worth[self.group.heads] - self.worth[self.group.tails])
 
-    def raised(self, share: Share) -> None:
-        """See the module."""
+    def raise_worth(self, share: Share) -> None:
+        """Raise π by a share of the leeway of all sources (see the module)."""
         more = np.full(len(self.worth), np.inf)
         for source in self.group.sources:
             more[source.layouts] = np.minimum(
@@ -261,16 +280,16 @@ class Reader:
         found = self.group.spread(self.worth + more, self._room())
         self.set(np.where(np.isinf(found), self.worth, found))
 
-    def lowered(self, share: Share) -> None:
-        """See the module."""
+    def lower_worth(self, share: Share) -> None:
+        """Lower π by a share of the reader's leeway (see the module)."""
         found, at = np.full(len(self.worth), -np.inf), self.side.layouts
         found[at] = self.worth[at] - share(self.side.decision) * self.side.leeway()
-        found = self.group.drawn(found, self._room())
+        found = self.group.draw(found, self._room())
         floor = 0.0 if self.group.late else float(found[np.isfinite(found)].min())
         self.set(np.where(np.isinf(found), np.minimum(self.worth, floor), np.maximum(found, floor)))
 
     def set(self, worth: Floats) -> None:
-        """These potentials, and what follows from them."""
+        """Set the potentials, and update the costs of decisions and the rises."""
         group, change, self.worth = self.group, worth - self.worth, worth
         self.side.decision.costs += self.side.times * change[self.side.at]
         for source in group.sources:
@@ -281,7 +300,7 @@ class Reader:
             self.risen = rise
 
     def _room(self) -> Floats:
-        """What collectives cost, less what others pay of it."""
+        """Cost of each collective, less what the other readers pay of it."""
         if len(self.group.readers) == 1:
             return self.group.costs
         return np.maximum(self.group.costs - self.group.rises + self.risen, self.risen)

@@ -1,5 +1,5 @@
-"""What the program pays for each piece of work, so that its objective, a sum, is a lower bound of
-the step.
+"""Prices of the program: what each piece of work costs, such that the objective, a sum, is a lower
+bound of the step.
 
 With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.core.streams`), a second
 
@@ -36,8 +36,16 @@ _TIE = 1e-9
 
 
 def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> Load:
-    """What all instances of an op do, `again` where backward runs it again; beside what parameters
-    and inputs take nothing runs, nor beside an op's own collectives."""
+    """Compute the load of all instances of an op.
+
+    Nothing overlaps with the time of parameters and inputs, nor with an op's own collectives.
+
+    Args:
+        problem: that has the op.
+        n: index of the op.
+        strategy: index of its strategy.
+        again: whether as backward runs it again.
+    """
     op, phase = problem.ops[n], "backward" if again else problem.ops[n].phase
     chosen = op.strategies[strategy]
     if op.kind != "compute" or not chosen.communication_s:
@@ -47,26 +55,35 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
 
 
 def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
-    """What kernels take away where they do a collective of all instances of a variant."""
+    """Compute what kernels save by a collective of all instances of a variant, as a negative
+    load."""
     variant = problem.variants[v]
     phase: Phase = "backward" if late else problem.values[variant.value].phase
     return work(phase, variant.count * saved_s, compute=True).scale(-1.0)
 
 
 def routed_load(problem: Problem, n: int, saved_s: float, *, again: bool) -> Load:
-    """What a route takes away from all instances of an op."""
+    """Compute what a route saves of all instances of an op, as a negative load.
+
+    Args:
+        problem: that has the op.
+        n: index of the op.
+        saved_s: seconds that it saves of one instance.
+        again: whether as backward runs the op again.
+    """
     return work(
         "backward" if again else problem.ops[n].phase, problem.ops[n].count * saved_s, compute=True
     ).scale(-1.0)
 
 
 def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:
-    """What so many instances of each arc of a variant do."""
+    """Return a function that computes the load of `count` instances of an arc of a variant."""
     phase: Phase = "backward" if late else problem.values[problem.variants[v].value].phase
     early = is_early(problem, v, late=late)
     known: dict[tuple[float, str], Load] = {}  # arcs of a graph take few different times
 
     def load(arc: Arc) -> Load:
+        """The load of `count` instances of an arc."""
         key = time_s, kind = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             local = kind == "slice"
@@ -82,8 +99,8 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
 
 
 def away_load(time_s: float, count: float = 1.0) -> Load:
-    """What it takes to store so many instances of a tensor on the hosts in forward, and to fetch
-    them in backward, each so many seconds."""
+    """Compute the load of storing `count` instances of a tensor on the hosts in forward and
+    fetching them in backward, each of which takes `time_s` seconds."""
     return work("forward", count * time_s, compute=False, early=True) + work(
         "backward", count * time_s, compute=False, early=True
     )
@@ -97,7 +114,7 @@ def tree_costs(
     saved_s: Mapping[tuple[int, int], float],
     balance: Balance = ON_COMPUTE,
 ) -> Callable[[Arc], float]:
-    """What arcs cost at a balance, without ties between quick and slow.
+    """Return a function that prices arcs at a balance; of equally dear ones the quicker costs less.
 
     Args:
         saved_s: ends of an arc → what kernels save where they do it.
@@ -115,6 +132,7 @@ def tree_costs(
     known: dict[tuple[float, str], float] = {}  # as above
 
     def cost(arc: Arc) -> float:
+        """The price of an arc in seconds, with a small share of its time to break ties."""
         key = time_s, _ = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             known[key] = load(arc).priced_s(slowdown, balance)

@@ -55,11 +55,15 @@ class PulpSolver:
     name: str
     takes: frozenset[str]
 
-    def made(self, gap: float, time_limit_s: float) -> Any:
-        """The solver with a relative gap and a limit of seconds, on one thread.
+    def build(self, gap: float, time_limit_s: float) -> Any:
+        """Build PuLP's solver object, which runs on one thread.
+
+        Args:
+            gap: relative; ignored by solvers that take none.
+            time_limit_s: in seconds; may be infinite.
 
         Raises:
-            AutoparError: where it takes no time limit and there is one.
+            AutoparError: if it takes no time limit and there is one.
         """
         settings: dict[str, Any] = {"msg": False}
         wanted = {"gapRel": gap, "threads": 1}
@@ -105,7 +109,11 @@ def pulp_solver(name: str) -> PulpSolver:
 
 
 def check_solver(name: str) -> None:
-    """That there is a solver of this name. Raises AutoparError."""
+    """Check that there is a solver of this name.
+
+    Raises:
+        AutoparError: if there is none, or it is not installed.
+    """
     if name.lower() != LIVE:
         pulp_solver(name)
 
@@ -171,12 +179,12 @@ def solve_modelled(
     active, outlasted, tightened = set[int](), set[int](), 0
     bound_s = free_s = 0.0
     while True:
-        found = _solved(
+        found = _solve_once(
             program.model, used, gap, ends - time.monotonic(), problem if not active else None
         )
         if found is None:
             return None
-        strategies, recomputed, kept, regions = program.chosen(found.values)
+        strategies, recomputed, kept, regions = program.read_choices(found.values)
         evaluation = evaluate(
             problem, strategies, recomputed, kept, regions if active else None
         )  # else regions cost nothing yet
@@ -186,7 +194,7 @@ def solve_modelled(
         broken = {
             r for r, size in enumerate(evaluation.resting_bytes) if size > problem.budget_bytes
         }
-        exceeds = _exceeding(evaluation) - outlasted
+        exceeds = _exceeded_phases(evaluation) - outlasted
         if not broken and not exceeds:
             bound_s, free_s = (
                 min(bound_s, evaluation.objective_s),
@@ -218,14 +226,15 @@ def solve_modelled(
         active |= broken
 
 
-def _exceeding(evaluation: Evaluation) -> set[int]:
+def _exceeded_phases(evaluation: Evaluation) -> set[int]:
+    """The phases whose excess is to come in: both, or none."""
     return set(range(len(PHASES))) if evaluation.outlasted else set()
 
 
-def _solved(
+def _solve_once(
     model: Model, solver: PulpSolver, gap: float, left_s: float, free: Problem | None
 ) -> _Answer | None:
-    """One solve; None where nothing was found.
+    """Run the solver once; None if it found nothing.
 
     Args:
         free: the problem, where no budget row is in, so that without a solution no layouts are
@@ -233,7 +242,7 @@ def _solved(
     """
     made = to_pulp(model)
     try:
-        made.solve(solver.made(gap, left_s))
+        made.solve(solver.build(gap, left_s))
     except pulp.PulpSolverError as error:
         what = f"solver {solver.name} failed through PuLP: {error}"
         raise AutoparError(
@@ -257,7 +266,7 @@ def _solved(
 def to_pulp(
     model: Model, columns: Mapping[str, str] | None = None, rows: list[str] | None = None
 ) -> pulp.LpProblem:
-    """The same program in PuLP's words; each row has one side, or two that are equal.
+    """Convert a model to PuLP's classes; each row has one side, or two that are equal.
 
     Args:
         columns: names to use in place of those of the model, for each. rows: names of the rows,

@@ -47,7 +47,7 @@ class Spread:
     apart: frozenset[int]
 
     @staticmethod
-    def folded(problem: Problem) -> Spread:
+    def one_group_per_op(problem: Problem) -> Spread:
         """One group per op."""
         times = tuple((float(op.count),) for op in problem.ops)
         read = tuple(tuple({0: 1.0} for _ in v.uses) for v in problem.variants)
@@ -147,8 +147,8 @@ def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> D
 def relax_problem(
     problem: Problem, time_limit_s: float = math.inf, spread: Spread | None = None
 ) -> Multipliers:
-    """Those of rows (3) and of the first of rows (9), to a few digits, and the relaxation's value.
-    Those of the other rows follow.
+    """Compute the multipliers of rows (3) and of the first of rows (9), rounded to a few digits,
+    and the relaxation's value. Those of the other rows follow from these.
 
     Args:
         time_limit_s: multipliers that are found in no time prove nothing.
@@ -159,7 +159,7 @@ def relax_problem(
         replace(value, away_s=()) for value in problem.values
     )  # where memory is free, nothing is stored
     problem = replace(problem, values=values)
-    program = _Grouped(problem, spread=spread or Spread.folded(problem))
+    program = _Grouped(problem, spread=spread or Spread.one_group_per_op(problem))
     engine = Engine(program.model, time_limit_s)
     relaxation = engine.relax(tighter(program, engine) if program.tighter else None)
     if relaxation is None:

@@ -47,7 +47,7 @@ class Climb:
     _seen: set[tuple[bytes, tuple[int, ...]]] = field(default_factory=set)  # columns and rows
 
     def up(self, point: Point | None, free: Floats, rungs: Sequence[int] = ()) -> list[int]:
-        """From small to large, until the gap is closed.
+        """Search restricted programs from small to large, until the gap is closed.
 
         Args:
             point: a vertex to begin from. free: as in `from_vertex`. rungs: how many columns, if
@@ -78,9 +78,14 @@ class Climb:
         return []
 
     def from_vertex(self, point: Point, free: Floats, *, soon: bool) -> list[int]:
-        """Over columns that cost least at a vertex. Then, unless it is to end soon, over the
-        layouts that are best where memory does not bind, `free`: what is kept and what runs again
-        is still open."""
+        """Search over the columns that cost least at a vertex, then over the layouts that are best
+        without a budget; which values are kept and which ops run again is open there.
+
+        Args:
+            point: the vertex.
+            free: columns of the relaxation without budget rows.
+            soon: leave out the widest and the last search.
+        """
         for share in _SHARES if soon else (*_SHARES, _WIDE_SHARE):
             broken = (
                 []
@@ -99,7 +104,7 @@ class Climb:
         if seen in self._seen:
             return []
         self._seen.add(seen)
-        found = self.engine.restricted(
+        found = self.engine.solve_restricted(
             columns,
             self.extra.matrix(self.extra.active),
             gap=min(self.gap / 10, 1e-3),
@@ -111,9 +116,9 @@ class Climb:
         return self.plans.offer(found.values) if found.values is not None else []
 
     def prove(self, max_nodes: int, point: Point | None = None) -> list[int]:
-        """The program over all columns that could belong to a better plan, if these are few or
-        there is no plan yet. Where communication outlasts compute in some, half of one tree of
-        collectives and half of another cost less than either; so they are whole there.
+        """Solve the program over all columns that could belong to a better plan, if these are few
+        or there is no plan yet. If communication outlasts compute, half of one tree of collectives
+        and half of another cost less than either; so flows are integers then.
 
         Args:
             point: a vertex whose reduced costs say which, where a relaxation with all rows would
@@ -128,7 +133,7 @@ class Climb:
         if self._has_plan and columns.sum() > SMALL:
             return []
         whole = ~self.extra.with_excess(np.zeros(len(columns), bool)) if self.extra.phases else None
-        found = self.engine.restricted(
+        found = self.engine.solve_restricted(
             columns,
             budget,
             gap=self.gap,
@@ -151,8 +156,8 @@ class Climb:
         return bool(np.isfinite(self.plans.best_s))
 
     def _among(self, known: Floats, point: Point) -> list[int]:
-        """Over the strategies that a solution takes, whole or in part; less the columns that no
-        better plan has."""
+        """Search over the strategies that a solution takes, whole or in part, without the columns
+        that no better plan has."""
         columns = point.reduced <= self.plans.best_s * SCALE - point.bound
         for row in self.program.x:
             places = np.array([self.engine.column[v.name] for v in row], np.int32)
@@ -238,8 +243,8 @@ def middle(phases: Sequence[int]) -> Balance:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the relaxation of a large program begins: at the potentials of dual ascent
-# (`autopar.solve.dual_ascent`), and at a price of memory.
+# The start of the relaxation of a large program: the potentials of dual ascent
+# (`autopar.solve.dual_ascent`), and a price of memory.
 
 _SWEEPS = (
     8  # fewer leave the simplex method more to do than they take, more take longer than they save
@@ -265,11 +270,13 @@ class Beginning:
             self.ascent.sweep()
         return self._duals(Rows.of([]), np.zeros(0))
 
-    def priced(self, further: Rows, budget_row: str, position: int) -> Floats:
-        """Duals of the program's and of further rows, where one is a budget row with a price that
-        proves much.
+    def duals_at_price(self, further: Rows, budget_row: str, position: int) -> Floats:
+        """Duals of the program's and of further rows, one of which is a budget row; its price is
+        doubled as long as that raises the bound.
 
         Args:
+            further: the further rows.
+            budget_row: name of the budget row.
             position: of that row, among the further ones.
         """
         best_s, found, worth_s = -np.inf, 0.0, _FIRST * self.ascent.bound_s

@@ -21,15 +21,15 @@ from autopar.solve.paths import refusal
 from autopar.solve.pulp_models import LIVE, solve_modelled
 
 # --------------------------------------------------------------------------------------------------
-# What backward would run again though nothing reads it.
+# Ops that backward would run again though nothing reads their results.
 #
-# Where communication outlasts compute, or an op takes no time, running it again costs nothing,
-# and the program may choose so for no reason. Its operands would then be kept for it, in
-# predictions and budgets, though not in the emitted program.
+# If communication outlasts compute, or an op takes no time, running it again costs nothing, and
+# the solver may choose it for no reason. Its operands would then be kept for it in predictions and
+# budgets, though not in the emitted program.
 
 
 def without_idle(problem: Problem, choices: Choices) -> Choices:
-    """The choices without it; no slower, and nowhere larger."""
+    """Remove recomputation that nothing reads; the plan is no slower, and nowhere larger."""
     if not choices.recomputed:
         return choices
     evaluation = evaluate_choices(problem, choices)
@@ -88,10 +88,11 @@ def solve(
 
 
 def shortage(what: str, needed_bytes: int = 0) -> InfeasibleError:
-    """The refusal of a budget of memory.
+    """Make the error for a memory budget that no plan fits.
 
     Args:
-        needed_bytes: per device, where that is known.
+        what: what happened.
+        needed_bytes: per device, if that is known; else 0.
     """
     remedy = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
     return InfeasibleError(what, remedy=remedy, needed_bytes=needed_bytes)
@@ -112,7 +113,8 @@ def choices_or_least(
     waits: bool = False,
     common: Common | None = None,
     met: Choices | None = None,
-) -> Choices | Least: ...
+) -> Choices | Least:
+    """With `whole`, the answer is never `Apart`."""
 
 
 @overload
@@ -130,7 +132,8 @@ def choices_or_least(
     waits: bool = False,
     common: Common | None = None,
     met: Choices | None = None,
-) -> Choices | Least | Apart: ...
+) -> Choices | Least | Apart:
+    """Without `whole`, the answer can be `Apart`."""
 
 
 def choices_or_least(
@@ -148,7 +151,7 @@ def choices_or_least(
     common: Common | None = None,
     met: Choices | None = None,
 ) -> Choices | Least | Apart:
-    """As `solve`, but where no plan fits, how much memory would do.
+    """Solve as `solve` does, but return the memory that is needed if no plan fits.
 
     Args:
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing

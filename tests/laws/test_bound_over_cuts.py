@@ -113,7 +113,7 @@ class Model:
         """With what searches of units prove; of most that is less than so many times what the
         multipliers do, so that they end."""
         parting = self.parting(multipliers)
-        return UnitPrograms(parting, parting.parts(), math.inf).raised(factor)
+        return UnitPrograms(parting, parting.parts(), math.inf).raise_units(factor)
 
     def checked(self, multipliers: Multipliers) -> over_cuts.Unfolded:
         ways = over_cuts.Pipelines(

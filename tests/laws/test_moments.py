@@ -19,7 +19,7 @@ from autopar.core.solution import Choices
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
 from autopar.cost.memory_lower_bound import surely
-from autopar.planner.learned_moments import Seen, by_trace_node, explained, over_budget
+from autopar.planner.learned_moments import Seen, by_trace_node, explain_peaks, over_budget
 from autopar.plans import Plan
 from autopar.program.memory import node_peaks, trace_peak
 from autopar.solve import Evaluation
@@ -171,7 +171,7 @@ def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -
     nodes = over_budget(liveness, seen, int(largest * 0.9))
     assert nodes and all(seen[node].peak_bytes > largest * 0.9 for node in nodes)
     assert len({liveness.owner[node] for node in nodes}) == len(nodes), "of equal nodes the worst"
-    moments = explained(liveness, choices, seen, nodes)
+    moments = explain_peaks(liveness, choices, seen, nodes)
     rows = sizes(made, tuple(moments.values()), choices, evaluation, set())
     assert rows == [seen[node].peak_bytes for node in moments]
 
@@ -195,7 +195,7 @@ def test_what_ran_again_is_said_by_ops_not_held_back() -> None:
         return (
             max(
                 moment.reserve_bytes
-                for moment in explained(liveness, choices, sights, nodes).values()
+                for moment in explain_peaks(liveness, choices, sights, nodes).values()
             )
             / largest
         )

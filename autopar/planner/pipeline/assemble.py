@@ -1,4 +1,5 @@
-"""Plans of stages → one plan: its cuts, what crosses, step, peak, and the bound over all cuts."""
+"""Joins the plans of stages into one: cuts, values that cross, step, peak, and the bound over all
+cuts."""
 
 from __future__ import annotations
 
@@ -71,10 +72,16 @@ def join_stages(
     sharing: Sharing,
     clock: Clock,
 ) -> Planned:
-    """The plan of all stages.
+    """Join the plans of all stages.
 
     Args:
-        cuts: indices of the units that begin later stages. stages: their plans.
+        asked: what the pipeline is planned for.
+        whole: the plans without stages, and the bound over all cuts.
+        cuts: indices of the units that begin later stages.
+        stages: their plans.
+        made: the traces of the stages.
+        sharing: the memory of the ranks.
+        clock: measures phases.
     """
     plans = tuple(planned.plan for planned in stages)
     objective = (
@@ -149,6 +156,7 @@ def join_stages(
         program = emit_staged(asked.part, made, asked.how, plan)
 
     def closer(factor: float) -> float:
+        """Search for a bound that is `factor` times as high; return what is proven, in seconds."""
         assert whole.closer is not None, "there are cuts"
         with clock.phase("bound"):
             return whole.closer(factor).step_s
@@ -157,13 +165,13 @@ def join_stages(
 
 
 def _find_crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
-    """What leaves a stage."""
+    """List the values that leave a stage."""
     layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
     return tuple(
         Crossed(
             o.path,
             layouts[o.path],
-            local_bytes(o.shape, o.dtype, layouts[o.path], asked.left.shape),
+            local_bytes(o.shape, o.dtype, layouts[o.path], asked.stage_mesh.shape),
             bool(o.tangent),
         )
         for o in stage.outputs
@@ -174,7 +182,7 @@ def _find_crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed
 def _proof(
     asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], promised: tuple[str, ...]
 ) -> Proof:
-    """Of all cuts; of one stage, its own."""
+    """Make the proof over all cuts; with one stage, the stage's own."""
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (
         (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num)
@@ -226,8 +234,8 @@ def _proof(
 
 
 def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
-    """The proof with those of one kind of device, where there are any."""
-    draft = PlanDraft(asked.part, asked.left, on.priced, on.choices, on.evaluation, {})
+    """Add the multipliers of one kind of device to the proof, if there are any."""
+    draft = PlanDraft(asked.part, asked.stage_mesh, on.priced, on.choices, on.evaluation, {})
     return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)
 
 

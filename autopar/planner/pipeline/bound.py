@@ -1,5 +1,5 @@
-"""What is proven of all pipelines of a model, over all cuts: from a problem's relaxation to the
-least step."""
+"""The bound of all pipelines of a model, over all cuts: from a problem's relaxation to the least
+step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from autopar.stages import Seams
 from autopar.stages.placing import Placing
 
 # --------------------------------------------------------------------------------------------------
-# What units take at least, more closely than op by op (`autopar.planner.pipeline.lagrangian`): each
-# is searched as a program of its own.
+# Lower bounds of units that are closer than op by op (`autopar.planner.pipeline.lagrangian`): each
+# unit is searched as a program of its own.
 #
-# Rows of tensors that only one unit has stay rows; those of all others stay priced by the same
-# multipliers, whatever these are. So the least of a unit's program, plus what is priced beside
-# it, is at least what its ops take one by one, and still no more than the unit's part of any
-# plan: with rows of fewer tensors priced there is less that a choice could gain (Geoffrion,
-# Lagrangean relaxation, 1974: the bound lies between that of the relaxation and that of the
-# integer program). Priced stay tensors that may cross, and all that have kernels on offer, whose
-# rows (12) to (18) nothing here has.
+# Rows of tensors that only one unit has stay rows; the rows of all others are priced by the same
+# multipliers, whatever these are. So the least cost of a unit's program, plus that of the priced
+# tensors, is at least the sum over its ops one by one, and no more than the unit's part of any
+# plan: with rows of fewer tensors priced, a choice can gain less (Geoffrion, Lagrangean
+# relaxation, 1974: the bound lies between that of the relaxation and that of the integer program).
+# Tensors that may cross stay priced, and so do all for which kernels are on offer, since rows (12)
+# to (18) are not in the units' programs.
 
 _RELAXATIONS = 150  # per unit
 _MOST = 450  # in all; units that are no more like each other than this allows are left as they are
@@ -57,8 +57,15 @@ class UnitPrograms:
             self._members[instance.unit].append(instance)
         self._inside = self._only_in_one()
 
-    def raised(self, factor: float) -> Parts:
-        """Units that take together as many times what they did, as far as that can be shown."""
+    def raise_units(self, factor: float) -> Parts:
+        """Search units for higher bounds, the heaviest first.
+
+        Args:
+            factor: how many times as much all units are to take together.
+
+        Returns:
+            The parts with the units' bounds as far as they were proven.
+        """
         factor = 1.0 + _MORE * (factor - 1.0)
         alike: dict[object, list[int]] = {}
         for unit, members in enumerate(self._members):
@@ -79,8 +86,8 @@ class UnitPrograms:
         return replace(self.parts, units=tuple(units))
 
     def _only_in_one(self) -> set[Ref]:
-        """The tensors that only one unit makes and reads, and that the whole prices as any stage
-        does."""
+        """Find the tensors that only one unit makes and reads, and that the whole prices as any
+        stage does."""
         parting, instances = self.parting, self.parting.instances
         with_kernels = {v for v, _ in parting.kernels}
         several = {
@@ -108,7 +115,7 @@ class UnitPrograms:
         return found
 
     def _kind(self, members: Sequence[Instance]) -> object:
-        """What decides a unit's program."""
+        """Key of a unit's program: units with equal keys have equal programs."""
         place = {
             ref: (n, r)
             for n, i in enumerate(members)
@@ -126,7 +133,7 @@ class UnitPrograms:
         )
 
     def _part(self, members: Sequence[Instance]) -> tuple[Part, float]:
-        """A unit's program, and what is priced beside it."""
+        """Build a unit's program; the seconds of what is priced outside of it are returned too."""
         parting, problem = self.parting, self.parting.problem
         mine = [i for i in members if not i.alone]
         beside_s = sum(parting.least(i) for i in members if i.alone)
@@ -142,7 +149,9 @@ class UnitPrograms:
         for n, instance in enumerate(mine):
             op = problem.ops[instance.op]
             times = np.array([s.time_s for s in op.strategies])
-            first, again = parting.reduced(instance, parting.supplied(instance), self._inside)
+            first, again = parting.reduced_costs(
+                instance, parting.readers_of(instance), self._inside
+            )
             ops.append(replace(op, count=1))
             further.append((first - times, again - times))
             for operand, ref in instance.operands:
@@ -187,12 +196,12 @@ class UnitPrograms:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which instances of a folded problem's ops have neighbours that are alike: groups for
+# Groups of a folded problem's instances whose neighbours are alike, for
 # `autopar.solve.relaxation`.
 
 
 def spread(instances: Instances) -> Spread:
-    """The groups: instances of an op whose tensors are of the same variants."""
+    """Group the instances of each op whose tensors are of the same variants."""
     problem = instances.priced.problem
     groups: list[dict[object, int]] = [{} for _ in problem.ops]
     times: list[list[float]] = [[] for _ in problem.ops]
@@ -211,7 +220,7 @@ def spread(instances: Instances) -> Spread:
     found = tuple(tuple(each) or (0.0,) for each in times)
     apart = {
         instances.variant[ref]
-        for ref in instances.hidden | instances.shared()
+        for ref in instances.hidden | instances.shared_tensors()
         if ref in instances.variant
     }
     return Spread(
@@ -258,7 +267,7 @@ class Pipelines:
 
 
 def part_constraints(forced: Forced, seams: Seams) -> Forced:
-    """What is forced on the whole, no cluster of which crosses a border."""
+    """Restrict what is forced on the whole, such that no cluster crosses a border."""
     return replace(forced, named=replace(forced.named, apart=forced.named.apart | seams.apart))
 
 
@@ -268,8 +277,8 @@ class Proven:
 
     Attributes:
         multipliers: by kind of device, at its prices.
-        closer: the least step where every unit is searched for that it takes so many times what
-            these prove (no less is proven).
+        closer: searches every unit for a bound that is so many times as high, and returns the
+            least step then (never less than `least`).
     """
 
     least: Least
@@ -280,23 +289,28 @@ class Proven:
 def prove_bound(
     priced: Sequence[Priced], forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
 ) -> Proven:
-    """What the multipliers of the whole's relaxations prove of all these pipelines, whatever the
-    memory.
+    """Prove a lower bound of all these pipelines, whatever the memory, by the multipliers of the
+    relaxations of the whole.
 
     Each stage is bounded by itself, at the prices of its own devices and by multipliers that were
     found at these.
 
     Args:
-        priced: of the whole, on each kind of device, under `parted` constraints `forced` and with
-            what the seams expose.
+        priced: of the whole, on each kind of device, under the constraints `forced` and with the
+            nodes that the seams expose.
+        forced: constraints, as from `part_constraints`.
+        seams: of all cut points.
+        ways: the pipelines.
+        time_limit_s: of each solve.
     """
     partings = [_relax_parts(each, forced, seams, ways, time_limit_s) for each in priced]
     parts = list(_by_stage(partings, ways))
 
     def closer(factor: float) -> Least:
+        """The least step after units were searched for bounds that are `factor` times as high."""
         first = {kind: parts[ways.kinds.index(kind)] for kind in dict.fromkeys(ways.kinds)}
         units = {
-            kind: UnitPrograms(partings[kind], part, time_limit_s).raised(factor).units
+            kind: UnitPrograms(partings[kind], part, time_limit_s).raise_units(factor).units
             for kind, part in first.items()
         }
         return least(
@@ -304,6 +318,7 @@ def prove_bound(
         )
 
     def least(parts: Sequence[Parts]) -> Least:
+        """The least step over all cuts, given the parts of each stage."""
         return least_step(parts, len(ways.kinds), ways.num_microbatches, ways.allowed)
 
     return Proven(least(parts), tuple(parting.multipliers for parting in partings), closer)
@@ -312,7 +327,7 @@ def prove_bound(
 def _relax_parts(
     priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
 ) -> Parting:
-    """Of the whole on one kind of device."""
+    """Relax the problem of the whole on one kind of device, and divide it into parts."""
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relax_problem(priced.problem, time_limit_s, spread(instances))
@@ -329,8 +344,8 @@ def _relax_parts(
 
 
 def _by_stage(partings: Sequence[Parting], ways: Pipelines) -> Iterator[Parts]:
-    """Per stage its units and the borders to the one behind; of the last, to one like it, which
-    there is not."""
+    """Generate, per stage, its units and the borders to the next stage. The last stage gets the
+    borders to one like itself, which are not used."""
     known: dict[object, Parts] = {}
     for kind, behind, crossing in zip(
         ways.kinds, (*ways.kinds[1:], ways.kinds[-1]), ways.crossings, strict=True

@@ -1,5 +1,4 @@
-"""The least step over all ways to cut units into stages, where units and borders say what a stage
-takes at least.
+"""The least step over all ways to cut units into stages, given lower bounds of units and borders.
 
     stage of units u … w takes at least   τ = max(0, behind(border of u) + Σ least of u … w +
                                           before(border behind w))
@@ -31,7 +30,7 @@ _MOST = 8  # pairs at a border
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a microbatch takes at least.
+    """Lower bounds of the seconds that a microbatch takes.
 
     Attributes:
         units: seconds per unit. borders: the pairs before each unit but the first; they may be
@@ -51,8 +50,8 @@ class Least:
 
 
 def front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Pairs such that each given one is at least one of these in both; those given, where they
-    are few."""
+    """Reduce pairs to few, such that each given pair is at least one of them in both parts. If
+    there are few, only dominated pairs are removed."""
     kept: list[Pair] = []
     for before, behind in sorted(pairs):
         if not kept or behind < kept[-1][1]:
@@ -64,7 +63,7 @@ def front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
 
 
 def join_pairs(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Of two things that cross, each with its own pairs."""
+    """Combine the pairs of two tensors that cross: their sums."""
     return front((a + c, b + d) for a, b in one for c, d in other)
 
 
@@ -74,11 +73,12 @@ def least_step(
     num_microbatches: int,
     allowed: Collection[int] | None = None,
 ) -> Least:
-    """The least step; see the module.
+    """Find the least step over all cuts (see the module).
 
     Args:
-        parts: of all stages alike, or per stage its units, and the borders between it and the one
-            behind.
+        parts: of all stages alike, or per stage its units, and the borders between it and the next.
+        num_stages: of the pipeline.
+        num_microbatches: M.
         allowed: units that may begin a later stage; by default all but the first.
     """
     each = [parts] * num_stages if isinstance(parts, Parts) else list(parts)
@@ -118,8 +118,8 @@ def _times(
 
 
 def fastest_path(tables: Sequence[Floats], num_microbatches: int) -> tuple[float, tuple[int, ...]]:
-    """The least (M − 1) · max τ + Σ τ over all ways through, infinite where there is none; and the
-    places that one goes through.
+    """Find the least (M − 1) · max τ + Σ τ over all paths, infinite if there is none, and the
+    places on one such path.
 
     Args:
         tables: per stage τ from each place before it to each place behind it, of which the first
@@ -147,7 +147,8 @@ def fastest_path(tables: Sequence[Floats], num_microbatches: int) -> tuple[float
 def _shortest(
     tables: Sequence[Floats], limit: float
 ) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """Times of stages and places with the least sum and all times below the limit."""
+    """Find the path with the least sum whose times are all below the limit: its times and
+    places."""
     within = [np.where(table < limit, table, np.inf) for table in tables]
     reach, how = within[0][0], list[NDArray[np.int64]]()
     for table in within[1:]:

@@ -1,5 +1,5 @@
-"""What each part of a model costs at least, wherever it is cut: the Lagrangian of the whole, part
-by part.
+"""Lower bounds of the parts of a model, wherever it is cut: the Lagrangian of the whole, part by
+part.
 
 Terms. A *unit* is what lies between neighbouring places to cut; a *border* lies before a unit. An
 *instance* is one op or tensor of the model as it is, where the problem folds equal ones. Rows and
@@ -74,7 +74,7 @@ from autopar.sharding import Ref
 
 @dataclass
 class Parting:
-    """The parts of one problem in the making.
+    """Computes the parts of one problem.
 
     Args:
         instances: of the whole's problem, see the module. num_units: that its placing has. exposed:
@@ -103,11 +103,11 @@ class Parting:
         self._nodes = {n.name: n for n in self.instances.trace.graph.nodes}
 
     def parts(self, behind: Parting | None = None, wire: Wire | None = None) -> Parts:
-        """Seconds of units, and of borders to a stage behind.
+        """Compute the seconds of units, and of borders to the next stage.
 
         Args:
-            behind: at whose prices that stage is, and `wire` the link to it, where its devices are
-                others.
+            behind: the parting of the next stage, if it has other devices.
+            wire: the link to the next stage, if not that of `crossing`.
         """
         behind, wire = behind or self, wire or self.crossing.behind
         units = [0.0] * self.num_units
@@ -126,15 +126,15 @@ class Parting:
     # ops
 
     def least(self, instance: Instance) -> float:
-        """The least reduced costs of an op."""
-        key, supplied = self.kind(instance), self.supplied(instance)
+        """Return the least reduced cost of an instance, in seconds."""
+        key, supplied = self.kind(instance), self.readers_of(instance)
         if key not in self._least:
             self._least[key] = self._least_of(instance, supplied)
         return self._least[key]
 
     def kind(self, instance: Instance) -> object:
-        """What decides an op's reduced costs."""
-        supplied = self.supplied(instance)
+        """Key of an instance's reduced costs: instances with equal keys have equal costs."""
+        supplied = self.readers_of(instance)
         return (
             instance.op,
             instance.again,
@@ -146,9 +146,9 @@ class Parting:
             ),
         )
 
-    def supplied(self, instance: Instance) -> dict[Ref, list[Read]]:
-        """The readers of what an op makes; of what several units have for themselves, those in
-        its unit."""
+    def readers_of(self, instance: Instance) -> dict[Ref, list[Read]]:
+        """Find the readers of each result of an instance. If several units have the op for
+        themselves, only readers in the instance's unit count."""
         refs = [ref for ref in instance.results if ref in self.instances.variant]
         reads = {ref: self.instances.reads.get(ref, []) for ref in refs}
         return {
@@ -157,17 +157,25 @@ class Parting:
         }
 
     def _least_of(self, instance: Instance, supplied: Mapping[Ref, Sequence[Read]]) -> float:
-        x, again = self.reduced(instance, supplied)
+        x, again = self.reduced_costs(instance, supplied)
         return float(x.min()) + (min(float(again.min()), 0.0) if instance.again else 0.0)
 
-    def reduced(
+    def reduced_costs(
         self,
         instance: Instance,
         supplied: Mapping[Ref, Sequence[Read]],
         inside: Collection[Ref] = (),
     ) -> tuple[Floats, Floats]:
-        """Reduced costs of an op's strategies, and as backward runs them again, where rows of
-        tensors that are `inside` are not priced."""
+        """Compute the reduced costs of an instance's strategies.
+
+        Args:
+            instance: of an op.
+            supplied: the readers of its results, as from `readers_of`.
+            inside: tensors whose rows are not priced.
+
+        Returns:
+            Seconds by strategy, in the op's own phase and as backward runs it again.
+        """
         x = instance.share * np.array([s.time_s for s in self.problem.ops[instance.op].strategies])
         again = x.copy()
         for operand, ref in instance.operands:
@@ -176,7 +184,7 @@ class Parting:
             worth, layouts = self.worths.of(ref), self.worths.reads(ref, instance.op, operand)
             use = self.instances.use(instance.op, operand, ref)
             if use in worth.now:
-                kept = worth.summed(worth.later, self.instances.reads[ref])
+                kept = worth.sum_of(worth.later, self.instances.reads[ref])
                 x += worth.now[use][layouts] - worth.kappa(kept)[layouts]
                 again += worth.later[use][layouts] if use in worth.later else 0.0
             elif use in worth.later:
@@ -185,20 +193,20 @@ class Parting:
             if ref in inside:
                 continue
             worth, value = self.worths.of(ref), self.worths.value(ref)
-            layouts = self.worths.made(ref)
-            later = worth.summed(worth.later, reads)
+            layouts = self.worths.layouts_made(ref)
+            later = worth.sum_of(worth.later, reads)
             x -= (
-                worth.summed(worth.now, reads)[layouts]
+                worth.sum_of(worth.now, reads)[layouts]
                 + (later if value.resident else np.where(worth.versions, later, 0.0))[layouts]
             )
             again -= later[layouts]
-        for kernel, most in self._saved(instance):
+        for kernel, most in self._kernel_savings(instance):
             (again if kernel.again else x)[list(kernel.strategies)] -= most
         return x, again
 
-    def _saved(self, instance: Instance) -> Iterator[tuple[Kernel, float]]:
-        """What each kernel of an op's product saves at most, beyond what its collectives cost
-        over their worth."""
+    def _kernel_savings(self, instance: Instance) -> Iterator[tuple[Kernel, float]]:
+        """Generate the most that each kernel of an op's product saves, beyond the cost of its
+        collectives over their worth."""
         touched = [
             *(ref for _, ref in instance.operands),
             *(ref for ref in instance.results if ref in self.instances.variant),
@@ -229,8 +237,8 @@ class Parting:
     def _crosses(
         self, ref: Ref, maker: int, behind: Parting, wire: Wire
     ) -> Iterator[tuple[int, tuple[Pair, ...]]]:
-        """The borders that a tensor may cross, and what each layout costs there: the stage before
-        at these prices, the stage behind at its own."""
+        """Generate the borders that a tensor may cross, and the cost of each layout there: for the
+        stage before at these prices, for the stage behind at its own."""
         units = [r.unit for r in self.instances.reads.get(ref, [])]
         forward = self.worths.value(ref).phase == "forward"
         for border in (
@@ -254,8 +262,7 @@ class Parting:
             yield border, self._fronts[key]
 
     def _sides(self, ref: Ref, border: int) -> object:
-        """What decides what a tensor costs at a border: its kind, and who reads it on either
-        side."""
+        """Key of a tensor's costs at a border: its kind, and its readers on either side."""
         reads = self.instances.reads.get(ref, [])
         sides = [r for r in reads if r.unit < border], [r for r in reads if r.unit >= border]
         return self.worths.kind(ref), tuple(
@@ -263,8 +270,8 @@ class Parting:
         )
 
     def _at_border(self, ref: Ref, border: int, wire: Wire) -> tuple[Floats, Floats]:
-        """Per layout of what crosses, seconds of the stage before and of the one behind, at
-        these prices."""
+        """Seconds of the stage before and of the stage behind a border at these prices, by layout
+        of the tensor that crosses."""
         key = self._sides(ref, border), wire
         if key not in self._borders:
             reads = self.instances.reads.get(ref, [])
@@ -281,8 +288,8 @@ class Parting:
     ) -> tuple[Floats, Floats]:
         value, worth, node = self.worths.value(ref), self.worths.of(ref), self._nodes[ref[0]]
         forward = value.phase == "forward"
-        gains = worth.summed(worth.now, behind if forward else before)
-        later = worth.summed(worth.later, before), worth.summed(worth.later, behind)
+        gains = worth.sum_of(worth.now, behind if forward else before)
+        later = worth.sum_of(worth.later, before), worth.sum_of(worth.later, behind)
         kept, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
         further_s = worth.crossing_loss_s - worth.loss_s  # where it is made
         at = np.array(

@@ -1,4 +1,4 @@
-"""What a pipeline is planned for, and what a plan without stages says of it."""
+"""The request that a pipeline is planned for, and the plans of one microbatch without stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One axis, one number of microbatches, one schedule.
+    """The request for one axis, one number of microbatches and one schedule.
 
     Attributes:
         part: the trace of one microbatch. how: how microbatches make the batch. batch_bytes: of the
@@ -49,22 +49,23 @@ class Asked:
 
     @property
     def axis(self) -> str:
-        """Along which stages lie; empty for one stage on the whole mesh."""
+        """The axis along which stages lie; empty for one stage on the whole mesh."""
         return self.wish.axis or ""
 
     @property
-    def left(self) -> Mesh:
-        """What a stage runs on."""
+    def stage_mesh(self) -> Mesh:
+        """The mesh that a stage runs on."""
         return self.mesh.without(self.axis) if self.axis else self.mesh
 
     @property
     def num_stages(self) -> int:
+        """Stages of the pipeline: devices along its axis times chunks of each."""
         return self.wish.chunks * (
             self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
         )
 
     def profile_of(self, stage: int) -> HardwareProfile:
-        """Of a stage's devices."""
+        """Return the profile of a stage's devices."""
         return profile_of(self.hardware, self.axis, stage)
 
     @property
@@ -99,12 +100,12 @@ class Asked:
         """Seconds a step in which outputs go from the stages that make them to all others."""
         return handing_s(self.axis, self.mesh, self.hardware, self.returned.handed_bytes)
 
-    def crossing(self, stage: int) -> Crossing:
-        """Over the links to a stage's neighbours."""
+    def crossing_of(self, stage: int) -> Crossing:
+        """Return the links to a stage's neighbours."""
         return Crossing.along(self.axis, self.mesh, self.hardware, stage)
 
     def cuts(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
-        """The cuts that the user asks for, as indices of units.
+        """Look up the cuts that the user asks for, as indices of units.
 
         Raises:
             ConstraintError: where the model has no such cuts, or there are too few or too many.
@@ -124,7 +125,7 @@ class Asked:
         return tuple(sorted(modules[name] for name in wanted))
 
     def mark(self, trace: Trace, hardware: Hardware) -> Fingerprint:
-        """Of a plan for a trace: of the whole batch, or of a stage."""
+        """Make the fingerprint of a plan for the trace of the whole batch, or of a stage."""
         return fingerprint(trace, self.model_name, hardware, VERSION)
 
 
@@ -166,11 +167,16 @@ class Whole:
 
 
 def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layout]:
-    """Per crossing value (by key) the layout of the fewest bytes among those that the plan of the
-    whole makes of it, on the devices that hand it on.
+    """Choose the layout of each value that crosses between stages: the one of the fewest bytes
+    among those that the plan of the whole makes, on the devices that send it.
 
     Args:
+        whole: the plans without stages.
         part: the trace that `whole` is the plan of, and that `made` cuts.
+        made: the stages, and the values that cross between them.
+
+    Returns:
+        Key of the value → layout; values inside of a cluster of the whole are left out.
     """
     keys = {n.name: n.meta["key"] for n in part.graph.nodes if n.op == "call_function"}
     variants = [

@@ -1,4 +1,4 @@
-"""When each piece of a pipeline's work runs, and how long a step takes."""
+"""Simulates pipeline schedules, and computes the time of a step from the times of stages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Bar:
 
     @property
     def end_s(self) -> float:
+        """Seconds from the begin of the step to the end of the work."""
         return self.start_s + self.duration_s
 
 
 def step_time(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """(M − 1) · max τ + Σ τ for times τ of one microbatch, forward and backward, per stage; each
-    on a rank of its own."""
+    """Compute (M − 1) · max τ + Σ τ for times τ of one microbatch, forward and backward, per stage;
+    each stage is on a rank of its own."""
     return (num_microbatches - 1) * max(stage_s) + sum(stage_s)
 
 
@@ -41,12 +42,18 @@ def scheduled_time(
     num_microbatches: int,
     num_chunks: int = 1,
 ) -> float:
-    """Seconds of a step under a schedule; per stage those of one microbatch.
+    """Compute the seconds of a step under a schedule.
 
-    With one stage a rank `step_time`'s formula; under GPipe, which turns round once, that of
-    forward and that of backward; interleaved the end of the simulated schedule. That is, with v
-    equal chunks of time τ/v each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v
-    (Narayanan et al., 2021, section 2.2).
+    With one stage a rank, it is the formula of `step_time`; under GPipe, the sum of that of forward
+    and that of backward. Interleaved, it is the end of the simulated schedule: with v equal chunks
+    of time τ/v each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v (Narayanan et al.,
+    2021, section 2.2).
+
+    Args:
+        schedule: its name.
+        forward_s, backward_s: seconds of one microbatch, per stage.
+        num_microbatches: M.
+        num_chunks: stages per rank.
     """
     if schedule == GPIPE and num_microbatches > 1:
         return step_time(forward_s, num_microbatches) + step_time(backward_s, num_microbatches)
@@ -62,12 +69,18 @@ def scheduled_time(
 def least_time(
     schedule: str, least_s: float, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> float:
-    """What a step takes at least, however the model is cut, where a microbatch takes at least
-    `least_s` through all stages.
+    """Bound the seconds of a step, however the model is cut.
 
-    With one stage a rank the slowest takes at least an S-th of it. Interleaved, the rank that does
-    most takes at least a P-th for each microbatch; how long it waits for the first, and the others
-    for it at the end, can be next to nothing for some cuts.
+    With one stage a rank, the slowest stage takes at least an S-th of `least_s`. Interleaved, the
+    rank that does most takes at least a P-th for each microbatch; its wait for the first
+    microbatch, and that of the others for it at the end, can be next to nothing for some cuts.
+
+    Args:
+        schedule: its name.
+        least_s: seconds that a microbatch takes at least through all stages.
+        num_stages: S.
+        num_microbatches: of a step.
+        num_chunks: stages per rank.
     """
     if schedule != INTERLEAVED:
         return least_s + (num_microbatches - 1) * least_s / num_stages
@@ -81,8 +94,18 @@ def simulate(
     num_microbatches: int,
     num_chunks: int = 1,
 ) -> tuple[Bar, ...]:
-    """When each piece of work runs, if each begins as soon as its rank is free and what it reads
-    is there."""
+    """Simulate a schedule: each piece of work begins as soon as its rank is free and its operand is
+    there.
+
+    Args:
+        schedule: its name.
+        forward_s, backward_s: seconds of one microbatch, per stage.
+        num_microbatches: of a step.
+        num_chunks: stages per rank.
+
+    Returns:
+        The bars, by time and stage.
+    """
     num_stages = len(forward_s)
     waiting = [
         list(reversed(order))
@@ -110,18 +133,18 @@ def simulate(
 
 
 # --------------------------------------------------------------------------------------------------
-# From stages' plans to a pipeline's step, and whether its schedule can be run.
+# A pipeline's step from the plans of its stages, and checks that its schedule can run.
 
 
 def phases_s(stage: Plan) -> tuple[float, float]:
-    """Seconds of a microbatch's forward, and of the rest of it: backward, and its share of what
-    is done once per step."""
+    """Compute the seconds of a microbatch's forward, and of the rest: backward, and its share of
+    the work that is done once per step."""
     forward_s = forward_load(stage).least_s(stage.overlap.slowdown)
     return forward_s, stage.prediction.step_s - forward_s
 
 
 def simulated_phases_s(stage: Plan) -> tuple[float, float]:
-    """The same with communication beside compute."""
+    """Compute the seconds of `phases_s` with communication that overlaps with compute."""
     whole_s = stage.prediction.simulated_s
     forward_s = min(
         (bar[3] for bar in stage.prediction.timeline if bar[1] == "backward"), default=whole_s
@@ -130,14 +153,25 @@ def simulated_phases_s(stage: Plan) -> tuple[float, float]:
 
 
 def step_of(schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int) -> float:
-    """Seconds of a step, from what each stage takes for a microbatch."""
+    """Compute the seconds of a step from the plans of its stages.
+
+    Args:
+        schedule: its name.
+        stages: plans, one per stage.
+        num_microbatches: of a step.
+        num_chunks: stages per rank.
+    """
     return _step(schedule, [phases_s(stage) for stage in stages], num_microbatches, num_chunks)
 
 
 def simulated_step_of(
     schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int
 ) -> float:
-    """The same with communication beside compute."""
+    """Compute the seconds of a step with communication that overlaps with compute.
+
+    Args:
+        schedule, stages, num_microbatches, num_chunks: as in `step_of`.
+    """
     return _step(
         schedule, [simulated_phases_s(stage) for stage in stages], num_microbatches, num_chunks
     )
@@ -152,7 +186,7 @@ def _step(
 
 
 def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, ...]:
-    """Of the stages of the rank that does most."""
+    """Return the predictions of the stages on the slowest rank."""
     num_ranks = len(stages) // num_chunks
     ranks = [
         tuple(stage.prediction for stage in stages[rank::num_ranks]) for rank in range(num_ranks)
@@ -163,12 +197,16 @@ def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, .
 def in_order(
     wish: Pipelined, mesh: Mesh, num: int, *, waits: bool = False, trained: bool = True
 ) -> Pipelined:
-    """The pipeline with the schedule that runs: 1F1B of one microbatch is GPipe of one, and only so
-    does torch run it in several stages.
+    """Choose the schedule that runs: 1F1B of one microbatch is run as GPipe, since torch does not
+    run it in several stages otherwise.
 
     Args:
-        waits: whether backward waits for a loss that is computed outside of the model, of all
-            microbatches, or does not come: then all forwards run first. trained: whether it comes.
+        wish: the pipeline that is asked for.
+        mesh: that has its axis.
+        num: microbatches of a step.
+        waits: whether all forwards run first, since backward waits for a loss that is computed
+            outside of the model from all microbatches, or does not run.
+        trained: whether backward runs.
 
     Raises:
         ConstraintError: where the schedule has no order for so many microbatches, or does not wait.

@@ -58,15 +58,16 @@ from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
 
 # --------------------------------------------------------------------------------------------------
 # The plans of one microbatch without stages and without a limit of memory, on each kind of device
-# that stages have; and what their relaxations prove of all cuts.
+# that stages have, and the bound over all cuts that their relaxations prove.
 
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 
 
 def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: float) -> Whole:
-    """Of a pipeline that is asked for.
+    """Plan one microbatch without stages and without a limit of memory, and bound all cuts.
 
     Args:
+        asked: what the pipeline is planned for.
         forced: per stage, what is forced on its devices.
 
     Raises:
@@ -87,10 +88,10 @@ def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: f
     least, closer = Least(_least_s(asked, on[0].choices.bound_s), ()), None
     if asked.num_stages > 1:
         with clock.phase("bound"):
-            crossings = tuple(map(asked.crossing, range(asked.num_stages)))
+            crossings = tuple(map(asked.crossing_of, range(asked.num_stages)))
             ways = Pipelines(
                 asked.part,
-                asked.left.shape,
+                asked.stage_mesh.shape,
                 placing,
                 len(points) + 1,
                 asked.kinds,
@@ -118,14 +119,14 @@ def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: f
 
 
 def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -> OnKind:
-    """The whole on one kind of device; its units are not known yet."""
+    """Plan the whole on one kind of device; its units are not known yet."""
     with clock.phase("enumerate"):
-        classes = classes_of(asked.part, asked.left.shape, forced)
+        classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
     with clock.phase("price"):
         priced = price(
             asked.part,
             classes,
-            asked.left,
+            asked.stage_mesh,
             asked.profiles[kind],
             budget_bytes=UNLIMITED,
             optimizer=asked.options.optimizer,
@@ -144,28 +145,27 @@ def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -
 def _over_cuts(
     asked: Asked, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
 ) -> Proven:
-    """What is proven over all cuts: of one microbatch through all stages, and from that of the
-    step, where stages are interleaved."""
+    """Prove a bound over all cuts. If stages are interleaved, one microbatch through all stages is
+    bounded, and from that the step."""
     time_limit_s = asked.options.solve_s
     if asked.wish.schedule != INTERLEAVED:
         return prove_bound(priced, forced, sewn, ways, time_limit_s)
     one = prove_bound(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
 
-    def interleaved(least: Least) -> Least:
+    def of_step(least: Least) -> Least:
+        """The bound of the step from that of one microbatch."""
         return replace(least, step_s=_least_s(asked, least.step_s))
 
-    return Proven(
-        interleaved(one.least), one.multipliers, lambda factor: interleaved(one.closer(factor))
-    )
+    return Proven(of_step(one.least), one.multipliers, lambda factor: of_step(one.closer(factor)))
 
 
 def _add_handing(least: Least, seconds: float) -> Least:
-    """With what no cut changes."""
+    """Add the seconds of handing outputs on, which do not depend on cuts."""
     return replace(least, step_s=least.step_s + seconds)
 
 
 def _least_s(asked: Asked, whole_s: float) -> float:
-    """Of a step, where a microbatch takes so much through all stages."""
+    """Bound a step by the seconds of one microbatch through all stages."""
     return least_time(
         asked.wish.schedule, whole_s, asked.num_stages, asked.how.num, asked.wish.chunks
     )
@@ -185,7 +185,7 @@ class Stages:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Of a microbatch."""
+        """Seconds of a microbatch, per stage."""
         return tuple(planned.plan.proof.objective_s for planned in self.plans)
 
 
@@ -206,14 +206,14 @@ class StagedSearch:
 
     def __post_init__(self) -> None:
         constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
-        forced = resolve(self.asked.part, constraints, self.asked.left)
+        forced = resolve(self.asked.part, constraints, self.asked.stage_mesh)
         chunks, stages = self.asked.wish.chunks, range(self.asked.num_stages)
         self.forced = tuple(
             shared_by(forced, self.asked.profile_of(stage), chunks) for stage in stages
         )
 
     def run(self) -> Planned:
-        """The best plan found.
+        """Search for the best plan.
 
         Raises:
             ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not
@@ -232,7 +232,7 @@ class StagedSearch:
                 break
             tried.add(again)
             try:
-                other = self._planned(whole, again)
+                other = self._plan_stages(whole, again)
             except InfeasibleError:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
@@ -240,7 +240,7 @@ class StagedSearch:
         return join_stages(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
 
     def _first(self, whole: Whole, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
-        """The cuts that are asked for, or the best whose stages fit, with their plans.
+        """Plan the cuts that are asked for, or the best whose stages fit.
 
         Raises:
             InfeasibleError: where a stage does not fit.
@@ -256,7 +256,7 @@ class StagedSearch:
         )
         while True:
             try:
-                return cuts, self._planned(whole, cuts)
+                return cuts, self._plan_stages(whole, cuts)
             except InfeasibleError:
                 tried.add(cuts)
                 again = choice.others(whole.units, self._lacking)
@@ -289,27 +289,27 @@ class StagedSearch:
             except ConstraintError as error:
                 log.info("no plan cut before units %s: %s", cuts, error.what)
 
-    def proven(self) -> Need:
-        """No pipeline that is asked for needs less."""
-        return self._proven()[0]
+    def proven_need(self) -> Need:
+        """Prove a lower bound of the memory that any pipeline of the request needs."""
+        return self._prove_need()[0]
 
-    def _proven(self) -> tuple[Need, tuple[int, ...] | None]:
+    def _prove_need(self) -> tuple[Need, tuple[int, ...] | None]:
         points = (
             usable_points(self.asked.part, self.asked.num_stages - 1)[0]
             if self.asked.num_stages > 1
             else ()
         )
         cuts = None if self.asked.wish.cuts is None else self.asked.cuts(points)
-        return StageSizes(self.asked, self.forced, points).proven(cuts)
+        return StageSizes(self.asked, self.forced, points).prove_need(cuts)
 
     def lightest(self) -> Planned | None:
-        """A pipeline whose stages need little memory, whatever they take: the fastest that fits,
-        else the one that needs least; None where none was found."""
+        """Search for a pipeline whose stages need little memory: the fastest that fits, else the
+        one that needs least; None if none was found."""
         asked = self.asked
         self.is_light, self.limit_s = True, math.inf
         whole = self._whole()
         with self.clock.phase("least"):
-            least = self._proven()[1]
+            least = self._prove_need()[1]
         ways = [] if least is None else [least]
         ways += (
             [light_cuts(whole.units, asked.in_flight, asked.budgets * asked.wish.chunks)]
@@ -319,7 +319,7 @@ class StagedSearch:
         found = []
         for cuts in dict.fromkeys(self._legal_among(whole, ways)):
             try:
-                stages = self._planned(whole, cuts)
+                stages = self._plan_stages(whole, cuts)
             except InfeasibleError as error:
                 log.info("no plan of little memory cut before units %s: %s", cuts, error.what)
                 continue
@@ -331,17 +331,17 @@ class StagedSearch:
         return prefer_fastest(found, needs)
 
     def _whole(self) -> Whole:
-        """Step 1."""
+        """Plan the whole without stages (step 1)."""
         return solve_uncut(self.asked, self.forced, self.clock, self.limit_s)
 
-    def _planned(self, whole: Whole, cuts: Sequence[int]) -> Stages:
-        """Every stage's plan for these cuts."""
+    def _plan_stages(self, whole: Whole, cuts: Sequence[int]) -> Stages:
+        """Plan every stage of these cuts."""
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
             made = cut_trace(asked.part, positions) if positions else Cut((asked.part,), (), {})
         layouts = crossing_layouts(whole, asked.part, made)
-        self.sharing = self._sharing()
+        self.sharing = self._new_sharing()
         found = self._all_stages(made, layouts)
         while not (self.is_light or self.sharing.fits(found)):
             found = self._all_stages(made, layouts, found)
@@ -350,11 +350,13 @@ class StagedSearch:
     def _all_stages(
         self, made: Cut, layouts: Mapping[str, Layout], before: Sequence[Planned] = ()
     ) -> tuple[Planned, ...]:
-        """Plans within the stages' budgets; of those `before`, the ones whose budget has not
-        changed and that share no parameter stay.
+        """Plan every stage within its budget.
 
         Args:
+            made: the stages.
             layouts: in which values cross.
+            before: earlier plans; those whose budget has not changed stay, unless stages share a
+                parameter.
         """
         storage: dict[str, Layout] = dict(self.forced[0].storage)
         found: list[Planned] = []
@@ -364,7 +366,7 @@ class StagedSearch:
             again = not before or made.shared or number in self.sharing.lowered
             here, crossing = (
                 replace(self.forced[number], storage=storage),
-                replace(self.asked.crossing(number), layouts=layouts),
+                replace(self.asked.crossing_of(number), layouts=layouts),
             )
             try:
                 planned = self._stage(stage, crossing, here, number) if again else before[number]
@@ -388,7 +390,7 @@ class StagedSearch:
     def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, number: int) -> Planned:
         asked = self.asked
         with self.clock.phase("enumerate"):
-            classes = classes_of(stage, asked.left.shape, forced)
+            classes = classes_of(stage, asked.stage_mesh.shape, forced)
         budget, profile, flying = (
             self.sharing.budgets[number],
             asked.profile_of(number),
@@ -397,12 +399,13 @@ class StagedSearch:
 
         ends = frozen_starts(stage)
 
-        def pricing(starts: Starts) -> Priced:
+        def price_groups(starts: Starts) -> Priced:
+            """Price the stage's problem with layers in groups that begin at these starts."""
             starts = together(ends, starts)
             return price(
                 stage,
                 apart(classes, starts),
-                asked.left,
+                asked.stage_mesh,
                 profile,
                 budget_bytes=budget,
                 optimizer=asked.options.optimizer,
@@ -415,8 +418,10 @@ class StagedSearch:
         mark = asked.mark(stage, profile)
         schedule = self.sharing.schedule(asked.wish.schedule, number)
         peaks = Peaks(asked.options, schedule, flying, self.alike)
-        emitter = Emitter(stage, asked.left, asked.options, self.clock, mark, {}, budget, peaks)
-        search = PlannerLoop(emitter, pricing)
+        emitter = Emitter(
+            stage, asked.stage_mesh, asked.options, self.clock, mark, {}, budget, peaks
+        )
+        search = PlannerLoop(emitter, price_groups)
         try:
             found = search.find_lightest() if self.is_light else search.find_best()
             if found is None:
@@ -425,7 +430,7 @@ class StagedSearch:
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
 
-    def _sharing(self) -> Sharing:
+    def _new_sharing(self) -> Sharing:
         asked = self.asked
         devices = (
             [asked.profile_of(rank).name for rank in range(len(asked.budgets))]
@@ -503,8 +508,17 @@ def make_staged_plan(
 
 
 def check_order(whole: Trace, mesh: Mesh, num: int, wish: Pipelined) -> None:
-    """Refuse, with only the batch captured, a schedule that does not run so many microbatches.
-    Raises ConstraintError."""
+    """Refuse a schedule that does not run so many microbatches, with only the batch captured.
+
+    Args:
+        whole: the trace of the batch.
+        mesh: of the plan.
+        num: microbatches of a step.
+        wish: the pipeline.
+
+    Raises:
+        ConstraintError: if the schedule does not run.
+    """
     waits = not any(o.is_loss for o in whole.differentiable)
     in_order(wish, mesh, num, waits=waits, trained=bool(whole.differentiable))
 
@@ -522,11 +536,16 @@ def staged_search(
     model_name: str = "",
     limit_s: float = math.inf,
 ) -> StagedSearch:
-    """The search of `make_staged_plan`, about to begin.
+    """Prepare the search of `make_staged_plan`.
+
+    Args:
+        whole, part, how, mesh, hardware, options, wish: as in `make_staged_plan`.
+        clock: measures phases.
+        model_name: for the plan's fingerprint.
+        limit_s: a plan that is no faster is not wanted.
 
     Raises:
-        ConstraintError: where a constraint does not speak of this mesh, or the schedule does not
-            run.
+        ConstraintError: if a constraint does not fit this mesh, or the schedule does not run.
     """
     options = options.of_a_trace()
     if wish.axis:

@@ -1,8 +1,8 @@
 """Stages that share a rank's memory.
 
-Each is planned as if it were alone, within a budget of its own; what they hold together is put
-together (`autopar.program.stage_memory`). Where that is over the rank's budget, each is planned
-again with less, in proportion to what it keeps for backward.
+Each is planned as if it were alone, within a budget of its own. Then their memory is simulated
+together (`autopar.program.stage_memory`). If that is over the rank's budget, each is planned again
+with less, in proportion to the bytes that it keeps for backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes at the peak of a rank's devices, and what makes them up."""
+    """Bytes at the peak of a rank's devices, and bytes by kind."""
 
     peak_bytes: int
     memory_bytes: Mapping[str, int]
@@ -60,7 +60,7 @@ class Sharing:
         self._round = 0
 
     def schedule(self, name: str, stage: int) -> Schedule:
-        """What a stage is planned for."""
+        """Return the schedule that a stage is planned for, under its name."""
         num_ranks = self.num_stages // self.num_chunks
         actions = (
             interleaved_schedule(num_ranks, self.num_chunks, self.num_microbatches)[
@@ -74,10 +74,10 @@ class Sharing:
         )
 
     def fits(self, stages: Sequence[Planned]) -> bool:
-        """Whether every rank does; else the budgets are lower now.
+        """Check whether the stages fit on every rank; if not, lower the budgets of stages.
 
         Raises:
-            InfeasibleError: after some rounds.
+            InfeasibleError: after `_ROUNDS` rounds.
         """
         if self.num_chunks == 1:
             return True
@@ -93,7 +93,7 @@ class Sharing:
         return not over
 
     def refusal(self, stage: int, error: InfeasibleError) -> InfeasibleError:
-        """What was refused to a stage."""
+        """Add the stage, and its devices, to the error of its search."""
         rank = stage % (self.num_stages // self.num_chunks)
         budget = self.rank_budgets[rank]
         shares = self.budgets[stage] < budget
@@ -109,7 +109,7 @@ class Sharing:
         )
 
     def ranks(self, stages: Sequence[Planned]) -> tuple[RankMemory, ...]:
-        """What each rank holds."""
+        """Compute the memory of each rank."""
         num_ranks = self.num_stages // self.num_chunks
         return tuple(
             self._rank(rank, {n: stages[n] for n in range(rank, self.num_stages, num_ranks)})
@@ -144,7 +144,7 @@ class Sharing:
     def _twice(
         self, chunks: Mapping[int, Planned], memories: Mapping[int, ChunkMemory]
     ) -> dict[str, int]:
-        """What would be counted again of tensors that several chunks read."""
+        """Bytes that are counted more than once, of tensors that several chunks read."""
         seen: set[str] = set()
         found = {"parameters": 0, "optimizer": 0, "buffers": 0}
         state, _ = OPTIMIZERS[self.options.optimizer]
@@ -183,8 +183,8 @@ class Sharing:
 
 
 def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
-    """Of what was refused to stages, what needs the most of the memory that there is: with less,
-    some stage does not fit.
+    """Choose the error of the stage that needs the largest share of its memory: with less, some
+    stage does not fit.
 
     Args:
         refused: with the bytes that each stage has.
@@ -200,8 +200,8 @@ def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
 
 
 def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
-    """What kernels of the stages of a rank share with their peers: once for all that move a
-    tensor of one form along an axis."""
+    """Bytes that the kernels of a rank's stages share with their peers. Kernels that move tensors
+    of one form along an axis share one buffer."""
     found: dict[object, int] = {}
     for planned in chunks.values():
         program = planned.stage_program()

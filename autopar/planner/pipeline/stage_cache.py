@@ -1,10 +1,10 @@
-"""Stages that are alike are solved, and their memory is measured, once.
+"""A cache for equal stages: each is solved, and its memory is measured, once.
 
-Two problems are alike if they are equal but for the names of what they speak of and the number of
-microbatches in flight: then the same choices, by index, cost the same in both. Two programs are
-alike if their graphs are, node by node, and the tensors at their borders: then they hold the same
-at each moment. Of the last programs, what they hold is remembered by what they are: the search asks
-for the peak, and, where that is too much, for all moments.
+Two problems are alike if they differ only in names and in the number of microbatches in flight:
+then the same choices, by index, cost the same in both. Two programs are alike if their graphs are
+equal, node by node, and so are the tensors at their borders: then they hold the same bytes at each
+moment. The memory of the last programs is remembered by object: the search asks for the peak first,
+and for all moments if that is over the budget.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Effort(IntEnum):
 
 @dataclass
 class Alike:
-    """What was found for the stages so far."""
+    """The answers and measurements of the stages so far."""
 
     _answers: list[tuple[Problem, Problem, Effort, Choices]] = field(
         default_factory=list
@@ -59,11 +59,12 @@ class Alike:
     _rehearsed: deque[tuple[Program, Held]] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def known(self, problem: Problem, effort: Effort) -> Choices | Apart | None:
-        """The choices for a problem that is alike, where they are as good here: they fit, and what
-        is proven of them holds. Or which of its ops decide apart, where so many are in flight.
+        """Look up the answer to a problem that is alike: choices that fit here and whose bound
+        holds, or the ops that decide apart with as many microbatches in flight.
 
         Args:
-            effort: the answer to a search that went on stands for one that did not.
+            problem: to be solved.
+            effort: of the search; the answer of a search with more effort is used, too.
         """
         nameless = _nameless(problem)
         for form, num, apart in self._apart if effort is Effort.MIXED else ():
@@ -82,14 +83,20 @@ class Alike:
         return None
 
     def learn(self, problem: Problem, choices: Choices | Apart, effort: Effort) -> None:
-        """Remember an answer that the solver gave without running out of time."""
+        """Remember an answer, unless the solver ran out of time.
+
+        Args:
+            problem: that was solved.
+            choices: the answer.
+            effort: of the search.
+        """
         if isinstance(choices, Apart):
             self._apart.append((_nameless(problem), problem.num_in_flight, choices))
         elif not choices.stats.get("timed_out"):
             self._answers.append((problem, _nameless(problem), effort, choices))
 
-    def rehearsed(self, program: Program, measure: Callable[[], Held]) -> Held:
-        """What one of the last programs holds, else what is measured."""
+    def measure_once(self, program: Program, measure: Callable[[], Held]) -> Held:
+        """Return the memory of a program: remembered if it is one of the last, else measured."""
         for other, found in self._rehearsed:
             if other is program:
                 return found
@@ -99,7 +106,13 @@ class Alike:
     def peak(
         self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]
     ) -> StagePeak:
-        """The peak of a stage under one schedule, with so many microbatches in flight."""
+        """Return the peak of a stage under one schedule, measured if no program was alike.
+
+        Args:
+            program: of the stage.
+            num_in_flight: microbatches that wait for their backward.
+            measure: measures the peak of the program.
+        """
         flying = min(num_in_flight, SIMULATED)  # each further one adds what it holds
         form = (flying, *form_of(program))
         if form not in self._peaks:
@@ -110,7 +123,8 @@ class Alike:
         )
 
     def memory(self, program: Program, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
-        """What a stage's work adds on a rank that holds several."""
+        """Return the memory of a stage on a rank that holds several, measured if no program was
+        alike."""
         form = form_of(program)
         if form not in self._memories:
             self._memories[form] = measure()
@@ -158,7 +172,7 @@ def _rename_rows(choices: Choices, other: Problem, problem: Problem) -> Choices:
 
 
 def form_of(program: Program) -> Form:
-    """All of a program but its names."""
+    """Make a key of everything in a program but its names."""
     tensors = (program.parameters, program.buffers, program.inputs, program.outputs, program.sums)
     modules = (program.forward, program.backward, program.begin, program.end)
     graphs = tuple(None if module is None else _graph(module) for module in modules)

@@ -1,5 +1,5 @@
-"""The least memory of pipelines, over all cuts: what each possible stage needs at least, and the
-cut whose neediest stage needs least."""
+"""The least memory of pipelines, over all cuts: lower bounds of each possible stage, the cuts whose
+neediest stage needs least, and the choice of cuts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _MOST = 40  # stages whose problems are looked at; beyond, what rests bounds all
 def light_cuts(
     units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
 ) -> tuple[int, ...]:
-    """Cuts whose neediest stage needs little of what it has, as indices of units; arguments as
-    of `balanced`."""
+    """Find cuts whose neediest stage needs a small share of its budget, as indices of units.
+
+    Args:
+        units, in_flight, budgets: as in `autopar.planner.pipeline.units.balance_cuts`.
+    """
     shares = [max(budgets) / budget for budget in budgets]
     sizes = [
         [replace(u, time_s=(u.static_bytes + max(in_flight) * u.kept_bytes) * share) for u in each]
@@ -36,7 +39,7 @@ def light_cuts(
 
 @dataclass
 class StageSizes:
-    """Of the stages of one pipeline.
+    """Bounds the memory of the stages of one pipeline.
 
     Args:
         forced: per stage, what is forced on its devices.
@@ -47,9 +50,11 @@ class StageSizes:
     points: Sequence[CutPoint]
     _known: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
 
-    def proven(self, cuts: Sequence[int] | None) -> tuple[Need, tuple[int, ...] | None]:
-        """No pipeline needs less on its neediest device; and the cuts of which no more is proven,
-        None where they were not looked at.
+    def prove_need(self, cuts: Sequence[int] | None) -> tuple[Need, tuple[int, ...] | None]:
+        """Prove a lower bound of the need of any pipeline on its neediest device.
+
+        Returns:
+            The bound, and the cuts that attain it; None if cuts were not compared.
 
         Args:
             cuts: those that are asked for, as indices of units; None for all.
@@ -62,7 +67,7 @@ class StageSizes:
             ), tuple(cuts or ())
         spare = num - num_stages  # units beyond one per stage
         if 2 * (spare + 1) + (num_stages - 2) * (spare + 1) * (spare + 2) // 2 > _MOST:
-            return self._resting(), None
+            return self._need_at_rest(), None
         least: dict[int, tuple[float, tuple[int, ...], Need | None]] = {0: (0.0, (), None)}
         for stage in range(num_stages):
             ends = (
@@ -84,7 +89,7 @@ class StageSizes:
     def _with(
         self, first: int, end: int, number: int, before: tuple[float, tuple[int, ...], Need | None]
     ) -> tuple[float, tuple[int, ...], Need]:
-        """The stages before with one more."""
+        """Append a stage to the stages before it."""
         share, made, need = before
         here = self._stage(first, end, number)
         if need is None or here.share > share:
@@ -95,7 +100,8 @@ class StageSizes:
         return max(needs, key=lambda need: need.share)
 
     def _stage(self, first: int, end: int, number: int) -> Need:
-        """What a stage of these units needs at least, whatever the layouts of what crosses."""
+        """Prove a lower bound of the need of a stage of these units, whatever the layouts of values
+        that cross."""
         asked, budgets = self.asked, self.asked.budgets
         flying, profile, forced = (
             asked.in_flight[number],
@@ -114,16 +120,16 @@ class StageSizes:
                 if positions
                 else asked.part
             )
-            classes = classes_of(stage, asked.left.shape, forced)
+            classes = classes_of(stage, asked.stage_mesh.shape, forced)
             priced = price(
                 stage,
                 classes,
-                asked.left,
+                asked.stage_mesh,
                 profile,
                 budget_bytes=UNLIMITED,
                 optimizer=asked.options.optimizer,
                 forced=forced,
-                crossing=asked.crossing(number),
+                crossing=asked.crossing_of(number),
                 num_microbatches=asked.how.num,
                 num_in_flight=flying,
             )
@@ -132,14 +138,15 @@ class StageSizes:
         where = f"stage {number} of {asked.num_stages} ({profile.name})" if unequal else ""
         return Need(self._known[key], budgets[number % len(budgets)], where)
 
-    def _resting(self) -> Need:
-        """Of what rests, a rank's part: all of it is to fit into all ranks together."""
+    def _need_at_rest(self) -> Need:
+        """Bound the need of a rank by its part of the parameters: all must fit into all ranks
+        together."""
         asked, forced, budgets = self.asked, self.forced[0], self.asked.budgets
-        classes = classes_of(asked.part, asked.left.shape, forced)
+        classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
         priced = price(
             asked.part,
             classes,
-            asked.left,
+            asked.stage_mesh,
             asked.profile_of(0),
             budget_bytes=UNLIMITED,
             optimizer=asked.options.optimizer,
@@ -163,8 +170,7 @@ def _order(found: tuple[float, tuple[int, ...], Need | None]) -> tuple[float, tu
 
 
 # --------------------------------------------------------------------------------------------------
-# Which cuts are worth stages' plans, by what units are thought to take and to need on each
-# stage's devices.
+# The choice of cuts to plan, by estimates of the time and memory of units on each stage's devices.
 
 _LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit
 
@@ -190,22 +196,22 @@ class CutChoice:
         self.room = [budget // chunks for budget in self.asked.budgets] * chunks
 
     def best(self, units: Units, *, ample: bool = False) -> tuple[int, ...]:
-        """The cuts of the fastest step; as if memory sufficed, if it is taken to be `ample`."""
+        """Find the cuts of the fastest step, as if memory sufficed if `ample`."""
         asked, room = self.asked, [UNLIMITED] * len(self.room) if ample else self.room
         if len(asked.profiles) == 1 or asked.wish.chunks > 1:
             return balance_cuts(units, asked.in_flight, room)
         return fastest(units, asked.in_flight, room, asked.how.num)
 
     def ways(self, units: Units) -> Iterator[tuple[int, ...]]:
-        """The best, and, where devices have unequal memory, those if it sufficed: what stages
-        need is not well known."""
+        """Generate the best cuts, and, if devices have unequal memory, those with ample memory: the
+        estimates of memory are not exact."""
         yield self.best(units)
         if self._unequal:
             yield self.best(units, ample=True)
 
     def others(self, units: Units, lacking: Mapping[int, int]) -> tuple[int, ...] | None:
-        """The best where stages are taken to have as much less as they lacked; others may have
-        room. None where all devices have the same memory, and where the cuts were asked for.
+        """Find the best cuts after the room of stages that did not fit is reduced by as much as
+        they lacked. None if all devices have the same memory, or the cuts were asked for.
 
         Args:
             lacking: by stage that does not fit, the bytes that it is said to need.
@@ -227,7 +233,7 @@ class CutChoice:
 def nearest_legal(
     part: Trace, points: Sequence[CutPoint], wanted: Sequence[int]
 ) -> tuple[int, ...]:
-    """The legal cuts that are nearest to the wanted ones, themselves where they are legal.
+    """Find the legal cuts that are nearest to the wanted ones, which may be these themselves.
 
     The distance is the number of units by which cuts are moved. Cuts are tried in the order of
     their distance.
@@ -260,7 +266,7 @@ def nearest_legal(
 
 
 def _moved_by_one(cuts: tuple[int, ...], num_points: int) -> Iterator[tuple[int, ...]]:
-    """The cuts of which one begins one unit earlier or later; no two cuts coincide."""
+    """Generate the cuts of which one begins one unit earlier or later; no two cuts coincide."""
     for place, index in enumerate(cuts):
         for other in (index - 1, index + 1):
             if 1 <= other <= num_points and other not in cuts:

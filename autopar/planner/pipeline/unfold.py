@@ -1,5 +1,5 @@
-"""A folded problem's ops and tensors one by one, in the units that they are in: see
-`autopar.planner.pipeline.lagrangian`."""
+"""Unfolds a problem into single ops and tensors, by unit (see
+`autopar.planner.pipeline.lagrangian`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Read:
 
 @dataclass
 class Instances:
-    """All of them.
+    """All instances of a problem's ops.
 
     Attributes:
         variant: tensor → its variant. reads: tensor → its readers whose rows have multipliers.
@@ -79,12 +79,12 @@ class Instances:
         for n, source in enumerate(self.priced.sources):
             if source.cluster is not None:
                 for cluster in source.cluster.instances:
-                    self._computed(
+                    self._add_cluster(
                         n, cluster, self._again(n, borders.isdisjoint(cluster.results)), everywhere
                     )
             else:
                 for name, node in zip(source.names, source.nodes, strict=True):
-                    self._placed(n, name, node, everywhere)
+                    self._add_single(n, name, node, everywhere)
         for instance in self.found:
             for operand, ref in instance.operands:
                 self.reads.setdefault(ref, []).append(
@@ -97,18 +97,27 @@ class Instances:
             ]
             self.everywhere.update(refs)
 
-    def shared(self) -> set[Ref]:
-        """Tensors that several stages may have each for itself."""
+    def shared_tensors(self) -> set[Ref]:
+        """Find the tensors that several stages may have each for itself."""
         return {
             ref for ref in self.everywhere if len({r.unit for r in self.reads.get(ref, ())}) > 1
         }
 
     def use(self, op: int, operand: int, ref: Ref) -> int:
-        """Which of its variant's uses reads the tensor as this operand of this op."""
+        """Find the use of a tensor's variant by which an op reads it.
+
+        Args:
+            op: index of the op.
+            operand: its position among the op's operands.
+            ref: the tensor.
+
+        Returns:
+            Position among the uses of the variant.
+        """
         uses = self.priced.problem.variants[self.variant[ref]].uses
         return next(i for i, use in enumerate(uses) if (use.op, use.operand) == (op, operand))
 
-    def _computed(
+    def _add_cluster(
         self, n: int, cluster: Cluster, again: bool, everywhere: list[tuple[int, tuple[Ref, ...]]]
     ) -> None:
         node = cluster.members[0].node
@@ -130,10 +139,10 @@ class Instances:
             if ref not in asked:
                 self.unasked.add((ref, self.use(n, operand, ref)))
 
-    def _placed(
+    def _add_single(
         self, n: int, name: str, node: str, everywhere: list[tuple[int, tuple[Ref, ...]]]
     ) -> None:
-        """An op that is no cluster."""
+        """Add an instance of a parameter, input, buffer or output."""
         kind, here = self.priced.sources[n].kind, (node, 0)
         if kind == "parameter":
             self._parameter(n, name, here)
@@ -147,8 +156,8 @@ class Instances:
             everywhere.append((n, (here,)))
 
     def _parameter(self, n: int, name: str, here: Ref) -> None:
-        """One that several units hold, each with a part of its gradient, is each one's own; a
-        stage with several pays for it once."""
+        """Add a parameter. If several units hold it, each has an instance of its own, with a part
+        of the gradient; a stage with several of these units pays for it once."""
         held, gradient = self.placing.holders[name], self._gradients.get(name)
         operands = ((0, gradient),) if gradient else ()
         if len(held) == 1:
@@ -164,7 +173,7 @@ class Instances:
         ]
 
     def _again(self, n: int, inside: bool) -> bool:
-        """Whether backward of some stage may run it again; constraints may allow of less."""
+        """Whether backward of some stage may run an op again; constraints may allow less."""
         op = self.priced.problem.ops[n]
         return (
             op.kind == "compute"
@@ -173,7 +182,8 @@ class Instances:
         )
 
     def _borders(self) -> set[Ref]:
-        """What another layer reads in forward, which no stage runs again (`autopar.cost.price`)."""
+        """Find the tensors that another layer reads in forward, which no stage computes again
+        (`autopar.cost.price`)."""
         clusters = [
             c
             for s in self.priced.sources

@@ -21,7 +21,7 @@ from autopar.solve.prices import arc_loads
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Kind = tuple[int, tuple[tuple[int, int], ...], bool, bool, tuple[int, ...]]
-"""What decides the multipliers of a tensor: its variant, how many readers share those of each use,
+"""Key of the multipliers of a tensor: its variant, how many readers share those of each use,
 whether backward's are 0, whether it may cross, and the uses of which backward's are 0, since not
 all of their readers read it again."""
 
@@ -47,12 +47,12 @@ class Worth:
     crossing_loss_s: float
     left: tuple[Floats, ...]
 
-    def summed(self, which: Mapping[int, Floats], reads: Iterable[Read]) -> Floats:
-        """Σ π of these readers."""
+    def sum_of(self, which: Mapping[int, Floats], reads: Iterable[Read]) -> Floats:
+        """Compute Σ π of these readers, by layout."""
         return sum((which[r.use] for r in reads if r.use in which), np.zeros(len(self.versions)))
 
     def kappa(self, later: Floats) -> Floats:
-        """κ, where readers of backward take so much."""
+        """Compute κ from Σ π of the readers in backward, by layout."""
         return np.where(self.versions, np.maximum(later - self.made, 0.0), 0.0)
 
 
@@ -87,11 +87,11 @@ class Worths:
         )
 
     def value(self, ref: Ref) -> Value:
-        """The value that a tensor is an instance of."""
+        """Return the value that a tensor is an instance of."""
         return self.problem.values[self.problem.variants[self.instances.variant[ref]].value]
 
     def kind(self, ref: Ref) -> Kind:
-        """What decides a tensor's multipliers."""
+        """Key of a tensor's multipliers: tensors with equal keys have equal multipliers."""
         reads = self.instances.reads.get(ref, ())
         counts = tuple(sorted(Counter(r.use for r in reads).items()))
         hidden = ref in self.instances.hidden or (
@@ -101,18 +101,18 @@ class Worths:
         return self.instances.variant[ref], counts, hidden, ref[0] in self.exposed, unasked
 
     def of(self, ref: Ref) -> Worth:
-        """A tensor's multipliers."""
+        """Return a tensor's multipliers."""
         kind = self.kind(ref)
         if kind not in self._known:
-            self._known[kind] = self._found(kind, ref)
+            self._known[kind] = self._derive(kind, ref)
         return self._known[kind]
 
-    def _found(self, kind: Kind, ref: Ref) -> Worth:
+    def _derive(self, kind: Kind, ref: Ref) -> Worth:
         v, counts, hidden, exposed, unasked = kind
         variant, value = self.problem.variants[v], self.value(ref)
         num = len(value.graph.layouts)
         read = [self.reads(ref, u.op, u.operand) for u in variant.uses if u.phase == value.phase]
-        made = self._at(self.made(ref), num)
+        made = self._at(self.layouts_made(ref), num)
         versions = np.logical_or.reduce([made, *(self._at(layouts, num) for layouts in read)])
         if value.keepable is not None and not self._free_keeping:
             versions &= self._at(np.array(sorted(value.keepable), np.int64), num)
@@ -160,7 +160,7 @@ class Worths:
         return Worth(now, later, made_worth, versions, losses[False], losses[True], tuple(left))
 
     def _potential(self, v: int, later: int, use: int, share: int, num: int) -> Floats:
-        """π of one of so many readers; the least over layouts is 0, since only differences
+        """Compute π of one of `share` readers, by layout. The least is 0, since only differences
         count."""
         worth = np.zeros(num)
         for layout, seconds in self._by_use.get((v, later, use), ()):
@@ -174,11 +174,11 @@ class Worths:
         return worth
 
     def _seconds(self, v: int, crosses: bool, *, late: bool) -> Floats:
-        """What collectives cost at least in the whole and, where it crosses, in any stage, where
-        compute hides what is early there.
+        """Compute the least cost of collectives in the whole and, if the tensor crosses, in any
+        stage in which compute hides early communication.
 
-        Of what crosses, a stage may keep what the whole could make again, and have parameters for
-        its only readers.
+        A stage may keep a tensor that crosses although the whole could compute it again, and
+        parameters may be its only readers there.
         """
         value = self.problem.values[self.problem.variants[v].value]
         load, slowdown = arc_loads(self.problem, v, late=late), self.problem.overlap_slowdown
@@ -210,13 +210,19 @@ class Worths:
         ]
         return any(read) and (exposed or not all(read))
 
-    def made(self, ref: Ref) -> Ints:
-        """Per strategy of what makes a tensor, its layout."""
+    def layouts_made(self, ref: Ref) -> Ints:
+        """Return the layout of a tensor by strategy of the op that makes it."""
         value = self.value(ref)
         return self._indices(value, value.op, "outputs", value.result)
 
     def reads(self, ref: Ref, op: int, operand: int) -> Ints:
-        """Per strategy of an op, the layout in which it reads a tensor."""
+        """Return the layouts in which an op reads a tensor, by strategy.
+
+        Args:
+            ref: the tensor.
+            op: index of the op.
+            operand: position of the tensor among its operands.
+        """
         return self._indices(self.value(ref), op, "inputs", operand)
 
     def _indices(self, value: Value, op: int, side: str, position: int) -> Ints:
@@ -257,8 +263,8 @@ def _reachable(
 
 
 def _extend(graph: LayoutGraph, worth: Floats, reach: NDArray[np.bool_]) -> None:
-    """Where nothing leads in the whole, a layout is worth what the best that it leads to is:
-    then nothing rises behind it."""
+    """Set the worth of layouts that nothing leads to in the whole to that of the best layout that
+    they lead to: then π does not rise over the collectives from there."""
     tails, heads = _ends(graph)
     free = ~reach[tails] if len(tails) else np.zeros(0, bool)
     while (worth[heads[free]] > worth[tails[free]]).any():
@@ -268,8 +274,8 @@ def _extend(graph: LayoutGraph, worth: Floats, reach: NDArray[np.bool_]) -> None
 def _cost_left(
     graph: LayoutGraph, worths: Sequence[tuple[int, Floats]], kept: Floats, costs: Floats
 ) -> Floats:
-    """What collectives cost beyond their worth to readers, and to those who keep what they lead
-    to, `kept`."""
+    """Compute the cost of collectives beyond their worth to readers, and beyond `kept`, the worth
+    of keeping the layouts that they lead to."""
     tails, heads = _ends(graph)
     if not len(tails) or not worths:
         return costs

@@ -1,8 +1,8 @@
-"""Units: what lies between two neighbouring places to cut, with the time and memory it takes in a
-plan of the whole model.
+"""Units: the parts of a model between neighbouring cut points, with their time and memory in a plan
+of the whole model.
 
-A plan of the whole model without stages says what each unit costs; from that the cuts are chosen.
-Stages are then planned for themselves.
+Cuts are chosen from the costs of units in a plan of the whole model without stages. Stages are then
+planned for themselves.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ class Unit:
 def units_of(
     placing: Placing, num_units: int, priced: Priced, choices: Choices, evaluation: Evaluation
 ) -> tuple[Unit, ...]:
-    """What each unit costs in these choices for the whole model; early communication as if
-    compute hid it."""
+    """Compute the cost of each unit under choices for the whole model. Early communication is
+    priced as if compute hid it.
+
+    Args:
+        placing: of all nodes into units.
+        num_units: of the model.
+        priced: the problem of the whole model.
+        choices: its answer.
+        evaluation: of the choices.
+    """
     time_s, static, kept = [0.0] * num_units, [0] * num_units, [0] * num_units
     homes = {name: held[0] for name, held in placing.holders.items()}
     nodes = {**{name: unit for name, unit in placing.stage.items()}}
@@ -67,8 +75,10 @@ def units_of(
 
 
 def check_parts(num_parts: int, num_stages: int) -> None:
-    """Raises:
-    ConstraintError: where a model has fewer parts than stages.
+    """Check that a model has at least as many parts as stages.
+
+    Raises:
+        ConstraintError: if it has fewer.
     """
     if num_parts < num_stages:
         what = (
@@ -82,9 +92,10 @@ def check_parts(num_parts: int, num_stages: int) -> None:
 def balance_cuts(
     units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
 ) -> tuple[int, ...]:
-    """The cuts, as indices of the units that begin later stages, whose slowest stage is fastest; of
-    those whose sum of squares is least. A stage that does not fit as it is counts as recomputing;
-    one whose parameters alone do not fit is avoided.
+    """Find the cuts whose slowest stage is fastest, and among these the least sum of squares.
+
+    A stage that does not fit counts as recomputing; one whose parameters alone do not fit is
+    avoided. Cuts are indices of the units that begin later stages.
 
     Args:
         units, in_flight, budgets: per stage what each unit takes on its devices, microbatches in
@@ -120,9 +131,16 @@ def fastest(
     budgets: Sequence[int],
     num_microbatches: int,
 ) -> tuple[int, ...]:
-    """The cuts of the fastest step, (M − 1) · max τ + Σ τ, where units take longer on the devices
-    of some stages than on those of others: then the sum depends on the cuts, too. Arguments and
-    errors as of `balanced`."""
+    """Find the cuts of the fastest step, (M − 1) · max τ + Σ τ. If units take longer on the devices
+    of some stages than on others, the sum depends on the cuts, too.
+
+    Args:
+        units, in_flight, budgets: as in `balance_cuts`.
+        num_microbatches: M.
+
+    Raises:
+        ConstraintError: if there are fewer units than stages.
+    """
     cost, num, num_stages = _Costs(units, in_flight, budgets), len(units[0]), len(in_flight)
     check_parts(num, num_stages)
     edges = [range(1)] + [range(1, num)] * (num_stages - 1) + [range(num, num + 1)]
@@ -140,7 +158,7 @@ def fastest(
 
 
 class _Costs:
-    """Seconds that a stage is taken to take."""
+    """Estimates the seconds of stages."""
 
     def __init__(
         self, units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
@@ -149,7 +167,12 @@ class _Costs:
         self._in_flight, self._budgets = in_flight, budgets
 
     def of(self, first: int, last: int, stage: int) -> float:
-        """Of these units."""
+        """Estimate the seconds of a stage.
+
+        Args:
+            first, last: its units are first … last − 1.
+            stage: its number.
+        """
         sums, budget = self._sums[stage], self._budgets[stage]
         time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
         if static > budget:
@@ -160,7 +183,7 @@ class _Costs:
 
 
 def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
-    """Of all units before each border."""
+    """Sum time and memory of all units before each border."""
     sums = [(0.0, 0, 0)]
     for unit in units:
         t, s, k = sums[-1]
@@ -171,8 +194,14 @@ def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
 def reweigh_units(
     units: Sequence[Sequence[Unit]], cuts: Sequence[int], times: Sequence[float]
 ) -> tuple[tuple[Unit, ...], ...]:
-    """Units with the times that their stages really take: on other devices they are as much
-    slower, or faster, than was thought."""
+    """Scale the times of units to the times of their planned stages; the same factor is used on all
+    kinds of devices.
+
+    Args:
+        units: per stage, the units on its devices.
+        cuts: of the plan, as indices of units.
+        times: seconds of each planned stage.
+    """
     edges = [0, *cuts, len(units[0])]
     found: list[list[Unit]] = [[] for _ in units]
     for stage, ((first, last), time_s) in enumerate(
@@ -188,7 +217,7 @@ def reweigh_units(
 
 
 def one_stage(trace: Trace) -> Placing:
-    """Everything in one unit."""
+    """Place all nodes in one unit."""
     names = [n.name for n in trace.graph.nodes if n.op == "call_function"]
     returning = {o.node: 0 for o in trace.outputs}
     return Placing(

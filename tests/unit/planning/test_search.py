@@ -202,11 +202,13 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
 
 def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them() -> None:
     search = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
-    learnt = replace(search.ungrouped.learnt, retained=(search.ungrouped.problem.moments[0],))
-    problem = replace(search.ungrouped.priced.problem, regions=(KIB,))
+    learnt = replace(
+        search.ungrouped_layers.learnt, retained=(search.ungrouped_layers.problem.moments[0],)
+    )
+    problem = replace(search.ungrouped_layers.priced.problem, regions=(KIB,))
     groups = replace(
-        search.ungrouped,
-        priced=replace(search.ungrouped.priced, problem=problem),
+        search.ungrouped_layers,
+        priced=replace(search.ungrouped_layers.priced, problem=problem),
         learnt=learnt,
         bound_s=1e-9,
     )

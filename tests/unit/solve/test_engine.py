@@ -115,7 +115,7 @@ def test_a_restricted_program_uses_its_columns_alone_and_honours_further_rows() 
     engine = Engine(knapsack())
     nothing = Rows.of([])
     every = np.ones(4, bool)
-    found = engine.restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=100)
+    found = engine.solve_restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=100)
     assert found.values is not None
     assert dict(zip(engine.names, found.values.round().tolist(), strict=True)) == {
         "a": 1.0,
@@ -126,12 +126,12 @@ def test_a_restricted_program_uses_its_columns_alone_and_honours_further_rows() 
     assert found.bound == pytest.approx(-6.5)
     without_b = every.copy()
     without_b[engine.column["b"]] = False
-    found = engine.restricted(
+    found = engine.solve_restricted(
         without_b, nothing, gap=0.0, target=-np.inf, max_nodes=100, quick=True
     )
     assert found.values is not None and found.values @ engine.cost == pytest.approx(-5.0)  # c alone
     at_most_one = Rows.of([([engine.column[n] for n in "abc"], [1.0] * 3, -np.inf, 1.0)])
-    found = engine.restricted(every, at_most_one, gap=0.0, target=-np.inf, max_nodes=100)
+    found = engine.solve_restricted(every, at_most_one, gap=0.0, target=-np.inf, max_nodes=100)
     assert found.values is not None and found.values @ engine.cost == pytest.approx(-5.0)
 
 
@@ -140,7 +140,9 @@ def test_a_program_that_nothing_solves_says_so(interior: bool) -> None:
     engine = Engine(knapsack())
     impossible = Rows.of([([engine.column[n] for n in "abc"], [1.0] * 3, 4.0, np.inf)])
     assert engine.relax(impossible, interior=interior) is None
-    found = engine.restricted(np.ones(4, bool), impossible, gap=0.0, target=-np.inf, max_nodes=100)
+    found = engine.solve_restricted(
+        np.ones(4, bool), impossible, gap=0.0, target=-np.inf, max_nodes=100
+    )
     assert found.values is None and found.bound == np.inf
 
 
@@ -159,7 +161,7 @@ def test_a_run_that_its_limit_ends_says_so_once(caplog: pytest.LogCaptureFixture
     engine = Engine(market_split(6), 0.5)
     every, nothing = np.ones(len(engine.names), bool), Rows.of([])
     for _ in range(2):
-        engine.restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=10**9)
+        engine.solve_restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=10**9)
     assert engine.timed_out and [r.getMessage() for r in caplog.records if r.name == "autopar"] == [
         "the time limit ended a search: the plan may be another in the next run"
     ]
@@ -169,7 +171,9 @@ def test_without_a_limit_only_work_ends_a_run(monkeypatch: pytest.MonkeyPatch) -
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() * 1e6)
     engine = Engine(knapsack())
-    found = engine.restricted(np.ones(4, bool), Rows.of([]), gap=0.0, target=-np.inf, max_nodes=100)
+    found = engine.solve_restricted(
+        np.ones(4, bool), Rows.of([]), gap=0.0, target=-np.inf, max_nodes=100
+    )
     assert found.bound == pytest.approx(-6.5) and not engine.timed_out
 
 

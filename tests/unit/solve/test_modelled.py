@@ -56,7 +56,7 @@ def test_a_time_limit_that_a_solver_cannot_keep_is_refused() -> None:
     with pytest.raises(
         AutoparError, match=r"PULP_CBC_CMD takes no time limit(.|\n)*leave time_limit_s out"
     ):
-        pulp_models.PulpSolver("PULP_CBC_CMD", frozenset({"gapRel"})).made(0.0, 10.0)
+        pulp_models.PulpSolver("PULP_CBC_CMD", frozenset({"gapRel"})).build(0.0, 10.0)
 
 
 @pytest.mark.parametrize("solver", ["cbc", "pulp:highs"])

@@ -38,7 +38,7 @@ def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[flo
         tree._closed = min(tree._closed, closed)
         return [node(bound) for bound in BOXES[box.point.bound] if bound != closed]
 
-    monkeypatch.setattr(Tree, "_children", children)
+    monkeypatch.setattr(Tree, "_branch_node", children)
     monkeypatch.setattr(Tree, "_dive", lambda tree, root: None)
     tree = Tree(program, engine, live, lambda values: [], lambda: best, 0.01, 100, np.zeros(1))
     tree.root = node(1.0)

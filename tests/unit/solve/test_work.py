@@ -117,13 +117,13 @@ def test_the_same_columns_under_the_same_rows_are_searched_once(
     problem, *_ = small_problems()
     looked = BranchAndCut(problem, 0.0, 200)
     runs = list[int]()
-    restricted = Engine.restricted
+    restricted = Engine.solve_restricted
 
     def counted(self: Engine, columns: np.ndarray, *args: object, **how: object) -> object:  # type: ignore[type-arg]
         runs.append(int(columns.sum()))
         return restricted(self, columns, *args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Engine, "restricted", counted)
+    monkeypatch.setattr(Engine, "solve_restricted", counted)
     columns = np.ones(len(looked.engine.names), bool)
     assert looked.climb.over(columns) != [] or looked.plans.best is not None
     assert looked.climb.over(columns.copy()) == [] and len(runs) == 1
