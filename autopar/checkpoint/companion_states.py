@@ -128,7 +128,13 @@ def read_others(place: Path) -> SavedOthers:
         """Decode the state of a name; `target` makes its distributed tensors."""
 
         def find(name: str, dtype: torch.dtype, shape: torch.Size, is_sharded: bool) -> Tensor:
-            """Read a plain tensor from its file, or make the target of a distributed one."""
+            """Read a plain tensor from its file, or make the target of a distributed one.
+
+            Args:
+                name: the path of the tensor in the value.
+                dtype, shape: its dtype and shape.
+                is_sharded: whether it is distributed.
+            """
             if is_sharded:
                 return target(name, dtype, shape)
             if not opened:

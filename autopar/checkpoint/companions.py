@@ -96,7 +96,12 @@ class ValueState:
         found: dict[str, Any] = {}
 
         def target(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-            """Make the tensor of a path, and note it in `found`."""
+            """Make the tensor to read into, and note it in `found`.
+
+            Args:
+                name: the path of the tensor in the state.
+                dtype, shape: its dtype and shape.
+            """
             like = now.sharded.get(name)
             is_alike = like is not None and like.shape == shape
             made = (

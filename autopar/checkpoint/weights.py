@@ -309,7 +309,12 @@ def weights_on_meta() -> Iterator[None]:
     def on_meta(
         module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
-        """Return the parameter on the meta device; torch calls it at each registration."""
+        """Return the parameter on the meta device; torch calls it at each registration.
+
+        Args:
+            module, name: the module that registers the parameter, and the name.
+            parameter: the parameter.
+        """
         if parameter is None or type(parameter) is not nn.Parameter or parameter.is_meta:
             return parameter  # lazy parameters and those of other classes are left alone
         if parameter not in made:  # a parameter that two modules share stays shared
