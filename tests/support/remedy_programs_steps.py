@@ -331,7 +331,7 @@ PROGRAMS: dict[str, Program] = {
         "call the module again before each backward",
         of_module(_twice(True), num_microbatches=2),
     ),
-    "runtime/gradients.py first_derivatives_only.refusing 0": Program(
+    "runtime/gradients.py first_derivatives_only.refuse_create_graph 0": Program(
         of_module(_graph), "leave create_graph out", of_module(lambda module: _graph(module, False))
     ),
     "runtime/outputs.py _Refused.backward 0": Program(
