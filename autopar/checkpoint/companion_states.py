@@ -1,10 +1,11 @@
-"""`others.json`: the states of what is saved with a model and its optimizer, by name. Their tensors
-are in `others.safetensors`.
+"""The file `others.json`: states that are saved with a model and its optimizer, by name. Their
+tensors are in `others.safetensors`.
 
     {"format": "autopar-others", "version": 1, "states": {"scheduler": {"last_epoch": 3}}, "parts":
     {"average": "module"}}
 
-What is under "parts" is in parts, in the files of all ranks (`saved_beside`).
+The names under "parts" are distributed objects. Each rank writes its part of them into its own
+file (`autopar.checkpoint.companions`).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ Target = Callable[[str, torch.dtype, torch.Size], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What is written of them.
+    """The content of `others.json` and `others.safetensors` before it is written.
 
     Attributes:
         states: values as JSON data, by name.
-        tensors: their tensors, by path.
-        parts: the kind of what is in parts, by name.
+        tensors: the tensors of the values, by path.
+        parts: the kind of each distributed object, by name.
     """
 
     states: Mapping[str, Any]
@@ -51,12 +52,12 @@ class Others:
         """Encode states.
 
         Args:
-            states: what their `state_dict` returned, by name.
-            parts: the kind of what is in parts, by name.
+            states: the results of `state_dict`, by name.
+            parts: the kind of each distributed object, by name.
 
         Raises:
             RuntimeStateError: if a state cannot be written as JSON and tensors. The message names
-                the part.
+                part of the state.
         """
         tensors = Tensors()
         return Others(
@@ -65,19 +66,18 @@ class Others:
             parts,
         )
 
-    def copied(self, copy: Copy) -> Others:
-        """The same with copies of its tensors, each of which `copy` makes of a name and a
-        tensor."""
+    def with_copies(self, copy: Copy) -> Others:
+        """Return the same states with copied tensors; `copy` takes the name and the tensor."""
         return replace(
             self, tensors={name: copy(name, tensor) for name, tensor in self.tensors.items()}
         )
 
     def texts(self) -> dict[str, str]:
-        """What is said of each, as JSON."""
+        """Return each state as JSON text, by name."""
         return {name: json.dumps(state, allow_nan=False) for name, state in self.states.items()}
 
     def write(self, place: Path) -> dict[str, int]:
-        """Write them into a folder; the CRC-32 of each file, by its name."""
+        """Write the files into a folder and return the CRC-32 of each file, by file name."""
         data = {"format": _FORMAT, "version": _VERSION, "states": self.states, "parts": self.parts}
         sums = {
             OTHERS: write_bytes(place / OTHERS, (json.dumps(data, allow_nan=False) + "\n").encode())
@@ -91,12 +91,13 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class SavedOthers:
-    """What a checkpoint has of them.
+    """The states that a checkpoint holds.
 
     Attributes:
         kinds: "value", "module" or "optimizer", by name.
-        value: makes the value of a name. It asks for tensors to put in the place of those that are
-            in parts, by their path, dtype and shape, and raises RuntimeStateError as `read_others`.
+        value: reads the value of a name. It calls its second argument with the path, dtype and
+            shape of each distributed tensor, and puts the result into the value. It raises
+            RuntimeStateError like `read_others`.
     """
 
     kinds: Mapping[str, str]
@@ -104,7 +105,7 @@ class SavedOthers:
 
 
 def read_others(place: Path) -> SavedOthers:
-    """Read the states of a checkpoint, also of one of an earlier version.
+    """Read the states of a checkpoint of this or an earlier version.
 
     Args:
         place: the checkpoint's folder.
@@ -124,7 +125,16 @@ def read_others(place: Path) -> SavedOthers:
     opened: list[TensorFile] = []
 
     def value(name: str, target: Target) -> Any:
+        """Decode the state of a name; `target` makes its distributed tensors."""
+
         def find(name: str, dtype: torch.dtype, shape: torch.Size, is_sharded: bool) -> Tensor:
+            """Read a plain tensor from its file, or make the target of a distributed one.
+
+            Args:
+                name: the path of the tensor in the value.
+                dtype, shape: its dtype and shape.
+                is_sharded: whether it is distributed.
+            """
             if is_sharded:
                 return target(name, dtype, shape)
             if not opened:
@@ -138,16 +148,16 @@ def read_others(place: Path) -> SavedOthers:
 
 
 def read_all_others(place: Path) -> dict[str, Any]:
-    """Read all states that are not in parts.
+    """Read all states that are not distributed objects.
 
     Args:
         place: the checkpoint's folder.
 
     Returns:
-        The states, by name; distributed tensors are on meta.
+        The states, by name; distributed tensors are on the meta device.
 
     Raises:
-        RuntimeStateError, OSError: as `read_others`.
+        RuntimeStateError, OSError: under the conditions of `read_others`.
     """
     saved = read_others(place)
     return {
@@ -161,7 +171,7 @@ def _on_meta(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 @contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
-    """Say of which file it is that its content is not what it should be."""
+    """Turn a ValueError into a RuntimeStateError that names the damaged file."""
     try:
         yield
     except ValueError as error:
@@ -188,7 +198,8 @@ def _read_json(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _read_old(path: Path) -> dict[str, Any]:
-    """What an earlier version wrote, by torch's reader of weights, which runs no code."""
+    """Read the file of an earlier version with `torch.load(weights_only=True)`, which runs no
+    code."""
     try:
         found = torch.load(path, weights_only=True)
     except OSError:

@@ -1,17 +1,16 @@
-"""What is saved beside a model and its optimizer: other modules and optimizers, and whatever else
-has a state.
+"""Companions: the modules, optimizers and other stateful objects that are saved with a model and
+its optimizer.
 
-    a module                     its parameters and buffers by name, as the model's: of each rank
-                                 its parts
-    an optimizer over            its state by names of parameters, as the model's optimizer; one
-                                 whose state has lists (LBFGS)
-      distributed parameters     is as anything else
-    anything else, a dict too    the value that its `state_dict` returns: what is plain in
-                                 `others.json` and
-                                 `others.safetensors`, distributed tensors in parts under their path
-                                 in it
+    module                     its parameters and buffers by name, like the model's; each rank
+                               writes its parts
+    optimizer over             its state by parameter names, like the model's optimizer; if the
+      distributed parameters   state has lists (LBFGS), it is saved like any other object
+    any other object, dict     the value that `state_dict` returns: plain values in `others.json`,
+                               plain tensors in `others.safetensors`, distributed tensors in parts
+                               under their path in the value
 
-Whatever is not in parts has to be alike on all ranks, since one of them writes it. This is checked.
+Values that are not in parts must be equal on all ranks, since one rank writes them. This is
+checked.
 """
 
 from __future__ import annotations
@@ -45,11 +44,12 @@ _ALIKE = (
 
 @dataclass
 class ValueState:
-    """Of anything that has `state_dict` and `load_state_dict`, or is a dict.
+    """The state of a dict, or of an object with `state_dict` and `load_state_dict`.
 
     Args:
-        name: under which it is saved.
-        other: the thing itself.
+        name: the name under which the state is saved.
+        other: the object.
+        saved: the states of the checkpoint that is loaded; None while saving.
     """
 
     name: str
@@ -58,11 +58,15 @@ class ValueState:
     _value: Any = field(default=None, init=False)
 
     def value(self) -> Any:
-        """Its state."""
+        """Return the state of the object."""
         return self.other if isinstance(self.other, dict) else self.other.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """Its distributed tensors, by key."""
+        """Return the distributed tensors of the state, by key.
+
+        Raises:
+            RuntimeStateError: if a tensor is a partial sum, or lies on the mesh of one stage.
+        """
         tensors = Tensors()
         encode(self.value(), (self.name,), tensors)
         for name, tensor in tensors.sharded.items():
@@ -83,14 +87,21 @@ class ValueState:
                 raise RuntimeStateError(what, remedy=remedy)
         return {_key(name): checkpointable(tensor) for name, tensor in tensors.sharded.items()}
 
-    def wanted(self, saved: Metadata) -> dict[str, Any]:
-        """Tensors to read into: distributed as those that it has now, whole where it has none."""
+    def prepare_read(self, saved: Metadata) -> dict[str, Any]:
+        """Make tensors to read into, by key. Each is distributed like the tensor that the state
+        has now at the same path, and whole if there is none of the same shape."""
         assert self.saved is not None
         now = Tensors()
         encode(self.value(), (self.name,), now)
         found: dict[str, Any] = {}
 
         def target(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+            """Make the tensor to read into, and note it in `found`.
+
+            Args:
+                name: the path of the tensor in the state.
+                dtype, shape: its dtype and shape.
+            """
             like = now.sharded.get(name)
             is_alike = like is not None and like.shape == shape
             made = (
@@ -105,14 +116,14 @@ class ValueState:
         return found
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        """Those that the checkpoint lacks."""
+        """Return a line for each tensor that the checkpoint lacks."""
         return [f"{key} is not in it" for key in wanted if key not in saved.state_dict_metadata]
 
     def undo(self) -> None:
-        """Nothing was changed."""
+        """Do nothing, since `prepare_read` changes nothing."""
 
     def take(self, read: Mapping[str, Any]) -> None:
-        """Go on from what was read."""
+        """Load the value that was read into the object."""
         if isinstance(self.other, dict):
             self.other.clear()
             self.other.update(self._value)
@@ -121,13 +132,16 @@ class ValueState:
 
 
 def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> list[Saved]:
-    """What is saved of a model and its optimizer; every rank calls it.
+    """Return the savable states of a model and its optimizer; every rank calls it.
 
     Args:
-        weights: whether the model is.
+        holder: the model.
+        optimizer: the optimizer over its parameters, or None.
+        weights: whether the state of the model is included.
 
     Raises:
-        RuntimeStateError: on all ranks, if the optimizer has parameters of another module, too.
+        RuntimeStateError: on all ranks, if the optimizer also has parameters of another module, or
+            its state has lists of tensors.
     """
     parts: list[Saved] = [ModuleState(holder)] if weights else []
     if optimizer is None:
@@ -156,14 +170,15 @@ def _check_own(holder: Holder, optimizer: Optimizer) -> None:
 
 
 def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
-    """What is saved of others, by name.
+    """Return the savable states of companions, by name.
 
     Args:
         holder: the model.
+        others: the companions, by name.
 
     Raises:
-        RuntimeStateError: if one has no state, or is an optimizer of a module that is not among
-            them.
+        RuntimeStateError: if a companion has no state, or is an optimizer over parameters of a
+            module that is neither the model nor a companion.
     """
     modules = {
         name: _unwrap_module(other)
@@ -210,18 +225,22 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
 
 
 def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Saved], Others]:
-    """What is saved of others, and what one rank writes of it; every rank calls it.
+    """Return the savable states of companions and the content that one rank writes of them; every
+    rank calls it.
 
     Args:
         holder: the model.
+        others: the companions, by name.
 
     Raises:
         RuntimeStateError: on all ranks, if a state cannot be written as JSON and tensors, is not
-            whole on a rank that writes it, or differs between ranks. The message names the part.
+            whole on a rank that writes it, or differs between ranks. The message names the part of
+            the state.
     """
     made: list[tuple[dict[str, Saved], Others]] = []
 
     def collect() -> None:
+        """Encode the states of this rank."""
         parts = others_of(holder, others)
         for part in parts.values():
             part.state()
@@ -274,10 +293,16 @@ def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
 def with_saved(
     parts: Mapping[str, Saved], saved: SavedOthers, place: Path, others: Mapping[str, Any]
 ) -> list[Saved]:
-    """What is to be read of others, by how it was saved.
+    """Select how each companion is read, by the way in which it was saved.
+
+    Args:
+        parts: the states of the companions, by name.
+        saved: the states of the checkpoint.
+        place: the checkpoint's folder, for errors.
+        others: the companions, by name.
 
     Raises:
-        RuntimeStateError: if one of them was not saved, or was saved of something of another kind.
+        RuntimeStateError: if a companion was not saved, or was saved as another kind.
     """
     found: list[Saved] = []
     for name, part in parts.items():
@@ -289,7 +314,7 @@ def with_saved(
                 what, where=str(place), remedy="save and load with the same names"
             )
         kind = saved.kinds[name]
-        if kind == VALUE:  # earlier versions saved so what is in parts now
+        if kind == VALUE:  # earlier versions saved modules and optimizers as values, too
             found.append(ValueState(name, others[name], saved))
         elif kind == _kind_of(part):
             found.append(part)
@@ -305,7 +330,8 @@ def with_saved(
 
 
 class _Root(nn.Module):
-    """Has modules as its own, so that their parameters have names that say whose they are."""
+    """A module with the given submodules, so that parameter names begin with the submodule's
+    name."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -322,8 +348,8 @@ def _key(name: str) -> str:
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
-    """Of a compiled module that is planned at its first call, what stands behind it; one that
-    was not called says so here."""
+    """Return the compiled module behind one that is planned at its first call. One that was not
+    called yet raises its own error here."""
     if _has_own_state(module):
         return module
     next(iter(module.named_parameters()), None)
@@ -332,7 +358,7 @@ def _unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def _has_own_state(module: nn.Module) -> bool:
-    """Whether its state dict is torch's, or a compiled module's."""
+    """Whether the module's state dict is that of `nn.Module` or of a compiled module."""
     cls = type(module)
     is_torchs = (
         cls.state_dict is nn.Module.state_dict and cls.load_state_dict is nn.Module.load_state_dict
@@ -341,7 +367,7 @@ def _has_own_state(module: nn.Module) -> bool:
 
 
 def _is_of_tensors(module: nn.Module) -> bool:
-    """Whether its state is parameters and buffers alone."""
+    """Whether the module's state consists of parameters and buffers alone."""
     return _has_own_state(module) and all(
         isinstance(x, Tensor) for x in tensors_of(module).values()
     )

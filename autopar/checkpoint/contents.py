@@ -1,5 +1,5 @@
-"""`contents.json`: which tensors a checkpoint holds, in which files, and the values that are not
-tensors.
+"""The file `contents.json`: the tensors of a checkpoint, the files that hold them, and the values
+that are not tensors.
 
     {"format": "autopar-contents", "version": 1,
      "tensors": {"model.weight": {"dtype": "float32", "shape": [8, 4],
@@ -7,9 +7,9 @@ tensors.
                                   ["rank_00001.safetensors", [4, 0], [4, 4]]]}},
      "values": {"optimizer.param_groups.weight.lr": 0.1}}
 
-A box is a part of the whole tensor: its file, where it begins, and its sizes. Its name in the file
-is made of the tensor's name and where it begins (`name_box`), so that no entry can point to another
-tensor.
+A box is a part of the whole tensor, given by its file, its offsets and its sizes. Its name in the
+file consists of the tensor's name and the offsets (`name_box`), so that no entry can point to
+another tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SavedValues(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """Where a part of a tensor is, and what it is there."""
+    """The file, dtype and sizes of a part of a tensor."""
 
     file: str
     dtype: torch.dtype
@@ -58,24 +58,24 @@ _MOST_DIMS = 64
 
 
 def name_file(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank_{rank:05d}{SUFFIX}"
 
 
 def name_box(key: str, offsets: Iterable[int]) -> str:
-    """The name of a box in its file."""
+    """Return the name of a box in its file."""
     return f"{key}[{','.join(map(str, offsets))}]"
 
 
 def contents_text(
     metadata: Metadata, files: Mapping[MetadataIndex, str], values: Mapping[str, Any]
 ) -> str:
-    """The text of the file.
+    """Return the text of `contents.json`.
 
     Args:
         metadata: the tensors, as torch.distributed.checkpoint describes them.
         files: the name of the file of each box.
-        values: the other values, by key, as JSON data.
+        values: the values that are not tensors, by key, as JSON data.
     """
     tensors = {
         key: {
@@ -99,7 +99,7 @@ def contents_text(
 
 
 def read_contents(place: Path) -> Metadata:
-    """Read the file of a checkpoint.
+    """Read `contents.json` of a checkpoint.
 
     Args:
         place: the checkpoint's folder.
@@ -109,8 +109,8 @@ def read_contents(place: Path) -> Metadata:
         for each box, and `planner_data` the values by key.
 
     Raises:
-        RuntimeStateError: if it is not such a file, or boxes do not fill a tensor.
-        OSError: if it cannot be read.
+        RuntimeStateError: if the file is damaged, or boxes do not fill a tensor.
+        OSError: if the file cannot be read.
     """
     path = place / CONTENTS
     try:
@@ -122,15 +122,15 @@ def read_contents(place: Path) -> Metadata:
 
 
 def check_boxes(metadata: Metadata, path: Path) -> None:
-    """Check that each tensor's boxes lie in it, do not overlap, and fill it: no element is left as
-    it was.
+    """Check that each tensor's boxes lie inside it, do not overlap, and fill it, so that loading
+    overwrites every element.
 
     Args:
-        metadata: what a checkpoint says of its tensors.
-        path: the file that says so.
+        metadata: the tensors of a checkpoint and their boxes.
+        path: the file that `metadata` was read from.
 
     Raises:
-        RuntimeStateError: if they do not. The message names the tensor.
+        RuntimeStateError: if the boxes of a tensor do not. The message names the tensor.
     """
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and (fault := _find_fault(tensor)):
@@ -167,7 +167,7 @@ def _metadata_of(data: Any) -> Metadata:
 def _read_tensor(
     key: str, entry: Any
 ) -> tuple[TensorStorageMetadata, dict[MetadataIndex, SavedBox]]:
-    """What is said of one tensor, and where its boxes are."""
+    """Read the entry of one tensor: its metadata, and its boxes by index."""
     known = entry if isinstance(entry, dict) else {}
     name, boxes = known.get("dtype"), known.get("boxes")
     dtype = vars(torch).get(name) if isinstance(name, str) else None
@@ -208,7 +208,7 @@ def _read_sizes(key: str, sizes: Any) -> torch.Size:
 
 
 def _find_fault(tensor: TensorStorageMetadata) -> str:
-    """What is wrong with the boxes of a tensor; empty if they fill it."""
+    """Return the fault in the boxes of a tensor; empty if they fill it."""
     shape, boxes = tensor.size, [box for box in tensor.chunks if math.prod(box.sizes)]
     for box in boxes:
         if not len(shape) == len(box.offsets) == len(box.sizes):
@@ -224,11 +224,12 @@ def _find_fault(tensor: TensorStorageMetadata) -> str:
 
 
 def _overlap(boxes: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two boxes, of the same dims and not empty, share an element."""
+    """Whether two of the boxes share an element. Boxes have the same number of dims and are not
+    empty."""
     if len(boxes) < 2 or not boxes[0].sizes:
         return len(boxes) > 1
-    # along the dim that splits them most, each is compared with those that have not ended where it
-    # begins
+    # The boxes are sorted along the dim that splits them most. Each is compared with those that
+    # begin before it and end after its offset.
     dims = range(len(boxes[0].sizes))
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
     going: list[ChunkStorageMetadata] = []

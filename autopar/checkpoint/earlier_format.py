@@ -1,10 +1,10 @@
-"""Reading checkpoints of earlier versions, which torch.distributed.checkpoint wrote with pickles,
-without running what a planted file says.
+"""Reading of checkpoints of earlier versions, which torch.distributed.checkpoint wrote with
+pickles, without running code from them.
 
-Torch unpickles `.metadata` and every saved value that is not a tensor, and a pickle may call
-anything. Here `.metadata` makes only the classes that such files are made of, and other values go
-through torch's own reader of weights, as torch reads tensors anyway. Nothing is written in this
-format any more.
+Torch unpickles `.metadata` and every saved value that is not a tensor, and a pickle may call any
+function. The unpickler here creates only the classes that `.metadata` files of earlier versions
+contain. Other values are read with `torch.load(weights_only=True)`, as torch reads tensors.
+Nothing is written in this format any more.
 """
 
 from __future__ import annotations
@@ -52,21 +52,23 @@ _PATHS = frozenset((module, kind) for module in ("pathlib", "pathlib._local") fo
 
 
 class OldReader(FileSystemReader):
-    """Torch's reader of a folder, whose `.metadata` makes nothing but what describes tensors."""
+    """Torch's reader of a folder, restricted in `.metadata` to classes that describe tensors.
+
+    Args:
+        place: the checkpoint's folder.
+        metadata: the content of `.metadata`, if it was read already.
+    """
 
     def __init__(self, place: Path, metadata: Metadata | None = None) -> None:
         super().__init__(place)
         self._known = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds; arguments are torch's, and mean nothing here.
-
-        Returns:
-            The keys, and in which files they are.
+        """Return the keys of the checkpoint and the files that hold them. Arguments are ignored.
 
         Raises:
-            RuntimeStateError: where the file would make anything else, or cannot be read.
-            OSError: where it cannot be opened.
+            RuntimeStateError: if the file refers to any other class, or cannot be read.
+            OSError: if the file cannot be opened.
         """
         place = Path(self.path) / FILE
         if self._known is not None:
@@ -80,10 +82,14 @@ class OldReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read as torch does.
+        """Read the items of a plan, like torch's reader.
+
+        Args:
+            plan: the items to read.
+            planner: takes the values that were read.
 
         Raises:
-            RuntimeStateError: where a file is damaged.
+            RuntimeStateError: if a file is damaged.
         """
         try:
             return super().read_data(plan, planner)
@@ -101,23 +107,25 @@ class OldReader(FileSystemReader):
 
 
 class OldPlanner(DefaultLoadPlanner):
-    """Torch's planner, which reads values that are not tensors as weights are read."""
+    """Torch's planner, which reads values that are not tensors with `weights_only=True`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take one saved value.
+        """Load one saved value into the state.
 
         Args:
-            read_item: which one. value: its bytes, as `torch.save` wrote them.
+            read_item: the item that the value belongs to.
+            value: the bytes of the value, as `torch.save` wrote them.
 
         Raises:
-            RuntimeStateError: where it is not made of tensors, numbers, texts, lists and dicts.
+            RuntimeStateError: if the value does not consist of tensors, numbers, texts, lists and
+                dicts.
         """
         try:
             found = torch.load(value, weights_only=True)
         except Exception as error:  # pickle and torch raise many classes for what they do not take
             what = f"{read_item.dest_index.fqn} of the checkpoint is refused: {_first_line(error)}"
             raise unsafe(what, None) from error
-        safe = io.BytesIO()  # written anew, since torch reads it once more, as any pickle
+        safe = io.BytesIO()  # written again, since torch unpickles it without restrictions
         torch.save(found, safe)
         safe.seek(0)
         super().load_bytes(read_item, safe)
@@ -129,9 +137,14 @@ class _Unpickler(pickle.Unpickler):
         self._place = place
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or function; refuse the file for any other.
+
+        Raises:
+            RuntimeStateError: if the pickle refers to anything that is not allowed.
+        """
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if (module, name) in _PATHS:  # where it was saved: nothing is opened by it
+        if (module, name) in _PATHS:  # the folder at the time of saving; nothing opens it
             return PurePath
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
@@ -141,8 +154,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_form(metadata: Metadata, place: Path) -> None:
-    """Raises RuntimeStateError if it does not describe tensors whose parts are in files of its
-    own folder and fill them."""
+    """Raise RuntimeStateError unless the metadata describes tensors whose parts are in files of
+    the checkpoint's folder and fill the tensors."""
     try:
         kinds = {type(each) for each in metadata.state_dict_metadata.values()}
         names = [info.relative_path for info in (metadata.storage_data or {}).values()]

@@ -1,9 +1,10 @@
-"""Whether a checkpoint's files are as they were written: a checksum of each, in `autopar.json`,
-which has one of itself.
+"""Integrity of a checkpoint's files: `autopar.json` holds a checksum of each file and one of
+itself.
 
-CRC-32, since it is damage that is looked for, not intent: any change within 32 bits in a row is
-found, of others all but one in 2^32, at a quarter of what BLAKE2 takes. Each rank sums up the files
-that it wrote; those that load, however many they are, share the reading.
+The checksum is CRC-32, since it has to detect damage and not manipulation. It detects every change
+within 32 consecutive bits and all but one in 2^32 other changes, in a quarter of the time of
+BLAKE2. Each rank computes the checksums of the files that it wrote. When a checkpoint is loaded,
+all ranks share the verification, however many they are.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ _NEEDED = {VERSION: {CONTENTS, OTHERS}, OLD_VERSION: {OLD_CONTENTS, OLD_OTHERS}}
 
 
 def seen_by_all(place: Path, within_s: float) -> None:
-    """Wait until all ranks see a folder that the first made.
+    """Wait until all ranks see a folder that the first rank made; every rank calls it.
+
+    Args:
+        place: the folder.
+        within_s: the longest wait, in seconds.
 
     Raises:
-        RuntimeStateError: on all ranks, where some do not within that time.
+        RuntimeStateError: on all ranks, if some ranks do not see the folder in time.
     """
     deadline = time.monotonic() + within_s
     while not place.is_dir() and time.monotonic() < deadline:
@@ -52,12 +57,12 @@ def seen_by_all(place: Path, within_s: float) -> None:
 
 
 def checksums(place: Path, names: Iterable[str]) -> dict[str, int]:
-    """Of files in a folder, by name; each is read in pieces."""
+    """Return the CRC-32 of files in a folder, by name. Each file is read in chunks."""
     return {name: _checksum(place / name) for name in names}
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of the files in a folder are on the disk, if the system can say so of
+    """Wait until the entries of a folder are on the disk, if the system supports it for
     folders."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
@@ -68,17 +73,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def about_text(about: Mapping[str, Any]) -> str:
-    """What `autopar.json` is, with the checksum of all that it says."""
+    """Return the text of `autopar.json`, with the checksum of its own content."""
     return json.dumps({**about, "checksum": _own_checksum(about)}, indent=1) + "\n"
 
 
 def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
-    """What `autopar.json` says, and what is damaged of the checkpoint, empty where nothing is;
-    every rank calls it.
+    """Read `autopar.json` and verify the files of a checkpoint; every rank calls it.
+
+    Args:
+        place: the checkpoint's folder.
+
+    Returns:
+        The content of `autopar.json`, and a description of the damage, empty if there is none.
 
     Raises:
-        RuntimeStateError: on all ranks, where it is of another format, or some rank does not see
-            it.
+        RuntimeStateError: on all ranks, if the checkpoint has another format, or some rank does not
+            see it.
     """
     about, damage = by_first(lambda: _read_manifest(place), str(place))
     if damage:
@@ -90,7 +100,8 @@ def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
-    """What `autopar.json` says, once all other files are there as well, and what is damaged."""
+    """Return the content of `autopar.json` and a description of the damage: a file that is
+    unreadable, changed, malformed or missing."""
     try:
         about = read_json((place / ABOUT).read_text(encoding="utf-8"))
         if not isinstance(about, dict):
@@ -123,7 +134,7 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _find_fault(about: Mapping[str, Any]) -> str:
-    """What is wrong with the form of `autopar.json`; empty if nothing is."""
+    """Return the fault in the form of `autopar.json`; empty if there is none."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "step": int,
         "mesh": str,
@@ -154,10 +165,10 @@ def _find_fault(about: Mapping[str, Any]) -> str:
 
 
 def _find_damage(place: Path, wanted: Mapping[str, int]) -> list[str]:
-    """What is wrong with files of these checksums.
+    """Return a line for each file that does not have its checksum.
 
     Raises:
-        FileNotFoundError: of one that this rank does not see; the first has seen it.
+        FileNotFoundError: if this rank does not see a file that the first rank has seen.
     """
     found = []
     for name, checksum in wanted.items():
@@ -166,7 +177,7 @@ def _find_damage(place: Path, wanted: Mapping[str, int]) -> list[str]:
                 found.append(f"{name} is not as it was written")
         except FileNotFoundError:
             raise
-        except OSError as error:  # as of a disk that cannot read it any more
+        except OSError as error:  # such as a read error of the disk
             found.append(f"{name} cannot be read ({error})")
     return found
 

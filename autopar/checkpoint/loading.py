@@ -1,9 +1,9 @@
-"""Reading a checkpoint's tensors and values: each rank reads its part of what others wrote, by
-torch.distributed.checkpoint.
+"""Reading of a checkpoint's tensors and values with torch.distributed.checkpoint: each rank reads
+the parts that it needs, whichever rank wrote them.
 
-Everything is looked at before anything is changed: `contents.json`, the headers of the files, and
-whether values fit. Checkpoints of earlier versions, which have a pickle in its place, are read by
-`saved_reader`.
+`contents.json`, the headers of the files and the kinds of values are checked before anything is
+changed. Checkpoints of earlier versions, which have a pickle instead of `contents.json`, are read
+by `autopar.checkpoint.earlier_format`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch.futures import Future
 from autopar.checkpoint.contents import CONTENTS, SavedBox, SavedValues, name_box, read_contents
 from autopar.checkpoint.earlier_format import FILE as OLD_CONTENTS
 from autopar.checkpoint.earlier_format import OldPlanner, OldReader
-from autopar.checkpoint.parts import done, find_reasons, no_warning_if_alone
+from autopar.checkpoint.parts import completed_future, find_reasons, no_warning_if_alone
 from autopar.checkpoint.safetensors_files import UNSAFE, TensorFile
 from autopar.errors import RuntimeStateError
 from autopar.runtime.rank_comm import by_all
 
 
 def read_metadata(place: Path) -> Metadata:
-    """Read what a checkpoint holds.
+    """Read the metadata of a checkpoint of this or an earlier version.
 
     Args:
         place: the checkpoint's folder.
 
     Returns:
-        The keys, the shapes, and in which files they are.
+        The keys, the shapes, and the files that hold them.
 
     Raises:
-        RuntimeStateError: if the file that says so is damaged, or would run code.
-        OSError: if it cannot be read.
+        RuntimeStateError: if the metadata file is damaged, or would run code.
+        OSError: if the file cannot be read.
     """
     if (place / CONTENTS).is_file() or not (place / OLD_CONTENTS).is_file():
         return read_contents(place)
@@ -48,15 +48,15 @@ def read_metadata(place: Path) -> Metadata:
 
 
 def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> None:
-    """Read a checkpoint into tensors where they lie, and into other values by key.
+    """Read a checkpoint into the tensors of a state in place, and replace its other values.
 
     Args:
-        state: what is read, by key.
+        state: tensors and values to read, by key.
         place: the checkpoint's folder.
-        alone: by this process only; else every rank calls it.
+        alone: whether this process reads alone; otherwise every rank calls it.
 
     Raises:
-        RuntimeStateError: on all that read, if a file is damaged, would run code, or is not there.
+        RuntimeStateError: on all ranks that read, if a file is damaged, missing, or would run code.
     """
     found: list[Metadata] = []
     if alone:
@@ -86,11 +86,14 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
 
 
 class Reader(StorageReader):
-    """Reads the files that `contents.json` names.
+    """Storage reader of the files that `contents.json` names.
 
     Args:
         place: the checkpoint's folder.
-        metadata: what `read_contents` returned.
+        metadata: the result of `read_contents`.
+
+    Attributes:
+        has_begun: whether tensors may have been overwritten.
     """
 
     def __init__(self, place: Path, metadata: Metadata) -> None:
@@ -99,18 +102,23 @@ class Reader(StorageReader):
         self.has_begun = False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, which was read before."""
         return self._metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """There is nothing of an earlier one."""
+        """Do nothing, since a reader serves one load."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """There is nothing to set up."""
+        """Do nothing, since the constructor has set everything up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Look at the headers of all files that this rank reads, before any rank reads one."""
+        """Check the headers of all files that this rank reads, before any rank reads a tensor.
+
+        Raises:
+            RuntimeStateError: if a file does not hold a tensor as `contents.json` describes it.
+        """
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
                 file, name, dtype, sizes = self._find(item)
@@ -118,9 +126,19 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the boxes of a plan into the planner's tensors in place.
+
+        Args:
+            plan: the items that this rank reads.
+            planner: resolves the tensors, and takes values that are not tensors.
+
+        Raises:
+            RuntimeStateError: if a file cannot be read.
+        """
         self.has_begun = True
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -134,10 +152,10 @@ class Reader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(file.read(name, dtype, sizes, box))
             planner.commit_tensor(item, target)
-        return done(None)
+        return completed_future(None)
 
     def _find(self, item: ReadItem) -> tuple[TensorFile, str, torch.dtype, torch.Size]:
-        """The file of the box that is read, its name there, its dtype and its sizes."""
+        """Return the file of the box of an item, the name, dtype and sizes of the box."""
         index = item.storage_index
         of_box: SavedBox = self._metadata.storage_data[index]
         if of_box.file not in self._files:
@@ -151,37 +169,49 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept every checkpoint."""
         return True
 
 
 class Planner(DefaultLoadPlanner):
-    """Torch's planner; values that are not tensors come from `contents.json`, and have to be of
-    the kind that is there now."""
+    """Torch's planner, which takes values that are not tensors from `contents.json`. Each must be
+    of the same kind as the value that it replaces."""
 
     def create_local_plan(self) -> LoadPlan:
+        """Create torch's plan for this rank, and check the kinds of its values.
+
+        Raises:
+            RuntimeStateError: if a saved value is of another kind than the one here.
+        """
         plan = super().create_local_plan()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 key = item.dest_index.fqn
-                _check_fits(key, self.state_dict[key], self._saved[key])
+                _check_fits(key, self.state_dict[key], self._saved_values[key])
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value of `contents.json` into the state.
+
+        Args:
+            read_item: the item that the value belongs to.
+            value: ignored; the value was read with the contents.
+        """
         *above, last = self.mappings[read_item.dest_index.fqn]
         holder: Any = self.original_state_dict
         for key in above:
             holder = holder[key]
-        holder[last] = self._saved[read_item.dest_index.fqn]
+        holder[last] = self._saved_values[read_item.dest_index.fqn]
 
     @property
-    def _saved(self) -> SavedValues:
+    def _saved_values(self) -> SavedValues:
         assert self.metadata is not None
         saved: SavedValues = self.metadata.planner_data
         return saved
 
 
 def _check_fits(key: str, here: Any, saved: Any) -> None:
-    """Raises RuntimeStateError if a saved value is of another kind than the one that it
+    """Raise RuntimeStateError if a saved value is of another kind than the one that it
     replaces."""
     if not _fits(here, saved):
         what = f"{key} is {saved!r:.40} in the checkpoint, {here!r:.40} here"

@@ -1,22 +1,24 @@
-"""`Checkpoints`: what a training run saves, and what goes on from it on whatever devices are there
-then.
+"""`Checkpoints`: saving of training runs, and resuming on any number of devices.
 
-A checkpoint is a folder, which torch.distributed.checkpoint divides among the ranks: the full model
-and its optimizer's state under the model's names, whatever layouts and stages they were in, so that
-another plan, another mesh or another number of processes loads its own parts. Nothing in it is a
+A checkpoint is a folder. It holds the full model and the state of its optimizer under the model's
+names, independently of layouts and stages, so that another plan, mesh or number of processes can
+load its own parts. torch.distributed.checkpoint divides the writing among the ranks. No file is a
 pickle:
 
-    rank_00000.safetensors, …   tensors: each rank wrote one file (`saved_tensors`)
-    contents.json               which tensors are in which files, and optimizers' settings
-                                (`saved_contents`)
-    others.json, .safetensors   the states of what else was passed, such as a scheduler, but for
-                                what is in parts (`saved_others`)
+    rank_00000.safetensors, …   tensors; each rank writes one file
+                                (`autopar.checkpoint.safetensors_files`)
+    contents.json               the files that hold each tensor, and the settings of optimizers
+                                (`autopar.checkpoint.contents`)
+    others.json, .safetensors   the states of companions, such as a scheduler, except distributed
+                                tensors (`autopar.checkpoint.companion_states`)
     plan.json                   the plan
-    autopar.json                the step, the run, and a checksum of each file (`saved_files`)
+    autopar.json                the step, the run, and a checksum of each file
+                                (`autopar.checkpoint.files`)
 
-It is written under another name, and renamed when all ranks' parts are there: a folder that has a
-checkpoint's name is whole, unless it was damaged since. Each says which run saved it, by which a
-run sees that another one saves into its folder (`saved_runs`).
+A checkpoint is written into a temporary folder, which is renamed when all ranks' parts are
+complete. A folder with the name of a checkpoint is therefore complete, unless it was damaged later.
+`autopar.json` names the run that saved the checkpoint. A run detects from it that another run saves
+into its folder.
 """
 
 from __future__ import annotations
@@ -62,28 +64,28 @@ from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
 from autopar.version import VERSION as AUTOPAR_VERSION
 
 # --------------------------------------------------------------------------------------------------
-# Whether a folder of checkpoints is one run's alone, told from the checkpoints that are there:
-# each says which run saved it.
+# Detection of another run that saves into the same folder.
 #
-# A run knows those that were there when it began, or when it last loaded, and its own. Any other
-# was saved meanwhile by another run that is still going on. There is nothing to renew and nothing
-# that a dead run leaves behind: whoever goes on after one knows what it saved. A folder gets its
-# name only where there is none of that name, so that of two runs that save one step at once one
-# does.
+# A run knows the checkpoints that existed when it began or last loaded, and its own. Any other
+# checkpoint was saved since then by another run that is still active. This needs no lock that would
+# have to be renewed or that a dead run would leave behind. A folder is renamed only if the target
+# does not exist, so that only one of two runs that save the same step at once succeeds.
 
 
 def this_run() -> str:
-    """Host, process and a random number; of the first rank, it stands for all."""
+    """Return the name of this run: host, process and a random number. The name of the first rank is
+    used for all ranks."""
     return _run_of_process(os.getpid())
 
 
 @functools.cache
-def _run_of_process(pid: int) -> str:  # not of a process that was forked from another one
+def _run_of_process(pid: int) -> str:  # cached by process, since a fork inherits the cache
     return f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}"
 
 
 def runs_of(found: Mapping[int, Path]) -> dict[int, str]:
-    """By step, which run saved it; those that do not say so, as damaged ones, are left out."""
+    """Return the name of the run that saved each step. Checkpoints without one, such as damaged
+    ones, are left out."""
     runs = {}
     for step, place in found.items():
         try:
@@ -94,10 +96,14 @@ def runs_of(found: Mapping[int, Path]) -> dict[int, str]:
 
 
 def check_alone(known: Mapping[int, str], found: Mapping[int, Path]) -> None:
-    """That all checkpoints that were found are known ones or this run's.
+    """Check that all checkpoints of a folder are known or belong to this run.
+
+    Args:
+        known: the runs of the known checkpoints, by step.
+        found: the folders of the checkpoints that exist, by step.
 
     Raises:
-        RuntimeStateError: where another run saves into the folder, too.
+        RuntimeStateError: if another run also saves into the folder.
     """
     strange = {
         step: run
@@ -126,36 +132,39 @@ class Checkpoints:
     """The checkpoints of one training run, in a folder that all ranks see.
 
         checkpoints = autopar.Checkpoints("checkpoints")
-        start = checkpoints.load(pm, optimizer)  # 0 where there is none
+        start = checkpoints.load(pm, optimizer)  # 0 if there is none
         for step in range(start, 1000):
             ...
             checkpoints.save(step + 1, pm, optimizer)
 
     Args:
-        folder: made where it is not there.
-        keep: how many stay; older ones are removed after each save.
-        weights: whether the model's weights are in them; else the optimizer's state and what else
-            is passed, beside weights that are saved in another way.
+        folder: the folder of the checkpoints; created if it does not exist.
+        keep: the number of checkpoints to keep; older ones are removed after each save.
+        weights: whether the model's weights are saved. If not, the optimizer's state and other
+            objects are saved, and the weights have to be saved in another way.
+
+    Raises:
+        RuntimeStateError: if `keep` is less than 1.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, weights: bool = True) -> None:
         if keep < 1:
             raise RuntimeStateError(f"keep={keep} checkpoints", remedy="keep at least one")
         self.folder, self.keep, self.weights = Path(folder), keep, weights
-        self._known = runs_of(self._found())
+        self._known = runs_of(self._find_checkpoints())
         self._background: Background | None = None
         self._copies = HostCopies()
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of which there are checkpoints; every rank calls it.
+        """Return the steps of the existing checkpoints in ascending order; every rank calls it.
 
         Raises:
-            RuntimeStateError: where ranks see others.
+            RuntimeStateError: if ranks see different checkpoints.
         """
         self.wait()
         by_first(self._repair, str(self.folder))
         for _ in range(int(SEEN_WITHIN_S / PAUSE_S)):
-            seen = of_all(tuple(sorted(self._found())))
+            seen = of_all(tuple(sorted(self._find_checkpoints())))
             if len(set(seen)) == 1:
                 break
             time.sleep(PAUSE_S)
@@ -171,23 +180,25 @@ class Checkpoints:
     def save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any
     ) -> Path:
-        """Save after so many steps; every rank calls it.
+        """Save a checkpoint; every rank calls it.
 
         Args:
-            module: what `autopar.compile` returned. optimizer: over its parameters.
-            others: by name, what else goes on: modules, compiled or not (averages, critics), their
-                optimizers, dicts of values, and what has `state_dict` and `load_state_dict`, such
-                as a learning rate's scheduler. Distributed tensors in it are saved in parts; the
-                rest has to be alike on all ranks.
+            step: the number of training steps made so far.
+            module: the result of `autopar.compile`.
+            optimizer: the optimizer over the module's parameters, or None.
+            others: other objects to save, by name: modules, compiled or not (averages, critics),
+                their optimizers, dicts of values, and objects with `state_dict` and
+                `load_state_dict`, such as a learning rate scheduler. Distributed tensors are saved
+                in parts; all other values have to be equal on all ranks.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: on all ranks, where `module` is not compiled, others differ between
-                ranks or hold what JSON and tensors cannot say, the folder has later steps or is not
-                shared, another run saves into it, or it cannot be written to. The checkpoints that
-                are there stay.
+            RuntimeStateError: on all ranks, if `module` is not compiled, others differ between
+                ranks or hold values that cannot be written as JSON and tensors, the folder has
+                later steps or is not shared, another run saves into it, or it cannot be written to.
+                Existing checkpoints stay.
         """
         saving = self._collect(step, module, optimizer, others, None)
         free = size_text(shutil.disk_usage(self.folder).free)
@@ -204,23 +215,25 @@ class Checkpoints:
     def async_save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any
     ) -> Path:
-        """Save while training goes on; every rank calls it, with arguments as of `save`.
+        """Save a checkpoint in the background while training continues; every rank calls it.
 
-        Each rank copies its part into the memory of the host, which takes less than a step as a
-        rule, and writes the copy in the
-        background: what training changes meanwhile is not saved. The checkpoint is there, and older
-            ones are removed, when all ranks have
-        written. A process that ends before leaves the checkpoints that were there, and a folder
-        with the suffix ``.part``, which is never loaded. One checkpoint is written at a time: the
-        next call of a method waits for it. The host's memory for the copy is kept for the next one.
+        Each rank copies its part into the memory of the host, which usually takes less than a step,
+        and writes the copy in the background. Later changes of the tensors are not saved. When all
+        ranks have written their parts, the checkpoint is complete and older ones are removed. If a
+        process ends earlier, existing checkpoints stay, and a folder with the suffix ``.part``
+        remains, which is never loaded. One checkpoint is written at a time: the next call of a
+        method waits for it. The memory of the copy is kept for the next checkpoint.
+
+        Args:
+            step, module, optimizer, others: the arguments of `save`.
 
         Returns:
             The folder that the checkpoint will have.
 
         Raises:
-            RuntimeStateError: on all ranks, as `save`; also if the checkpoint that was written in
-                the background before has failed. That one is reported by whichever method is called
-                next, and by `wait`; the call then does nothing else.
+            RuntimeStateError: on all ranks, under the conditions of `save`, and if the previous
+                checkpoint could not be written in the background. The next call of any method
+                reports that failure and does nothing else.
         """
         saving = self._collect(step, module, optimizer, others, self._copies)
         self._copies.wait()
@@ -228,11 +241,11 @@ class Checkpoints:
         return self._place(step)
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is written in the background, if there is one; every rank
-        calls it.
+        """Wait until the checkpoint in the background is written, if there is one; every rank calls
+        it.
 
         Raises:
-            RuntimeStateError: on all ranks, if it was not saved.
+            RuntimeStateError: on all ranks, if the checkpoint could not be saved.
         """
         background, self._background = self._background, None
         if background is not None:
@@ -240,15 +253,21 @@ class Checkpoints:
                 by_all(background.result, str(background.place))
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
-        """Go on from the newest checkpoint; every rank calls it, with arguments as of `save`.
+        """Load the newest checkpoint; every rank calls it.
+
+        Args:
+            module: the result of `autopar.compile`.
+            optimizer: the optimizer over the module's parameters, or None.
+            others: the other objects to load, under the names with which they were saved.
 
         Returns:
-            After how many steps it was saved; 0 where there is none, and then nothing is changed.
+            The number of training steps after which the checkpoint was saved; 0 if there is no
+            checkpoint, in which case nothing is changed.
 
         Raises:
-            RuntimeStateError: on all ranks, where it is of another model or optimizer, some rank
-                does not see it, or a file is not as it was written: then it says which earlier one
-                is whole. Nothing is changed.
+            RuntimeStateError: on all ranks, if the checkpoint belongs to another model or
+                optimizer, some rank does not see it, or a file is damaged. In the last case the
+                message names the newest earlier checkpoint without damage. Nothing is changed.
         """
         steps = self.steps()
         if rank() == 0 and (
@@ -257,10 +276,9 @@ class Checkpoints:
             log.warning("not saved to the end, and not loaded: %s", ", ".join(begun))
         if not steps:
             return 0
-        known = by_first(lambda: runs_of(self._found()), str(self.folder))
-        self._known = {
-            step: run for step, run in known.items() if step in steps
-        }  # one that is saved meanwhile is of a run that goes on
+        known = by_first(lambda: runs_of(self._find_checkpoints()), str(self.folder))
+        # a checkpoint that was saved since `steps` belongs to another active run
+        self._known = {step: run for step, run in known.items() if step in steps}
         holder, place = holder_of(module), self._place(steps[-1])
         about, damage = self._read_about(steps[-1])
         if damage:
@@ -292,18 +310,19 @@ class Checkpoints:
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> int:
         """Write the weights of a checkpoint as safetensors, which ``from_pretrained`` reads. Every
-        rank calls it, or one process alone, which needs no mesh and no GPU.
+        rank calls it, or a single process, which needs no mesh and no GPU.
 
         Args:
-            step: of which; by default the newest. folder, dtype, max_file_bytes: as of
-                `autopar.save_weights`.
+            folder: the folder of the weights; created if it does not exist.
+            step: the step of the checkpoint; by default the newest.
+            dtype, max_file_bytes: arguments of `autopar.save_weights`.
 
         Returns:
             The step.
 
         Raises:
-            RuntimeStateError: on all ranks, where there is no such checkpoint, it is damaged, or
-                the folder cannot be written to.
+            RuntimeStateError: on all ranks, if there is no such checkpoint, it is damaged, or the
+                folder cannot be written to.
         """
         steps = self.steps()
         if not steps or step not in (None, *steps):
@@ -336,15 +355,15 @@ class Checkpoints:
         return int(about["step"])
 
     def _read_about(self, step: int) -> tuple[Mapping[str, Any], str]:
-        """What is said beside the checkpoint of a step, and what is damaged; every rank calls
-        it."""
+        """Return the content of a step's `autopar.json` and a description of the damage, empty if
+        there is none; every rank calls it."""
         about, damage = read_about(self._place(step))
         if not damage and about.get("step") != step:
             damage = f"it was saved as step {about.get('step')}, and its folder was renamed since"
         return about, damage
 
     def _remedy(self, steps: Sequence[int]) -> str:
-        """What to do where the newest of these is damaged; every rank calls it."""
+        """Return the remedy if the newest of the steps is damaged; every rank calls it."""
         for number, step in enumerate(reversed(steps[:-1]), start=1):
             try:
                 damage = self._read_about(step)[1]
@@ -367,7 +386,8 @@ class Checkpoints:
     def _part(self, step: int, run: str) -> Path:
         return self._place(step).with_suffix(f".{run}.part")
 
-    def _found(self) -> dict[int, Path]:
+    def _find_checkpoints(self) -> dict[int, Path]:
+        """Return the folders of the checkpoints that this rank sees, by step."""
         if not self.folder.is_dir():
             return {}
         matches = (
@@ -376,7 +396,7 @@ class Checkpoints:
         return {int(match[1]): each for match, each in matches if match}
 
     def _repair(self) -> None:
-        """Put back what was about to be replaced when the process ended."""
+        """Restore checkpoints whose replacement was interrupted, and remove replaced ones."""
         for before in self.folder.glob("step_*.old"):
             target = before.with_suffix("")
             if target.exists():
@@ -385,12 +405,12 @@ class Checkpoints:
                 before.rename(target)
 
     def _check_alone(self) -> None:
-        check_alone(self._known, self._found())
+        check_alone(self._known, self._find_checkpoints())
 
     def _begun(self, step: int) -> str:
-        """Make an empty folder to write into, where this run may save that step; the run, of
-        which it is."""
-        found = self._found()
+        """Check that this run may save a step, make an empty folder to write into, and return the
+        name of the run."""
+        found = self._find_checkpoints()
         check_alone(self._known, found)
         if later := [n for n in sorted(found) if n > step]:
             what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
@@ -411,8 +431,13 @@ class Checkpoints:
         others: Mapping[str, Any],
         copies: HostCopies | None,
     ) -> Saving:
-        """What this rank writes, in a folder that all ranks see; `copies` makes copies of it.
-        Every rank calls it."""
+        """Collect the content that this rank writes into a folder that all ranks see; every rank
+        calls it.
+
+        Args:
+            step, module, optimizer, others: the arguments of `save`.
+            copies: makes copies of the tensors; None to collect the tensors themselves.
+        """
         self.wait()
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(
@@ -456,15 +481,15 @@ class Checkpoints:
             rank(),
             num_ranks(),
             own,
-            written if copies is None else written.copied(copies),
+            written if copies is None else written.with_copies(copies),
             about,
             plan,
         )
 
     @contextmanager
     def _another_run_first(self) -> Iterator[None]:
-        """What fails on all ranks may come from another run, which removes what was begun: that
-        is said first."""
+        """If the body fails on all ranks, report another run that saves into the folder first,
+        since it may have caused the failure by removing the unfinished folder."""
         try:
             yield
         except RuntimeStateError:
@@ -472,13 +497,13 @@ class Checkpoints:
             raise
 
     def _finish(self, saving: Saving, sums: Mapping[str, int]) -> None:
-        """Name the checkpoint, whose files have these checksums; remove those that are too many,
-        and what was begun and not ended."""
+        """Rename the complete checkpoint, whose files have the given checksums, and remove
+        superseded checkpoints and unfinished folders of this and earlier steps."""
         saving.finish(sums)
         step = saving.step
         before = self._named(step, saving.place)
         sync_folder(self.folder)
-        found = self._found()
+        found = self._find_checkpoints()
         begun = (
             each
             for each in self.folder.glob("step_*.part")
@@ -488,20 +513,18 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _named(self, step: int, writing: Path) -> Path:
-        """Give the checkpoint its name; where one that bore it is now, if any did."""
-        found, target = self._found(), self._place(step)
+        """Rename the folder to the checkpoint's name. Return the path of the checkpoint that it
+        replaced, which exists only if there was one."""
+        found, target = self._find_checkpoints(), self._place(step)
         check_alone(self._known, found)
         before = target.with_suffix(".old")
-        if (
-            step in found
-            # saved again: the one that is whole is put back (`_repair`) where this ends before the
-            # other has its name
-        ):
+        if step in found:
+            # if the process ends before the second renaming, `_repair` restores the old checkpoint
             target.rename(before)
             try:
                 check_alone(self._known, {step: before})
             except RuntimeStateError:
                 self._repair()
                 raise
-        writing.rename(target)  # fails where another run has saved that step by now
+        writing.rename(target)  # fails if another run has saved that step since
         return before

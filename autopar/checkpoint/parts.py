@@ -1,9 +1,8 @@
-"""Every rank's part of a checkpoint, by torch.distributed.checkpoint, which finds out who writes
-what.
+"""Each rank's part of a checkpoint. torch.distributed.checkpoint assigns the parts to ranks.
 
-Saving has two steps. In the first, which is collective, ranks agree on who writes what, and each
-takes hold of its part (`collect_parts`), or makes a copy of it. In the second, which is not, each
-rank writes its part (`Parts.write`).
+Saving has two steps. The first is collective: ranks agree on the assignment, and each collects its
+part or a copy of it (`collect_parts`). In the second, each rank writes its part without
+communication (`Parts.write`).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Copy = Callable[[str, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """What this rank writes.
+    """The part of a checkpoint that this rank writes.
 
     Attributes:
         file: the name of this rank's file.
         tensors: boxes of tensors, by their names in the file.
-        contents: the text of `contents.json`, of the first rank alone.
+        contents: the text of `contents.json` on the first rank, empty on the others.
     """
 
     file: str
@@ -52,7 +51,7 @@ class Parts:
     contents: str
 
     def write(self, place: Path) -> dict[str, int]:
-        """Write them into a folder; no other rank is asked.
+        """Write the files of this rank into a folder, without communication.
 
         Args:
             place: the folder.
@@ -83,13 +82,15 @@ def write_bytes(path: Path, content: bytes) -> int:
 def collect_parts(
     state: dict[str, Any], what: str, kept: str, where: Path, copy: Copy | None = None
 ) -> Parts:
-    """Agree with all ranks on who writes what; every rank calls it.
+    """Agree with all ranks on the part that each writes, and collect it; every rank calls it.
 
     Args:
         state: tensors, sharded or not, and other values, by key.
-        what: what is saved. kept: what has not changed if it fails. where: the folder that it is
-            for, for errors.
-        copy: makes a copy of a box of this name; by default parts are the tensors themselves.
+        what: the name of the state, for errors.
+        kept: a sentence that says what stays unchanged if saving fails, for errors.
+        where: the folder that the part is written into, for errors.
+        copy: makes a copy of a box from its name and tensor; by default the part holds the tensors
+            themselves.
 
     Raises:
         RuntimeStateError: on all ranks, if the state of one cannot be saved.
@@ -112,7 +113,7 @@ def save_parts(state: dict[str, Any], place: Path, what: str, kept: str) -> dict
     """Save every rank's part into a folder; every rank calls it.
 
     Args:
-        state, what, kept: as `collect_parts` takes them.
+        state, what, kept: arguments of `collect_parts`.
         place: the folder, which all ranks see.
 
     Returns:
@@ -132,9 +133,15 @@ def save_parts(state: dict[str, Any], place: Path, what: str, kept: str) -> dict
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Torch's planner; values that are not tensors are written as JSON."""
+    """Torch's planner, which encodes values that are not tensors as JSON data."""
 
     def create_local_plan(self) -> SavePlan:
+        """Create torch's plan for this rank without empty boxes, and check its items.
+
+        Raises:
+            RuntimeStateError: if a tensor is not dense or has no values, or a value cannot be
+                encoded.
+        """
         plan = super().create_local_plan()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -146,6 +153,12 @@ class _SavePlanner(DefaultSavePlanner):
         )
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Encode a value as JSON data; return a tensor unchanged.
+
+        Args:
+            write_item: the item of the value; its key names the value in errors.
+            object: the value.
+        """
         return object if isinstance(object, Tensor) else encode(object, (write_item.index.fqn,))
 
 
@@ -158,13 +171,13 @@ def _check_kind(key: str, tensor: Any) -> None:
 
 
 def _is_empty_box(item: WriteItem) -> bool:
-    """Whether it is an empty part of a tensor that has elements."""
+    """Whether an item is an empty part of a tensor that has elements."""
     data = item.tensor_data
     return data is not None and math.prod(data.chunk.sizes) == 0 < math.prod(data.size)
 
 
 class _Collector(StorageWriter):
-    """What torch asks to write, kept in memory."""
+    """Storage writer that collects the tensors and the contents in memory."""
 
     def __init__(self, copy: Copy | None) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -172,18 +185,29 @@ class _Collector(StorageWriter):
         self._copy = copy
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """There is nothing of an earlier one."""
+        """Do nothing, since a collector serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
+        """Do nothing, since the constructor has set everything up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Collect the tensors of a plan, or copies of them, by their names in the file.
+
+        Args:
+            plan: the items that this rank writes.
+            planner: resolves the data of an item.
+
+        Returns:
+            The results: the file name of each tensor, and the JSON data of each other value.
+        """
         results = []
         for item in plan.items:
             found = planner.resolve_data(item)
@@ -197,9 +221,15 @@ class _Collector(StorageWriter):
                 )
             else:
                 results.append(WriteResult(item.index, 0, found))
-        return done(results)
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the text of `contents.json`; torch calls it on the first rank.
+
+        Args:
+            metadata: the tensors of all ranks.
+            results: the results of `write_data`, by rank.
+        """
         files, values = dict[MetadataIndex, str](), dict[str, Any]()
         for result in (result for of_rank in results for result in of_rank):
             if result.index.offset is None:
@@ -210,19 +240,21 @@ class _Collector(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept every checkpoint."""
         return True
 
 
 @contextmanager
 def no_warning_if_alone() -> Iterator[None]:
-    """One process without a process group is no mistake, of which torch would warn."""
+    """Suppress torch's warning about a missing process group, since one process needs none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def find_reasons(error: dcp.api.CheckpointException) -> tuple[str, str]:
-    """What the ranks that failed say, each reason once, and what to do if one says so."""
+    """Return the distinct reasons of the ranks that failed, and the first remedy among them, empty
+    if there is none."""
     failures = [failure[0] for failure in error.failures.values()]
     reasons = dict.fromkeys(
         f"{getattr(each, 'what', '') or f'{type(each).__name__}: {each}'}" for each in failures
@@ -232,8 +264,8 @@ def find_reasons(error: dcp.api.CheckpointException) -> tuple[str, str]:
     )
 
 
-def done(value: Any) -> Future[Any]:
-    """A future of torch that has its value."""
+def completed_future(value: Any) -> Future[Any]:
+    """Return a torch future that has its value."""
     future = Future[Any]()
     future.set_result(value)
     return future

@@ -1,8 +1,8 @@
-"""Files of tensors in the safetensors format: written one tensor at a time, and checked before they
-are read.
+"""Tensor files in the safetensors format. Files are written one tensor at a time, and checked
+before they are read.
 
-The format is a header of JSON, which has each tensor's dtype, shape and place, and after it their
-bytes. A tensor of a dtype that not every reader of the format knows is written as its bytes
+The format is a JSON header with each tensor's dtype, shape and offsets, followed by the bytes of
+the tensors. A tensor whose dtype is not supported by every reader of the format is written as bytes
 (``U8``).
 """
 
@@ -36,17 +36,18 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 UNSAFE = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
-"""What to do about a file that would run code, or that no version of this wrote."""
+"""The remedy for a file that would run code, or that no version of autopar wrote."""
 
 
 def damage_error(what: str, path: Path) -> RuntimeStateError:
-    """The error of a file of a checkpoint that is not as it was written."""
+    """Return the error for a damaged file of a checkpoint."""
     remedy = "take another checkpoint, or copy this one again from where it was saved"
     return RuntimeStateError(what, where=str(path), remedy=remedy)
 
 
 def unsafe(what: str, place: Path | None) -> RuntimeStateError:
-    """The error of a file of a checkpoint that would run code, or that no version of this wrote."""
+    """Return the error for a file of a checkpoint that would run code, or that no version of
+    autopar wrote."""
     return RuntimeStateError(what, where=None if place is None else str(place), remedy=UNSAFE)
 
 
@@ -55,7 +56,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
     Args:
         path: the file.
-        tensors: by name, on any device; each is copied to the host while it is written.
+        tensors: the tensors by name, on any device; each is copied to the host while it is written.
 
     Returns:
         The CRC-32 of the file.
@@ -63,7 +64,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     Raises:
         OSError: if it cannot be written.
     """
-    # by size of their elements, so that each begins at a multiple of it
+    # Tensors are ordered by element size, so that each begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda named: (-_size_in_file(named[1]), named[0]))
     header, end = {}, 0
     for name, tensor in ordered:
@@ -86,7 +87,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def in_file(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
-    """The dtype, in the format's words, and the shape that a tensor has in a file."""
+    """Return the format's name of the dtype, and the shape, that a tensor has in a file."""
     if dtype in _NAMES:
         return _NAMES[dtype], tuple(shape)
     return _BYTES, (shape.numel() * dtype.itemsize,)
@@ -97,20 +98,20 @@ def _size_in_file(tensor: Tensor) -> int:
 
 
 def _content(tensor: Tensor) -> Any:
-    """The bytes of a tensor, in the order of its elements; of one that lies so on the host
-    without a copy."""
+    """Return the bytes of a tensor in row-major order, without a copy if it is contiguous on the
+    host."""
     there = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memoryview(there.reshape(-1).view(torch.uint8).numpy())
 
 
 class TensorFile:
-    """A file of tensors that is open for reading. Its header has been checked against its size.
+    """A tensor file that is open for reading. Its header has been checked against its size.
 
     Args:
         path: the file.
 
     Raises:
-        RuntimeStateError: if it cannot be read, or is not such a file.
+        RuntimeStateError: if the file cannot be read, or is not in the safetensors format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,10 +123,14 @@ class TensorFile:
             raise self._refuse(f"cannot be read ({type(error).__name__}: {error})") from error
 
     def check(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
-        """Compare what the header says of a tensor with what is expected.
+        """Check that the header lists a tensor as expected.
+
+        Args:
+            name: the name of the tensor in the file.
+            dtype, shape: the dtype and shape of the whole tensor, as they were saved.
 
         Raises:
-            RuntimeStateError: if they differ, or there is none of that name.
+            RuntimeStateError: if the dtype or shape differs, or there is no tensor of that name.
         """
         if name not in self.names:
             raise self._refuse(f"does not hold {name}")
@@ -142,9 +147,9 @@ class TensorFile:
         """Read a tensor, or a box of it.
 
         Args:
-            name: its name in the file.
-            dtype, shape: of the whole tensor, as they were saved.
-            box: a slice for each dim; by default all of it.
+            name: the name of the tensor in the file.
+            dtype, shape: the dtype and shape of the whole tensor, as they were saved.
+            box: a slice for each dim; by default the whole tensor.
 
         Raises:
             RuntimeStateError: if the file does not hold such a tensor.

@@ -1,9 +1,10 @@
-"""What stands in a checkpoint of modules and of optimizers, and whether it fits.
+"""States of modules and optimizers in a checkpoint, and the check that they fit.
 
-Their states are flat, by parameters' names: stages, each with parameters of its own, write into one
-checkpoint. An optimizer that has made no step has no state: torch would make one step with
-gradients of 0 to know what there is, which changes what follows (`step` is 1 then). So none is made
-to save one, and what torch makes to load one is dropped where nothing was saved for it.
+States are flat and keyed by parameter names, so that stages, each with its own parameters, write
+into one checkpoint. An optimizer that has made no step has no state. To find out what the state
+contains, torch would make one step with zero gradients, which changes later steps (`step` becomes
+1). Saving therefore makes no such step, and loading drops the state that torch made for parameters
+of which no state was saved.
 """
 
 from __future__ import annotations
@@ -34,30 +35,37 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 class Saved(Protocol):
-    """Something whose state is in a checkpoint."""
+    """An object whose state is saved in a checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        """What is saved of it, by key; tensors are those that it holds."""
+        """Return the state that is saved, by key. Tensors are the object's own, not copies."""
 
-    def wanted(self, saved: Metadata) -> dict[str, Any]:
-        """What is read of it, by key: into its tensors, and in the place of other values."""
+    def prepare_read(self, saved: Metadata) -> dict[str, Any]:
+        """Return the state that is read, by key: tensors to read into, and values to replace."""
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        """What does not fit, in words. Every rank calls it."""
+        """Return a line for each part of the state that does not fit; every rank calls it.
+
+        Args:
+            wanted: the result of `prepare_read`.
+            saved: the metadata of the checkpoint.
+        """
 
     def undo(self) -> None:
-        """Be as before `wanted`."""
+        """Restore the state from before `prepare_read`."""
 
     def take(self, read: Mapping[str, Any]) -> None:
-        """Go on from what was read."""
+        """Set the object to the state that was read."""
 
 
 @dataclass
 class ModuleState:
-    """Of a module, compiled or not.
+    """The state of a module, compiled or not.
 
     Args:
-        module: the module. prefix: of its keys. label: how people call it.
+        module: the module.
+        prefix: the prefix of its keys in the checkpoint.
+        label: its name in errors.
     """
 
     module: nn.Module
@@ -65,13 +73,15 @@ class ModuleState:
     label: str = "the model"
 
     def state(self) -> dict[str, Any]:
+        """Return the parameters and buffers, and the random state of a compiled companion."""
         found = {
             self.prefix + name: checkpointable(value)
             for name, value in tensors_of(self.module).items()
         }
         return {**found, **self._random_state()}
 
-    def wanted(self, saved: Metadata) -> dict[str, Any]:
+    def prepare_read(self, saved: Metadata) -> dict[str, Any]:
+        """Return the module's own tensors, and the random state if the checkpoint has it."""
         known = saved.state_dict_metadata
         drawn = {key: value for key, value in self._random_state().items() if key in known}
         return {
@@ -80,6 +90,12 @@ class ModuleState:
         }
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        """Return what is missing or has another shape, and what no rank's module has.
+
+        Args:
+            wanted: the result of `prepare_read`.
+            saved: the metadata of the checkpoint.
+        """
         here = set().union(*of_all({key for key in wanted if key.startswith(self.prefix)}))
         beyond = [
             key
@@ -96,12 +112,11 @@ class ModuleState:
         ]
 
     def undo(self) -> None:
-        pass
+        """Do nothing, since `prepare_read` changes nothing."""
 
     def take(self, read: Mapping[str, Any]) -> None:
-        if not isinstance(
-            self.module, Holder
-        ):  # what a compiled module holds was read where it lies
+        """Load the state into a plain module; set the random state of a compiled one."""
+        if not isinstance(self.module, Holder):  # tensors of a compiled module were read in place
             own = {
                 key.removeprefix(self.prefix): value
                 for key, value in read.items()
@@ -116,7 +131,8 @@ class ModuleState:
         return f"{self.prefix.removesuffix('.')}!random_state"
 
     def _random_state(self) -> dict[str, Any]:
-        """Of a compiled module beside the model, whose own is in `autopar.json`."""
+        """Return the random state of a compiled companion, by key. That of the model is in
+        `autopar.json`."""
         if (
             self.prefix == _MODEL
             or not isinstance(self.module, Holder)
@@ -128,11 +144,12 @@ class ModuleState:
 
 @dataclass
 class OptimizerState:
-    """Of an optimizer over distributed parameters.
+    """The state of an optimizer over distributed parameters.
 
     Args:
-        optimizer: the optimizer. root: a module that has its parameters, by the names that are
-            saved. prefix, label: as of `ModuleState`.
+        optimizer: the optimizer.
+        root: a module whose parameter names are the saved names of the optimizer's parameters.
+        prefix, label: the prefix of the keys, and the name in errors, as in `ModuleState`.
     """
 
     optimizer: Optimizer
@@ -144,20 +161,22 @@ class OptimizerState:
     _never: frozenset[str] = field(default=frozenset(), init=False)
 
     def state(self) -> dict[str, Any]:
-        found = {**self._groups(), **(self._read() if self.optimizer.state else {})}
+        """Return the settings, and the state tensors if the optimizer has made a step."""
+        found = {**self._groups(), **(self._flat_state() if self.optimizer.state else {})}
         return {key: _plain(value) for key, value in found.items() if not _is_of_this_run(key)}
 
-    def wanted(self, saved: Metadata) -> dict[str, Any]:
+    def prepare_read(self, saved: Metadata) -> dict[str, Any]:
+        """Let torch make the state of all parameters, and return the part of it that is read:
+        without parameters of which the checkpoint has no state."""
         parameters = [
             p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
-        if not all(
-            p in self.optimizer.state for p in parameters
-        ):  # torch makes what is missing only where there is none
+        if not all(p in self.optimizer.state for p in parameters):
+            # torch makes missing states only if the optimizer has none at all
             self._before = dict(self.optimizer.state)
             self.optimizer.state.clear()
         with _without_gradients(parameters):
-            self._made = self._read()
+            self._made = self._flat_state()
         stepped = {
             self._parameter_of(key)
             for key in saved.state_dict_metadata
@@ -175,14 +194,22 @@ class OptimizerState:
         }
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
+        """Return what is missing or has another shape.
+
+        Args:
+            wanted: the result of `prepare_read`.
+            saved: the metadata of the checkpoint.
+        """
         return _find_missing(wanted, saved, self)
 
     def undo(self) -> None:
+        """Restore the state from before `prepare_read`."""
         if self._before is not None:
             self.optimizer.state.clear()
             self.optimizer.state.update(self._before)
 
     def take(self, read: Mapping[str, Any]) -> None:
+        """Load the state, and remove the state of parameters of which none was saved."""
         given = {
             key.removeprefix(self.prefix): value
             for key, value in {**self._made, **read}.items()
@@ -202,13 +229,15 @@ class OptimizerState:
     def _parameter_of(self, key: str) -> str:
         return key.removeprefix(self._of_state).rpartition(".")[0]
 
-    def _read(self) -> dict[str, Any]:
+    def _flat_state(self) -> dict[str, Any]:
+        """Return torch's flat state dict of the optimizer, by key; torch makes missing states."""
         with _without_empty_groups(self.optimizer):
             found = get_optimizer_state_dict(self.root, self.optimizer, options=_FLAT)
         return {self.prefix + key: value for key, value in found.items()}
 
     def _groups(self) -> dict[str, Any]:
-        """Settings, as torch has them where they are flat."""
+        """Return the settings of the groups by parameter, in the form of torch's flat state
+        dict."""
         names = {parameter: name for name, parameter in self.root.named_parameters()}
         return {
             f"{self.prefix}param_groups.{names[parameter]}.{setting}": value
@@ -220,12 +249,12 @@ class OptimizerState:
 
 
 def state_of(parts: Sequence[Saved]) -> dict[str, Any]:
-    """What is saved of all of these."""
+    """Return the states of all parts, by key."""
     return {key: value for part in parts for key, value in part.state().items()}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Any]:
-    """A module's state, without what compiled modules have as it was when they were compiled."""
+    """Return a module's state dict without the entries that are constant in compiled modules."""
     constant = {
         f"{path}.{name}" if path else name
         for path, each in module.named_modules()
@@ -236,21 +265,29 @@ def tensors_of(module: nn.Module) -> dict[str, Any]:
 
 
 def has_lists(optimizer: Optimizer) -> bool:
-    """Whether its state holds lists, as LBFGS', which has no names of parameters: torch does not
-    make it flat."""
+    """Whether the optimizer's state has lists, such as that of LBFGS. They do not belong to single
+    parameters, so torch cannot flatten such a state."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return isinstance(optimizer, LBFGS) or any(isinstance(value, list | tuple) for value in values)
 
 
 def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
-    """Read all of these; every rank calls it. What was saved and not asked for, of the optimizer.
+    """Read the states of all parts from a checkpoint; every rank calls it.
+
+    Args:
+        place: the checkpoint's folder.
+        parts: the objects whose states are read.
+
+    Returns:
+        ``("optimizer",)`` if the checkpoint has the state of an optimizer that was not read.
 
     Raises:
-        RuntimeStateError: on all ranks, if the checkpoint is of others. Nothing is changed then.
+        RuntimeStateError: on all ranks, if the checkpoint belongs to another model or optimizer.
+            Nothing is changed then.
     """
     saved = read_metadata(place)
     try:
-        wanted = [part.wanted(saved) for part in parts]
+        wanted = [part.prepare_read(saved) for part in parts]
         _check_same(parts, wanted, saved, place)
         state = {key: value for each in wanted for key, value in each.items()}
         load_parts(state, place)
@@ -265,7 +302,12 @@ def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
 
 
 def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
-    """Names of a checkpoint's parameters and buffers, of each one, and their keys in it."""
+    """Return the keys of a checkpoint's parameters and buffers by name, without tied names.
+
+    Args:
+        place: the checkpoint's folder.
+        tied: second names of tied tensors → their first names.
+    """
     known = read_metadata(place).state_dict_metadata
     keys = (
         key
@@ -277,20 +319,21 @@ def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """As of torch 2.13, torch names a group by its first parameter, and fails where there is
-    none. Its settings are not saved."""
+    """Remove groups without parameters for the time of a call to torch, which names a group by its
+    first parameter and fails without one (torch 2.13). Settings of such groups are not saved."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     try:
         yield
     finally:
-        filled = iter(optimizer.param_groups)  # loading makes new ones, in the same order
+        filled = iter(optimizer.param_groups)  # loading makes new groups, in the same order
         optimizer.param_groups[:] = [next(filled) if group["params"] else group for group in groups]
 
 
 @contextmanager
 def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Torch makes no state where there is a gradient."""
+    """Remove the gradients for the time of a call to torch, which makes no state of a parameter
+    that has a gradient."""
     gradients = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
@@ -302,12 +345,13 @@ def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_of_this_run(key: str) -> bool:
-    """Whether it is the names of a group's parameters, which are those of this rank's."""
+    """Whether the key is that of a group's parameter names, which differ between ranks."""
     return key.endswith(".param_names")
 
 
 def _plain(value: Any) -> Any:
-    """A setting without numpy, which is not read back: schedulers compute rates with it."""
+    """Convert the numpy values of a setting to Python numbers, since numpy is not read back.
+    Schedulers may compute rates with numpy."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value.tolist() if type(value).__module__ == "numpy" else value
@@ -320,7 +364,7 @@ def _has_optimizer(saved: Metadata) -> bool:
 def _find_missing(
     wanted: Mapping[str, Any], saved: Metadata, part: ModuleState | OptimizerState
 ) -> list[str]:
-    """What is not in the checkpoint, or of another shape."""
+    """Return a line for each key that the checkpoint lacks or has in another shape."""
     wrong = []
     for key, value in wanted.items():
         name, there = key.removeprefix(part.prefix), saved.state_dict_metadata.get(key)
@@ -338,8 +382,12 @@ def _find_missing(
 def _check_same(
     parts: Sequence[Saved], wanted: Sequence[Mapping[str, Any]], saved: Metadata, place: Path
 ) -> None:
-    """That the checkpoint has all that is wanted, in the same shapes, on every rank, and no more
-    of modules."""
+    """Check on all ranks that the checkpoint has everything that is read, in the same shapes, and
+    no other parameters and buffers of the modules.
+
+    Raises:
+        RuntimeStateError: on all ranks, if it does not. The message names up to three faults.
+    """
     if any(key.startswith(_OPTIMIZER) for each in wanted for key in each) and not _has_optimizer(
         saved
     ):

@@ -1,10 +1,11 @@
-"""Values of a checkpoint as JSON: nothing is pickled, and reading one runs no code.
+"""Values of a checkpoint as JSON. Nothing is pickled, and reading a value runs no code.
 
-Numbers, texts, lists, and dicts whose keys are texts stand in the JSON as they are. Any other value
+Numbers, strings, lists, and dicts with string keys are represented as themselves. Any other value
 is an object with one key, which begins with ``!`` and names its kind: ``{"!tuple": [1, 2]}``.
-Tensors stand in a file of tensors; the JSON has ``{"!tensor": [device type, dtype, shape]}`` in
-their place, and their name in the file is their path in the value. Of a distributed tensor it has
-``{"!sharded": [dtype, shape]}``; each rank writes its part, as of parameters.
+Tensors are stored in a tensor file, under their path in the value; the JSON refers to them with
+``{"!tensor": [device type, dtype, shape]}``, and to distributed tensors with
+``{"!sharded": [dtype, shape]}``. Each rank writes its part of a distributed tensor, as it does for
+parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
 
-# of lists and dicts in each other; `autopar.core.json_text` reads three times as many brackets
+# Limit of nested lists and dicts; `autopar.core.json_text` reads three times as many brackets.
 MOST_LEVELS = 30
 _BITS = 63
 _TAG = "!"
@@ -35,7 +36,7 @@ class Tensors(dict[str, Tensor]):
     """The plain tensors of a value, by name.
 
     Attributes:
-        sharded: the distributed ones, by name.
+        sharded: the distributed tensors, by name.
     """
 
     def __init__(self) -> None:
@@ -47,16 +48,16 @@ def encode(value: Any, path: Keys, tensors: Tensors | None = None) -> Any:
     """Write a value as JSON data.
 
     Args:
-        value: made of tensors, numpy's arrays, numbers, texts, bytes, lists, tuples, sets, dicts,
-            dtypes and devices.
-        path: where it stands, for errors and for names of tensors.
-        tensors: takes its tensors, by name; without it tensors are refused.
+        value: a value that consists of tensors, numpy arrays, numbers, strings, bytes, lists,
+            tuples, sets, dicts, dtypes and devices.
+        path: the keys that lead to the value, for errors and for names of tensors.
+        tensors: receives the tensors, by name; if None, tensors are refused.
 
     Returns:
-        What `json.dumps` takes.
+        Data for `json.dumps`.
 
     Raises:
-        RuntimeStateError: if a part of it cannot be written. The message names the part.
+        RuntimeStateError: if a part of the value cannot be written. The message names the part.
     """
     if len(path) > MOST_LEVELS:
         raise _refuse(path, f"is nested more than {MOST_LEVELS} levels deep")
@@ -78,16 +79,16 @@ def encode(value: Any, path: Keys, tensors: Tensors | None = None) -> Any:
 
 
 def decode(data: Any, path: Keys, find: Find | None = None) -> Any:
-    """Read what `encode` wrote.
+    """Read a value from the result of `encode`.
 
     Args:
-        data: what the JSON says.
-        path: as `encode` had it.
-        find: reads a tensor of a name, a dtype and a shape, or gives what stands for it where it is
-            distributed, as the last argument says; without it there are none.
+        data: the JSON data.
+        path: the path that was passed to `encode`.
+        find: returns the tensor of a name, a dtype and a shape. Its last argument says whether the
+            tensor is distributed. If None, tensors are refused.
 
     Raises:
-        ValueError: if it is not what `encode` writes. The message names the part.
+        ValueError: if the data is not a result of `encode`. The message names the part.
     """
     if data is None or type(data) in (bool, int, float, str):
         return data
@@ -106,16 +107,16 @@ def decode(data: Any, path: Keys, find: Find | None = None) -> Any:
 
 
 def name_tensor(path: Keys) -> str:
-    """The name of a tensor in its file.
+    """Return the name of a tensor in its file.
 
     Args:
-        path: where it stands in the value.
+        path: the keys that lead to the tensor in the value.
     """
     return json.dumps(path)
 
 
 def say_path(path: Keys) -> str:
-    """A path for people: ``scheduler['betas'][0]``."""
+    """Return a readable form of a path: ``scheduler['betas'][0]``."""
     return str(path[0]) + "".join(f"[{each!r}]" for each in path[1:]) if path else "the value"
 
 
@@ -145,7 +146,7 @@ def _encode_tensor(value: Tensor, path: Keys, tensors: Tensors | None) -> Any:
 
 
 def _encode_array(value: Any, path: Keys, tensors: Tensors | None) -> Any:
-    """An array of numpy, as a tensor."""
+    """Encode a numpy array as a tensor."""
     try:
         return {"!array": _encode_tensor(torch.from_numpy(value.copy()), path, tensors)}
     except TypeError:
@@ -197,6 +198,7 @@ def _encode_dict(value: dict[Any, Any], path: Keys, tensors: Tensors | None) -> 
 
 def _encode_items(tag: str) -> Callable[..., Any]:
     def encoder(value: Any, path: Keys, tensors: Tensors | None) -> Any:
+        """Encode a collection as the list of its elements under the tag."""
         return {tag: _encode_list(list(value), path, tensors)}
 
     return encoder
@@ -204,6 +206,7 @@ def _encode_items(tag: str) -> Callable[..., Any]:
 
 def _encode_pairs(tag: str) -> Callable[..., Any]:
     def encoder(value: Mapping[Any, Any], path: Keys, tensors: Tensors | None) -> Any:
+        """Encode a mapping as the list of its pairs under the tag."""
         return {tag: _encode_list([list(pair) for pair in value.items()], path, tensors)}
 
     return encoder
@@ -232,6 +235,11 @@ _ENCODERS: Mapping[type, Callable[..., Any]] = {
 
 def _decode_text(make: Callable[[str], Any]) -> Callable[..., Any]:
     def decoder(content: Any, path: Keys, find: Find | None) -> Any:
+        """Make the value of a string.
+
+        Raises:
+            TypeError: if the content is not a string.
+        """
         if type(content) is not str:
             raise TypeError("a text is expected")
         return make(content)
@@ -241,6 +249,11 @@ def _decode_text(make: Callable[[str], Any]) -> Callable[..., Any]:
 
 def _decode_items(make: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     def decoder(content: Any, path: Keys, find: Find | None) -> Any:
+        """Make the value of the decoded elements of a list.
+
+        Raises:
+            TypeError: if the content is not a list.
+        """
         if type(content) is not list:
             raise TypeError("a list is expected")
         return make(decode(content, path, find))

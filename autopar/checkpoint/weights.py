@@ -1,8 +1,8 @@
-"""Weights in and out of compiled modules, as safetensors, and models without weights.
+"""Weights of compiled modules as safetensors files, and models without weights.
 
-Each rank reads from the files the boxes that it holds, and no more: no process ever has the whole
-model. Out they go by way of the files of a checkpoint, whose parts, wherever ranks and stages hold
-them, ranks then put together, each some of the files.
+When loading, each rank reads only the boxes that it holds, so that no process ever holds the whole
+model. When saving, ranks first write their parts as the files of a checkpoint. Then each rank
+assembles some of the safetensors files from these parts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from autopar.runtime.parameter_module import Holder, holder_of
 from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
 
 # --------------------------------------------------------------------------------------------------
-# Weights in safetensors files, as Hugging Face lays them out: one file, or several with an index
-# that says which holds what.
+# Files of weights in the layout of Hugging Face: one safetensors file, or several with an index.
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _NAME = "model"
@@ -51,8 +50,8 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor in a file, and the tensor that it is read into, cast to that one's
-    dtype."""
+    """A box of a tensor in a file, and the tensor that it is read into with a cast to the dtype of
+    the target."""
 
     name: str
     box: Box
@@ -61,11 +60,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files at a path.
+    """The weights at a path.
 
     Attributes:
+        path: the file, index or folder.
         files: name of a tensor → the file that holds it.
-        shapes, dtypes: name of a tensor → its shape, and its dtype in the format's words
+        shapes, dtypes: name of a tensor → its shape, and the format's name of its dtype
             (``"BF16"``).
     """
 
@@ -76,20 +76,20 @@ class WeightFiles:
 
     @staticmethod
     def of(path: Path) -> WeightFiles:
-        """What there is.
+        """Read the headers of the files at a path.
 
         Args:
             path: a ``.safetensors`` file, an index, or a folder that has one of these.
 
         Raises:
-            RuntimeStateError: where there is nothing to read, an index does not fit its files, or a
-                file is none.
+            RuntimeStateError: if there are no weights, an index does not fit its files, or a file
+                cannot be read.
         """
         files, indexed = _files_of(path)
         known: dict[str, Path] = {}
         shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
         for file in files:
-            with _opened(file) as content:
+            with _OpenFile(file) as content:
                 for name in tuple(content.keys()):
                     if indexed is None or indexed.get(name) == file.name:
                         part = content.get_slice(name)
@@ -106,16 +106,16 @@ class WeightFiles:
         return WeightFiles(path, known, shapes, dtypes)
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        """Read boxes, each file once, in any dtype.
+        """Read boxes into their targets, opening each file once.
 
         Raises:
-            RuntimeStateError: where a file cannot be read.
+            RuntimeStateError: if a file cannot be read.
         """
         by_file: dict[Path, list[Piece]] = {}
         for piece in pieces:
             by_file.setdefault(self.files[piece.name], []).append(piece)
         for file, here in by_file.items():
-            with _opened(file) as content, torch.no_grad():
+            with _OpenFile(file) as content, torch.no_grad():
                 for piece in here:
                     part = (
                         content.get_slice(piece.name)[piece.box]
@@ -126,7 +126,7 @@ class WeightFiles:
 
 
 def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
-    """Which files are read, and what their index says each tensor is in, if they have one."""
+    """Return the files to read, and the index from tensor names to file names, if there is one."""
     if path.is_dir():
         indices, single = sorted(path.glob(f"*{INDEX_SUFFIX}")), sorted(path.glob(f"*{SUFFIX}"))
         preferred = [
@@ -157,7 +157,7 @@ def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
 
 
 def _weights_damage_error(what: str, path: Path) -> RuntimeStateError:
-    """The error of a file that is not what was written."""
+    """Return the error for a damaged file of weights."""
     return RuntimeStateError(
         what, where=str(path), remedy="download or copy it again, and the files that it goes with"
     )
@@ -188,8 +188,9 @@ def _none_of(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
     )
 
 
-class _opened:
-    """A file's content; what cannot be read is refused by its name."""
+class _OpenFile:
+    """Context manager that opens a safetensors file. An unreadable file raises RuntimeStateError
+    with its name."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -207,10 +208,16 @@ class _opened:
         self._content.__exit__(*raised)
 
 
-def in_files(sizes: Mapping[str, int], max_file_bytes: int) -> Mapping[str, Sequence[str]]:
-    """Into which files tensors of these bytes go, in their order: file name → names of tensors.
+def split_into_files(sizes: Mapping[str, int], max_file_bytes: int) -> Mapping[str, Sequence[str]]:
+    """Assign tensors to files in their order. Each file has at most `max_file_bytes`, or one
+    tensor.
 
-    Each file has at most `max_file_bytes`, or one tensor.
+    Args:
+        sizes: name of a tensor → its size in bytes.
+        max_file_bytes: the largest size of a file with several tensors, in bytes.
+
+    Returns:
+        File name → names of its tensors.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -229,7 +236,7 @@ def in_files(sizes: Mapping[str, int], max_file_bytes: int) -> Mapping[str, Sequ
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file of whole tensors on the CPU."""
+    """Write one file of whole tensors on the CPU."""
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         path,
@@ -240,8 +247,14 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def put_in_place(
     written: Path, folder: Path, files: Mapping[str, Sequence[str]], total_bytes: int
 ) -> None:
-    """Move what was written into a folder, with its index, in the place of the weights that were
-    there."""
+    """Move files of weights into a folder, write their index, and remove earlier weights.
+
+    Args:
+        written: the folder that holds the new files.
+        folder: the folder that they are moved into.
+        files: file name → names of its tensors.
+        total_bytes: the size of all tensors, in bytes.
+    """
     earlier = [
         each
         for each in folder.glob(f"*{SUFFIX}")
@@ -249,9 +262,8 @@ def put_in_place(
     ]
     index = folder / f"{_NAME}{INDEX_SUFFIX}"
     if earlier or any((folder / name).exists() for name in files):
-        index.unlink(
-            missing_ok=True
-        )  # so that what is there meanwhile is no model of which some files are old
+        # without its index the mixture of old and new files cannot be loaded as a model
+        index.unlink(missing_ok=True)
     for name in files:
         (written / name).replace(folder / name)
     if len(files) > 1:
@@ -284,9 +296,10 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Models that are built here have their parameters on meta, each from when a module has it.
-    They are for planning, or get their values once they are compiled (`load_weights`). Buffers are
-    made as ever, since no file holds those that are not saved.
+    """Build models without weights: inside the context, each parameter is moved to the meta device
+    when a module registers it. Such a model can be planned, and gets its values after it is
+    compiled (`load_weights`). Buffers are created as usual, since non-persistent buffers are in no
+    file.
 
         with autopar.weights_on_meta():
             model = AutoModelForCausalLM.from_config(config)
@@ -296,9 +309,15 @@ def weights_on_meta() -> Iterator[None]:
     def on_meta(
         module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
+        """Return the parameter on the meta device; torch calls it at each registration.
+
+        Args:
+            module, name: the module that registers the parameter, and the name.
+            parameter: the parameter.
+        """
         if parameter is None or type(parameter) is not nn.Parameter or parameter.is_meta:
-            return parameter  # what is not there yet, or is there in a way of its own, stays so
-        if parameter not in made:  # one that two modules share stays one
+            return parameter  # lazy parameters and those of other classes are left alone
+        if parameter not in made:  # a parameter that two modules share stays shared
             made[parameter] = nn.Parameter(
                 parameter.detach().to("meta"), requires_grad=parameter.requires_grad
             )
@@ -320,32 +339,34 @@ def load_weights(
     strict: bool = True,
     names: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Read a compiled module's weights from safetensors; every rank calls it, and reads its own
-    parts of them.
+    """Read a compiled module's weights from safetensors. Every rank calls it, and reads its own
+    parts.
 
     Args:
-        module: what `autopar.compile` returned.
+        module: the result of `autopar.compile`.
         path: a ``.safetensors`` file, or a folder that holds one, or several with their index, as
-            `save_weights` and Hugging Face's ``save_pretrained`` write it.
-        rename: the model's name of a parameter or buffer → its name in the files; by default they
-            are the same.
-        strict: whether the files must have all that the module has; else what they do not have
-            stays as it is. Of tied ones one name does.
-        names: parameters and buffers to read; the others stay as they are. By default all of them.
+            written by `save_weights` and Hugging Face's ``save_pretrained``.
+        rename: maps the model's name of a parameter or buffer to its name in the files. By default
+            the names are the same.
+        strict: whether the files must have all parameters and buffers of the module. If not, those
+            that are missing stay unchanged. Of tied parameters, one name is sufficient.
+        names: the parameters and buffers to read; all others stay unchanged. By default all are
+            read.
 
     Returns:
-        The names of what was not there.
+        The names of parameters and buffers that are not in the files.
 
     Raises:
-        RuntimeStateError: on all ranks, where something is missing, of another shape or kind of
-            dtype, or a file cannot be read. Nothing is changed then, but where a file turns out to
-            be damaged while it is read.
+        RuntimeStateError: on all ranks, if a tensor is missing, has another shape or kind of dtype,
+            or a file cannot be read. Nothing is changed then, unless the damage of a file is
+            detected only while it is read.
     """
     holder, found = holder_of(module), dict[str, Any]()
     if names is not None:
         _check_known(holder, names)
 
     def match() -> tuple[set[str], tuple[str, ...]]:
+        """Return the names in the files that this rank reads, and the names that are missing."""
         found["files"] = files = WeightFiles.of(Path(path))
         found["pieces"], missing = _match_names(
             holder, files, rename or _same, strict=strict, wanted=names
@@ -367,7 +388,7 @@ def load_weights(
 
 
 def _check_known(holder: Holder, names: Collection[str]) -> None:
-    """Raises RuntimeStateError on all ranks where no rank holds one of these."""
+    """Raise RuntimeStateError on all ranks if no rank holds one of the names."""
     known = set().union(
         *of_all({name for of_one in holder.same_names().values() for name in of_one})
     )
@@ -389,15 +410,16 @@ def save_weights(
     calls it.
 
     Args:
-        module: what `autopar.compile` returned.
-        folder: made where it is not there; all ranks see it. Weights that are there under the same
-            names are replaced.
-        dtype: that floating tensors are written in, such as ``torch.bfloat16``; by default their
-            own.
-        max_file_bytes: where there are more, they go into several files with an index.
+        module: the result of `autopar.compile`.
+        folder: a folder that all ranks see; created if it does not exist. Weights with the same
+            file names are replaced.
+        dtype: the dtype in which floating-point tensors are written, such as ``torch.bfloat16``; by
+            default their own.
+        max_file_bytes: the largest size of a file, in bytes. Larger weights are split into several
+            files with an index.
 
     Raises:
-        RuntimeStateError: on all ranks, where the module has no values yet, or the folder is not
+        RuntimeStateError: on all ranks, if the module has no values yet, or the folder is not
             shared or cannot be written to.
     """
     holder, into = holder_of(module), Path(folder)
@@ -421,14 +443,15 @@ def export(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Write what lies in a checkpoint as safetensors; every rank calls it, or one process alone.
+    """Write the weights of a checkpoint as safetensors; every rank calls it, or a single process.
 
     Args:
-        place: the checkpoint's folder. keys: name of a tensor → its key there. The others: as of
-            `save_weights`.
+        place: the checkpoint's folder.
+        keys: name of a tensor → its key in the checkpoint.
+        folder, dtype, max_file_bytes: arguments of `save_weights`.
 
     Raises:
-        RuntimeStateError: as `save_weights`.
+        RuntimeStateError: under the conditions of `save_weights`.
     """
     with _writing_into(folder):
         put_together(place, keys, folder, dtype, max_file_bytes)
@@ -436,10 +459,11 @@ def export(
 
 @contextmanager
 def _writing_into(folder: Path) -> Iterator[Path]:
-    """A folder in it, empty at first, which all ranks see, and which is removed in the end."""
+    """Make an empty temporary subfolder that all ranks see, and remove it at the end."""
     written = folder / _PART
 
     def begin() -> None:
+        """Make the subfolder on the first rank."""
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
 
@@ -459,17 +483,28 @@ def put_together(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Whole tensors of a checkpoint, in files; each rank writes some of these."""
+    """Assemble the tensors of a checkpoint into files. Each rank writes some of the files; every
+    rank calls it.
+
+    Args:
+        place: the folder of the checkpoint or of the parts that ranks wrote.
+        keys: name of a tensor → its key there.
+        folder, dtype, max_file_bytes: arguments of `save_weights`.
+
+    Raises:
+        RuntimeStateError: on all ranks, if a part cannot be read or a file cannot be written.
+    """
     known = by_first(lambda: read_metadata(place).state_dict_metadata, str(place))
     written, facts = (
         folder / _PART,
         {name: cast(TensorStorageMetadata, known[key]) for name, key in keys.items()},
     )
-    dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items()}
+    dtypes = {name: _dtype_in_file(fact.properties.dtype, dtype) for name, fact in facts.items()}
     sizes = {name: math.prod(facts[name].size) * of.itemsize for name, of in dtypes.items()}
-    files = in_files(sizes, max_file_bytes)
+    files = split_into_files(sizes, max_file_bytes)
 
     def write() -> None:
+        """Write this rank's share of the files."""
         for file, names in list(files.items())[rank() :: num_ranks()]:
             state = {
                 keys[name]: torch.empty(facts[name].size, dtype=facts[name].properties.dtype)
@@ -483,7 +518,7 @@ def put_together(
     by_first(lambda: put_in_place(written, folder, files, sum(sizes.values())), str(folder))
 
 
-def _written_in(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def _dtype_in_file(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and own.is_floating_point else own
 
 
@@ -499,10 +534,10 @@ def _match_names(
     strict: bool,
     wanted: Collection[str] | None,
 ) -> tuple[list[Piece], tuple[str, ...]]:
-    """What this rank reads, and the names of what is not there.
+    """Return the pieces that this rank reads, and the names that are not in the files.
 
     Raises:
-        RuntimeStateError: naming what does not fit.
+        RuntimeStateError: if the weights do not fit the model. The message names the tensors.
     """
     pieces, missing, wrong = list[Piece](), list[str](), list[str]()
     for names in holder.same_names().values():
@@ -531,7 +566,7 @@ def _match_names(
 
 
 def _pieces(name: str, tensor: Tensor) -> list[Piece]:
-    """The boxes of a tensor that lie on this rank, and where."""
+    """Return the boxes of a tensor that this rank holds, with the local tensors to read into."""
     if not isinstance(tensor, DTensor):
         return [Piece(name, tuple(slice(0, size) for size in tensor.shape), tensor)]
     local, found = tensor.to_local(), []
@@ -546,7 +581,7 @@ def _pieces(name: str, tensor: Tensor) -> list[Piece]:
 
 
 def _tell(files: WeightFiles, wanted: Collection[str], missing: Sequence[str]) -> None:
-    """Say what was not there, and what was there and is not in the model."""
+    """Log the names that are missing in the files, and those that are not in the model."""
     beyond = [name for name in files.files if name not in wanted]
     for names, what in (
         (missing, "not in the files, and left as they are"),

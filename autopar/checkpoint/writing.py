@@ -1,10 +1,10 @@
-"""One checkpoint that is being written: by all ranks together, or in the background while training
-goes on.
+"""Writing of one checkpoint, by all ranks together or in the background during training.
 
-Files are written into a folder of another name, which is renamed when all parts are there
-(`Checkpoints`). In the background no rank talks to another: each leaves a mark in the folder when
-its part is on the disk, and the first waits for all marks. So collectives of training and of saving
-never mix, and a rank that ends leaves a folder that is never loaded.
+Files are written into a temporary folder, which is renamed when all parts are complete
+(`Checkpoints`). In the background, ranks do not communicate: each writes a marker file when its
+part is on the disk, and the first rank waits for the markers of all. So collectives of training and
+of saving never mix, and if a rank ends early, the folder keeps its temporary name and is never
+loaded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
 
 log = logging.getLogger("autopar")
-WITHIN_S, AT_EXIT_S = (
-    1800.0,
-    60.0,
-)  # how long the first rank waits for the others' parts, and once the process is to end
+# How long the first rank waits for the parts of the others, and how long when the process is
+# ending.
+WITHIN_S, AT_EXIT_S = 1800.0, 60.0
 _POLL_S = 0.02
 _DONE, _FAILED = ".done", ".failed"
 _FREE_SPACE = (
@@ -45,13 +44,16 @@ Finish = Callable[["Saving", Mapping[str, int]], object]
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What one rank writes of a checkpoint.
+    """The content of a checkpoint that one rank writes.
 
     Attributes:
-        step: the step. place: the folder that is written into.
-        rank, num_ranks: this process and how many there are.
-        parts: this rank's part. others: of the first rank: what is saved with the model.
-        about: what `autopar.json` says, without the files. plan: the plan, None if there is none.
+        step: the number of training steps.
+        place: the folder that is written into.
+        rank, num_ranks: the rank of this process, and the number of ranks.
+        parts: the part of this rank.
+        others: the states of companions; only the first rank writes them.
+        about: the content of `autopar.json` without the checksums of files.
+        plan: the plan, or None if there is none.
     """
 
     step: int
@@ -64,7 +66,7 @@ class Saving:
     plan: Plan | None
 
     def write(self) -> dict[str, int]:
-        """Write this rank's files; the CRC-32 of each, by its name."""
+        """Write this rank's files and return the CRC-32 of each file, by file name."""
         sums = self.parts.write(self.place)
         if self.rank == 0:
             sums |= self.others.write(self.place)
@@ -75,10 +77,10 @@ class Saving:
         return sums
 
     def finish(self, sums: Mapping[str, int]) -> None:
-        """Write `autopar.json`, with the checksums of all ranks' files; the first rank calls it.
+        """Write `autopar.json` with the checksums of all ranks' files; the first rank calls it.
 
         Raises:
-            RuntimeStateError: if a file is not there, or not whole.
+            RuntimeStateError: if a file is missing or incomplete.
         """
         for name in sums:
             if not (self.place / name).is_file():
@@ -92,14 +94,15 @@ class Saving:
 
 
 class HostCopies:
-    """Copies of tensors in the memory of the host, which is used again for the next checkpoint."""
+    """Copies of tensors in the memory of the host. The memory is used again for the next
+    checkpoint."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._used: dict[str, Tensor] = {}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor; of one on a GPU the copy is there after `wait`."""
+        """Copy a tensor. The copy of a tensor on a GPU is complete after `wait`."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -107,21 +110,21 @@ class HostCopies:
         return buffer
 
     def wait(self) -> None:
-        """Wait until all copies are there, and give back the memory that was not used again."""
+        """Wait until all copies are complete, and free the memory that was not used again."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._buffers, self._used = self._used, {}
 
 
 class Background:
-    """The writing of a checkpoint in a thread of this process.
+    """A thread of this process that writes a checkpoint.
 
-    The process does not end before it is done. An error is logged at once, and raised by `result`.
+    The process does not end before the thread. An error is logged at once, and raised by `result`.
 
     Args:
-        saving: what this rank writes.
-        finish: makes a checkpoint of the folder, given the checksums of all files; the first rank
-            alone calls it.
+        saving: the content that this rank writes.
+        finish: completes the checkpoint, given the checksums of all files; only the first rank
+            calls it.
     """
 
     def __init__(self, saving: Saving, finish: Finish) -> None:
@@ -130,7 +133,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"autopar-save-{saving.step}")
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads: the first rank, which waits, has to know
+        except RuntimeError as error:  # no more threads; the marker tells the first rank
             self._fail(error)
 
     @property
@@ -139,10 +142,10 @@ class Background:
         return self._saving.place
 
     def result(self) -> None:
-        """Wait until this rank's work is done.
+        """Wait until this rank has written its part.
 
         Raises:
-            RuntimeStateError: if it failed. The message has the step.
+            RuntimeStateError: if writing failed. The message has the step.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -175,7 +178,7 @@ class Background:
 
 
 def _mark(saving: Saving, kind: str, content: Any) -> None:
-    """Leave a mark that is there as a whole or not at all."""
+    """Write a marker file atomically."""
     path = saving.place / f"rank_{saving.rank:05d}{kind}"
     begun = path.with_suffix(f"{kind}.tmp")
     write_bytes(begun, json.dumps(content).encode())
@@ -183,7 +186,8 @@ def _mark(saving: Saving, kind: str, content: Any) -> None:
 
 
 def _leave_failed(saving: Saving, error: Exception) -> None:
-    """Let the first rank know, if anything can be written at all; else it waits for `WITHIN_S`."""
+    """Write the marker of a failure for the first rank. If that fails, too, the first rank waits
+    for `WITHIN_S`."""
     try:
         _mark(saving, _FAILED, str(error))
     except OSError as reason:
@@ -191,10 +195,10 @@ def _leave_failed(saving: Saving, error: Exception) -> None:
 
 
 def _collect_marks(saving: Saving) -> dict[str, int]:
-    """Wait for the marks of all ranks; the checksums of all files.
+    """Wait for the markers of all ranks, and return the checksums of all files.
 
     Raises:
-        RuntimeStateError: if a rank failed, or some have left no mark for long.
+        RuntimeStateError: if a rank failed, or wrote no marker in time.
     """
     deadline, is_ending = time.monotonic() + WITHIN_S, False
     sums: dict[str, int] = {}

@@ -1,12 +1,12 @@
-"""Measuring the machine at hand: the profile ``local``.
+"""Measurement of this machine, which becomes the profile ``local``.
 
-On a CPU every figure is measured while `world_size` processes, one thread each, do the same thing
-at once, since the ranks of one machine share its cores. So the profile holds for that number of
-ranks on that machine, and for no other.
+On a CPU, `world_size` processes of one thread each measure every figure at the same time, since the
+ranks of one machine share its cores. The profile is therefore valid only for that number of ranks
+on that machine.
 
-A GPU is measured by one process, which has it to itself; ranks on other GPUs of the kind are taken
-to be as fast. One GPU says nothing of links: these come, each figure with its own source, from
-another profile, by default the one of that chip.
+A GPU is measured by one process without competition; ranks on other GPUs of the same kind are
+assumed to be as fast. Links cannot be measured with one GPU. Their figures, each with its own
+source, are taken from another profile, by default that of the chip.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from autopar.core.hardware import FLOP_KINDS, FORMAT, MEMORY_KINDS, VERSION, Har
 from autopar.errors import HardwareError
 
 # --------------------------------------------------------------------------------------------------
-# From measured points to a profile's JSON. Each figure says where it comes from: what was
-# measured on which machine by which command, or, where one device cannot tell (its links),
-# whatever the profile says that it was taken from.
+# Conversion of measured points to a profile's JSON. Each figure names its source: the machine and
+# the command that measured it, or, for figures that one device cannot measure (links), the source
+# in the profile that they were taken from.
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Points = Mapping[str, list[dict[str, Any]]]
 Json = dict[str, Any]
-_LINKED = ("links", "overlap_slowdown", "kernels", "host")  # what a device alone cannot tell
+_LINKED = ("links", "overlap_slowdown", "kernels", "host")  # cannot be measured with one device
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured.
+    """The machine that was measured.
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.
-        text: device, host, versions, and how many processes measured at once.
-        command: what was called.
-        date: of the measurement, ISO.
-        memory_bytes: of one device; memory_source: how that is known.
+        text: device, host, versions, and the number of processes that measured at once.
+        command: the call that measured it.
+        date: the date of the measurement, in ISO format.
+        memory_bytes: the memory of one device, in bytes.
+        memory_source: the source of `memory_bytes`.
     """
 
     device_type: str
@@ -65,10 +66,17 @@ class Machine:
 
     @property
     def source(self) -> str:
+        """The source that measured figures name."""
         return f"measured by {self.command}: {self.text}"
 
     def figure(self, value: float, unit: str, how: str) -> Json:
-        """A measured number to four digits, a count as it is."""
+        """Return the JSON of a measured figure.
+
+        Args:
+            value: the number; a float is rounded to four significant digits, an int is exact.
+            unit: the unit, such as ``"bytes/s"``.
+            how: the way in which the number was derived; it is part of the source.
+        """
         rounded = value if isinstance(value, int) else float(f"{value:.4g}")
         return {
             "value": rounded,
@@ -78,6 +86,7 @@ class Machine:
         }
 
     def curves(self, points: Points, kinds: tuple[str, ...]) -> Json:
+        """Return the JSON of the measured points of each kind, in seconds."""
         return {
             kind: {"unit": "s", "source": self.source, "date": self.date, "points": points[kind]}
             for kind in kinds
@@ -85,8 +94,15 @@ class Machine:
 
 
 def profile_json(points: Points, machine: Machine, name: str, linked: Json, note: str = "") -> Json:
-    """The profile's JSON; `linked` holds the fields of links, as `measured_links` or
-    `links_from` gives them, `note` says more of them."""
+    """Return the JSON of a profile.
+
+    Args:
+        points: kind → measured points, in ascending size.
+        machine: the machine that was measured.
+        name: the name of the profile.
+        linked: the fields of links, from `measured_links` or `links_from`.
+        note: a note on the links, appended to the description.
+    """
     figure = machine.figure
     peaks = _best_rates(points["matmul"], lambda p: 2.0 * p["m"] * p["n"] * p["k"])
     rates = {kind: points[kind][-1]["bytes"] / points[kind][-1]["time_s"] for kind in MEMORY_KINDS}
@@ -124,8 +140,14 @@ def profile_json(points: Points, machine: Machine, name: str, linked: Json, note
 
 
 def measured_links(points: Points, machine: Machine, world_size: int) -> Json:
-    """Latency of the smallest all_reduce and bandwidth of the largest all_gather, over all
-    ranks; both links are this one."""
+    """Return the JSON of both links, which are the same: the latency of the smallest all_reduce and
+    the bandwidth of the largest all_gather over all ranks.
+
+    Args:
+        points: kind → measured points, in ascending size.
+        machine: the machine that was measured.
+        world_size: the number of ranks.
+    """
     whole = {
         kind: [p for p in points[kind] if p["num_devices"] == world_size] for kind in COLLECTIVES
     }
@@ -150,19 +172,22 @@ def measured_links(points: Points, machine: Machine, world_size: int) -> Json:
 
 
 def links_from(base: Json) -> Json:
-    """The links of another profile with what goes on beside compute, word for word: every figure
-    keeps its own source."""
+    """Copy from another profile the links and the other fields that one device cannot measure.
+    Every figure keeps its own source."""
     return {name: copy.deepcopy(base[name]) for name in _LINKED if name in base}
 
 
 def measured_host(
     base: Json, found: Mapping[str, float], machine: Machine, memory_bytes: int, num_gpus: int
 ) -> Json:
-    """A GPU's share of its host, as measured (`autopar.profiler.worker`); only a copy's latency is
-    the base's.
+    """Return the JSON of a GPU's share of its host.
 
     Args:
-        memory_bytes: of the whole host, which has so many GPUs.
+        base: the host of the base profile, which supplies the latency of a copy.
+        found: the result of `autopar.profiler.worker.measure_host`, in bytes per second.
+        machine: the machine that was measured.
+        memory_bytes: the memory of the whole host, in bytes.
+        num_gpus: the number of GPUs of the host, which share it evenly.
     """
     share = f"; shared evenly by {num_gpus} GPUs" if num_gpus > 1 else ""
     return {
@@ -190,16 +215,17 @@ def _attention(
 
 
 def _best_rates(points: list[Json], size: Callable[[Json], float]) -> dict[str, float]:
-    """Dtype → best size per second."""
+    """Return the best rate in size per second, by dtype."""
     dtypes = dict.fromkeys(p["dtype"] for p in points)
     return {d: max(size(p) / p["time_s"] for p in points if p["dtype"] == d) for d in dtypes}
 
 
 def dumps(data: Json) -> str:
-    """Indented JSON with one measured point a line."""
+    """Return indented JSON with each measured point on one line."""
     lines: list[str] = []
 
     def mark(value: Any) -> Any:
+        """Replace each measured point by a marker, and note its line."""
         if isinstance(value, dict) and "time_s" in value:
             lines.append(json.dumps(value))
             return f"@{len(lines) - 1}@"
@@ -227,17 +253,18 @@ def measure(
     GPU.
 
     Args:
-        device: ``"cpu"``, or ``"cuda"``: the first GPU that this process sees, float32 without
-            TF32, torch's default.
-        world_size: on ``cpu`` the number of processes, 2 or more, by default 4; plans for other
-            numbers share the cores otherwise than measured. On ``cuda`` 1, the default.
-        out: the file to write, by default the one that ``hardware="local"`` loads.
-        links: on ``cuda`` the profile, by name or path, whose links are taken; by default the one
-            of this GPU, or else of an H100.
+        device: ``"cpu"``, or ``"cuda"`` for the first GPU that this process sees. float32 is
+            measured without TF32, which is torch's default.
+        world_size: on ``cpu`` the number of processes, 2 or more, by default 4. With another number
+            of ranks, the cores are shared differently than measured. On ``cuda`` 1, the default.
+        out: the file to write; by default the one that ``hardware="local"`` loads.
+        name: the name of the profile.
+        links: on ``cuda`` the name or path of the profile whose links are used; by default that of
+            this GPU, or of an H100 if there is none.
 
     Raises:
-        HardwareError: for another device or one that is not there, for a number of processes or for
-            links that it cannot have, or where a process fails; its message is passed on.
+        HardwareError: if the device is unknown or missing, the number of processes or the links do
+            not suit the device, or a process fails, in which case the message includes its error.
     """
     if device not in ("cpu", "cuda"):
         known = ", ".join(HardwareProfile.names())
@@ -323,8 +350,15 @@ def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str
 
 
 def gpu_json(points: Points, machine: Machine, name: str, base: Json, base_name: str) -> Json:
-    """The JSON of a GPU that was measured alone, with the links of `base`, and what it says of
-    the host."""
+    """Return the JSON of a GPU's profile with the links and the host of another profile.
+
+    Args:
+        points: kind → measured points, in ascending size.
+        machine: the machine that was measured.
+        name: the name of the profile.
+        base: the JSON of the other profile.
+        base_name: the name of the other profile, for the description.
+    """
     return profile_json(
         points,
         machine,
@@ -335,14 +369,15 @@ def gpu_json(points: Points, machine: Machine, name: str, base: Json, base_name:
 
 
 def _gpu(links: str | os.PathLike[str] | None) -> Machine:
-    """The first GPU, with its host, whose time it is that small ops take."""
+    """Describe the first GPU, and its host, which determines the time of small ops."""
     found = torch.cuda.get_device_properties(0)
     host = f"{_cpu_name()}, {os.cpu_count()} cores"
     text = (
         f"{found.name}, measured alone; {host}; torch {torch.__version__}, CUDA"
         f" {torch.version.cuda}"
     )
-    command = f'autopar.profiler.measure.measure(device="cuda"{"" if links is None else f", links={os.fspath(links)!r}"})'  # noqa: E501
+    argument = "" if links is None else f", links={os.fspath(links)!r}"
+    command = f'autopar.profiler.measure.measure(device="cuda"{argument})'
     return Machine(
         "cuda",
         text,
@@ -354,8 +389,8 @@ def _gpu(links: str | os.PathLike[str] | None) -> Machine:
 
 
 def _run_workers(device: str, world_size: int, folder: Path) -> Points:
-    """Start the processes, show their progress, and return what rank 0 wrote. None is left
-    behind, whatever happens."""
+    """Start the processes, show their progress, and return the points that rank 0 wrote. All
+    processes are ended, also if one fails."""
     package = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -391,10 +426,10 @@ def _run_workers(device: str, world_size: int, folder: Path) -> Points:
 
 
 def _wait(workers: list[subprocess.Popen[str]], folder: Path) -> None:
-    """Until all have ended well.
+    """Wait until all processes have ended without an error.
 
     Raises:
-        HardwareError: as soon as one fails, with the end of what it said, or when the time is up.
+        HardwareError: as soon as one fails, with the end of its stderr, or after `LIMIT_S`.
     """
     deadline = time.monotonic() + LIMIT_S
     while any(

@@ -1,15 +1,15 @@
 """One process of a measurement: ``python -m autopar.profiler.worker RANK WORLD_SIZE FOLDER
 DEVICE``, started by `measure`.
 
-On ``cpu`` all ranks measure the same thing at the same time, since ranks of one machine share its
-cores and its memory bandwidth. A time is the mean over a window, so that time slices of other ranks
-count; of several rounds the fastest counts; of the ranks the mean.
+On ``cpu`` all ranks measure the same op at the same time, since ranks of one machine share its
+cores and its memory bandwidth. A time is the mean over a window, so that it includes time slices of
+other ranks. The result is the fastest of several rounds, averaged over the ranks.
 
-Any other device is measured by one process, which has it to itself. A time is the mean over a
-window of calls, issued back to back between two synchronisations: the longer of what the host needs
-to issue a call and what the device needs to work it off, as in an eager step. So small ops show the
-host's time, large ones the device's. Of several rounds the median counts: the fastest would be that
-of a cool chip.
+Any other device is measured by one process without competition. A time is the mean over a window of
+calls, issued back to back between two synchronisations. It is the larger of the host's time to
+issue a call and the device's time to execute it, as in an eager step: the host's time for small
+ops, the device's for large ones. The result is the median of several rounds, since the fastest
+round would be that of a cool chip.
 
 Rank 0 prints one line per finished measurement and writes the result to FOLDER/result.json.
 """
@@ -44,24 +44,31 @@ from autopar.kernels.collectives import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# What a GPU's host does for it: an optimizer's step over what rests there, and copies between the
-# two.
+# The host of a GPU: an optimizer step over offloaded states, and copies between host and device.
 #
-# All of the machine's processors step at once, and each GPU has its share of what they reach: so
-# it is in a step of training, where what every GPU keeps on the host is worked on at the same
-# time.
+# All processors of the machine execute the step, and each GPU is assigned its share of their
+# throughput. In training, too, the offloaded states of all GPUs are updated at the same time.
 
-STEP_NUMEL, COPY_BYTES = 2**26, 2**28  # more than the processors' caches hold
-STEP_PASSES = 7  # of Adam over memory as large as its parameters: four are read, three written
+STEP_NUMEL, COPY_BYTES = 2**26, 2**28  # larger than the processors' caches
+STEP_PASSES = 7  # Adam reads four and writes three buffers of the parameters' size
 HOST_ROUNDS = 5
 
 
 def measure_host(
     device: str, numel: int = STEP_NUMEL, copy_bytes: int = COPY_BYTES
 ) -> dict[str, float]:
-    """``step_bytes_per_s``: what the processors reach in memory, in one pass of AdamW in float32
-    (`fused=True`). ``copy_bytes_per_s``: of the slower way between page-locked memory and the
-    device."""
+    """Measure the host of a device.
+
+    Args:
+        device: the device that memory is copied to and from.
+        numel: the number of float32 parameters of the optimizer step.
+        copy_bytes: the size of a copy, in bytes.
+
+    Returns:
+        ``step_bytes_per_s``: the memory throughput of the processors in a step of AdamW in float32
+        (`fused=True`). ``copy_bytes_per_s``: the bandwidth between page-locked memory and the
+        device, in the slower direction.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     try:
@@ -88,7 +95,7 @@ def _step_s(numel: int) -> float:
 
 
 def _median_s(run: Callable[[], object], device: str) -> float:
-    """Seconds, without the first time, when memory is found."""
+    """Return the median time in seconds, without the first call, which allocates memory."""
     times = []
     for _ in range(1 + HOST_ROUNDS):
         begun = time.perf_counter()
@@ -100,29 +107,28 @@ def _median_s(run: Callable[[], object], device: str) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a measurement runs: ops, their sizes on a CPU and on a GPU, and the point that each makes.
+# The measured ops, their sizes on a CPU and on a GPU, and the point that each yields.
 #
 # Data is random, never zeros: a chip that multiplies zeros draws less power and runs faster than
-# it will in training.
+# in training.
 
 Point = dict[str, Any]
 Run = Callable[[], Any]
-Measurement = tuple[
-    str, Point, Callable[[], Run]
-]  # kind, the point without its time, what makes its data and says what to run
+# kind, the point without its time, and a function that makes the data and returns the op to run
+Measurement = tuple[str, Point, Callable[[], Run]]
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on one kind of device, from the size at which an op's start is all its time
+    """The sizes that are measured on one kind of device, from one dominated by the launch of an op
     to one that fills the device.
 
     Attributes:
         matmuls: dtype name → (m, n, k) of linear layers.
         attentions: dtype name → (batch, heads, length, head size).
-        numels: elements of a tensor in float32, for the kinds that memory bounds.
-        row: elements of a row that is normalised or looked up.
+        numels: numbers of float32 elements, for the kinds that are bound by memory bandwidth.
+        row: the number of elements of a row that is normalised or looked up.
     """
 
     matmuls: Mapping[str, Shapes]
@@ -196,8 +202,8 @@ GPU = Sizes(
 
 
 def compute_measurements(sizes: Sizes, device: str = "cpu") -> Iterator[Measurement]:
-    """Everything that needs no communication. Data is made when a measurement is at hand, since all
-    of it may be more than a device holds."""
+    """Yield the measurements without communication. The data of each is made when it runs, since
+    the data of all may exceed the memory of a device."""
     for dtype, shapes in sizes.matmuls.items():
         for m, n, k in shapes:
             yield (
@@ -228,10 +234,12 @@ def _drawn(shape: tuple[int, ...], dtype: str, device: str) -> Tensor:
 
 
 def _matmul(m: int, n: int, k: int, dtype: str, device: str) -> Run:
-    """A linear layer's product and its two gradients; a third of their time is a point's."""
+    """Return the product of a linear layer with its two gradients. The time of a point is a third
+    of theirs."""
     x, w, g = (_drawn(shape, dtype, device) for shape in ((m, k), (n, k), (m, n)))
 
     def run() -> None:
+        """Compute the product and the gradients."""
         ops.dot("mk,nk->mn", x, w)
         ops.dot("mn,nk->mk", g, w)
         ops.dot("mn,mk->nk", g, x)
@@ -251,17 +259,21 @@ def _attention_backward(shape: tuple[int, ...], dtype: str, device: str) -> Run:
 
 
 def _memory_bound(numel: int, row: int, device: str) -> Iterator[Measurement]:
-    """One op of each kind on float32; the bytes are those that `autopar.analysis.work` counts."""
+    """Yield one op of each memory-bound kind on float32. The bytes are those that
+    `autopar.analysis.work` counts."""
 
     def addition() -> Run:
+        """Make the data of an addition."""
         x, y = _drawn((numel,), "float32", device), _drawn((numel,), "float32", device)
         return lambda: torch.add(x, y)
 
     def gelu() -> Run:
+        """Make the data of a GELU."""
         x = _drawn((numel,), "float32", device)
         return lambda: torch.nn.functional.gelu(x)
 
     def norm() -> Run:
+        """Make the data of a layer norm over rows."""
         rows, weight = (
             _drawn((numel // row, row), "float32", device),
             _drawn((row,), "float32", device),
@@ -269,6 +281,7 @@ def _memory_bound(numel: int, row: int, device: str) -> Iterator[Measurement]:
         return lambda: torch.nn.functional.layer_norm(rows, weight.shape, weight, weight)
 
     def lookup() -> Run:
+        """Make the data of an embedding with random ids."""
         rows = _drawn((numel // row, row), "float32", device)
         ids = torch.randint(numel // row, (numel // row,), device=device)
         return lambda: ops.embedding(rows, ids)
@@ -280,18 +293,18 @@ def _memory_bound(numel: int, row: int, device: str) -> Iterator[Measurement]:
 
 
 ROUNDS = 2
-WINDOW_S = 0.1  # of one measurement of an op; some scheduler slices
-COLLECTIVE_S = 0.15  # of one measurement of a collective
+WINDOW_S = 0.1  # for one measurement of an op; several time slices of the scheduler
+COLLECTIVE_S = 0.15  # for one measurement of a collective
 DEVICE_ROUNDS = 3
-DEVICE_WINDOW_S = 0.02  # of one round; a synchronisation is a thousandth of it
-WARM_UP_CALLS = 3  # a kernel is loaded and chosen, and its memory found, at its first call
+DEVICE_WINDOW_S = 0.02  # for one round; a synchronisation takes a thousandth of it
+WARM_UP_CALLS = 3  # the first calls load and select a kernel, and allocate its memory
 BYTES = (1024, 16384, 131072, 1048576, 8388608)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def collective_measurements(rank: int, world_size: int) -> Iterator[Measurement]:
-    """Each kind on axes of 2 ranks and of all; the groups of an axis run side by side, as on a
-    mesh."""
+    """Yield the measurements of each kind of collective on axes of 2 ranks and of all ranks. The
+    groups of an axis run at the same time, as on a mesh."""
     for size in sorted({2, world_size}):
         if world_size % size:
             continue
@@ -309,12 +322,14 @@ def collective_measurements(rank: int, world_size: int) -> Iterator[Measurement]
 
 
 def _collective(kind: str, num_bytes: int, axis: AxisGroup) -> Run:
-    """`num_bytes` is the larger of the input and the output of one rank."""
+    """Make the data of a collective; `num_bytes` is the larger of the input and the output of one
+    rank."""
     x = torch.randn(num_bytes // 4 // (axis.size if kind == "all_gather" else 1)).view(
         axis.size, -1
     )
 
     def run() -> None:
+        """Run the collective."""
         with use_groups((axis,)):
             if kind == "all_reduce":
                 all_reduce(x, "sum", 0)
@@ -329,8 +344,8 @@ def _collective(kind: str, num_bytes: int, axis: AxisGroup) -> Run:
 
 
 def _window_s(run: Run, window_s: float) -> float:
-    """Mean time of `run` over a window; the window ends by the clock, so ranks need not agree on
-    a count."""
+    """Return the mean time of `run` over a window, in seconds. The window ends by the clock, so
+    that ranks need not agree on a count."""
     dist.barrier()
     start, count, elapsed = time.perf_counter(), 0, 0.0
     while elapsed < window_s:
@@ -341,7 +356,8 @@ def _window_s(run: Run, window_s: float) -> float:
 
 
 def _counted_s(run: Run, window_s: float) -> float:
-    """Mean time of `run` over a count that all ranks agree on, as collectives need."""
+    """Return the mean time of `run`, in seconds, over a count that all ranks agree on, as
+    collectives require."""
     run()
     dist.barrier()
     start = time.perf_counter()
@@ -359,7 +375,8 @@ def _counted_s(run: Run, window_s: float) -> float:
 def _measure_together(
     measurements: list[Measurement], timer: Callable[[Run, float], float], window_s: float
 ) -> list[float]:
-    """Best of the rounds, mean of the ranks, in seconds per measurement."""
+    """Return the time of each measurement in seconds: the best of the rounds, averaged over the
+    ranks."""
     runs = [make() for _, _, make in measurements]
     best = torch.full((len(runs),), torch.inf, dtype=torch.float64)
     for _ in range(ROUNDS):
@@ -374,8 +391,16 @@ def _measure_together(
 def measure_alone(
     measurements: Sequence[Measurement], device: str, window_s: float = DEVICE_WINDOW_S
 ) -> list[float]:
-    """Median of the rounds, in seconds per measurement, of one process that has the device to
-    itself."""
+    """Measure a device in one process without competition.
+
+    Args:
+        measurements: the measurements.
+        device: the device, such as ``"cuda"``.
+        window_s: the length of one round of a measurement, in seconds.
+
+    Returns:
+        The median of the rounds, in seconds, of each measurement.
+    """
     times: list[list[float]] = [[] for _ in measurements]
     for _ in range(DEVICE_ROUNDS):
         for found, (_, _, make) in zip(times, measurements, strict=True):
@@ -385,8 +410,8 @@ def measure_alone(
 
 
 def _back_to_back_s(run: Run, device: str, window_s: float) -> float:
-    """Mean time of calls that follow one another without a wait; how many fill the window is
-    estimated first."""
+    """Return the mean time of back-to-back calls, in seconds. The number of calls that fill the
+    window is estimated first."""
     for _ in range(WARM_UP_CALLS):
         run()
     estimate_s = _calls_s(run, WARM_UP_CALLS, device)
@@ -410,7 +435,7 @@ def _synchronize(device: str) -> None:
 def group_points(
     measurements: Sequence[Measurement], times: Sequence[float]
 ) -> dict[str, list[Point]]:
-    """Kind → points, each with its time."""
+    """Return the points of each kind, each with its time in seconds."""
     points: dict[str, list[Point]] = {}
     for (kind, point, _), time_s in zip(measurements, times, strict=True):
         share = 3 if kind == "matmul" else 1
@@ -419,7 +444,7 @@ def group_points(
 
 
 def _together(rank: int, world_size: int, folder: Path) -> dict[str, list[Point]]:
-    """The points of one rank among several on CPUs."""
+    """Measure as one of several ranks on a CPU, and return the points by kind."""
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
@@ -440,7 +465,7 @@ def _together(rank: int, world_size: int, folder: Path) -> dict[str, list[Point]
 
 
 def _alone(device: str) -> dict[str, list[Point]]:
-    """The points of one device that is no CPU, and of its host."""
+    """Measure a device other than a CPU and its host, and return the points by kind."""
     compute = list(compute_measurements(GPU, device))
     print(f"total {DEVICE_ROUNDS * len(compute) + 1}", flush=True)
     points = group_points(compute, measure_alone(compute, device))
@@ -450,7 +475,14 @@ def _alone(device: str) -> dict[str, list[Point]]:
 
 
 def main(rank: int, world_size: int, folder: Path, device: str) -> None:
-    """Measure, and write {kind: [points]} as rank 0."""
+    """Measure; rank 0 writes {kind: [points]} to ``result.json``.
+
+    Args:
+        rank: the rank of this process.
+        world_size: the number of processes.
+        folder: the folder of the result, and of the file store of the process group.
+        device: ``"cpu"``, or the device to measure.
+    """
     torch.set_num_threads(1)
     points: Any = _together(rank, world_size, folder) if device == "cpu" else _alone(device)
     if rank == 0:

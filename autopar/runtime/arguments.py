@@ -1,5 +1,5 @@
-"""Between a call of the model and the flat tensors of a program: arguments taken apart, results put
-together.
+"""Conversion between a call of the model and the flat tensors of a program: arguments are flattened
+and checked, results are put into the structure that the model returns.
 
 Paths name leaves as the program does: keyword arguments by name, positional ones by number
 (``input_ids``, ``past.0``).
@@ -36,15 +36,18 @@ log = logging.getLogger("autopar")
 
 
 class Arguments:
-    """Takes a call's arguments apart, and checks them.
+    """Flattens the arguments of calls, and checks them.
 
     Args:
-        signature: of the model's forward; with it an argument may come by position or by name, in
-            any order.
-        defaults: of it, as `defaults_of` gives them; a call that passes one is the call that leaves
-            it out.
-        batch: whether tensors come whole (``"global"``) or as the part that belongs to `groups`'
-            coordinate.
+        program: the program whose inputs the arguments are.
+        signature: the signature of the model's forward, or None. With it an argument may be passed
+            by position or by name, in any order.
+        batch: whether tensors are passed whole (``"global"``) or as the part that belongs to the
+            coordinate of `groups` (``"local"``).
+        groups: this rank's process group, size and coordinate along every axis.
+        device_type: the type of the devices, such as ``"cuda"``.
+        defaults: the result of `defaults_of`. A call that passes a default is treated like one that
+            omits it.
     """
 
     def __init__(
@@ -79,24 +82,27 @@ class Arguments:
         ]
 
     def __deepcopy__(self, memo: Any) -> Arguments:
-        return copy.copy(
-            self
-        )  # what it holds is never changed; torch warns of specs of calls that are copied
+        # the attributes are never changed, and torch warns about copies of tree specs
+        return copy.copy(self)
 
     def tensors(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
     ) -> list[Tensor]:
-        """The program's input tensors, in its order.
+        """Return the program's input tensors, in its order.
 
-        That every rank passes the same whole batch, or the same part where the plan does not split
-        it, is made sure of in calls 1, 2, 4, 8 and so on: what makes batches differ does so soon.
+        Calls 1, 2, 4, 8 and so on also check that ranks which should pass the same tensors do so: a
+        cause of different batches shows up early.
+
+        Args:
+            args, kwargs: the arguments of the call.
+            devices: the mesh whose ranks are compared.
 
         Raises:
-            CallError: where the model itself does not take such arguments.
-            Misfit: where structure, shape, dtype or a plain value differs from what the program was
-                made for.
-            RuntimeStateError: where the device, or an argument of another kind does; where ranks of
-                the mesh `devices` pass different batches.
+            CallError: if the model itself does not take such arguments.
+            Misfit: if the structure, a shape, a dtype or a plain value differs from that of the
+                program.
+            RuntimeStateError: if the device or an argument of another kind differs, or ranks pass
+                different batches.
         """
         tensors = self._tensors(args, kwargs)
         self._num_calls += 1
@@ -109,9 +115,9 @@ class Arguments:
                 check_parts(names, tensors, layouts, devices)
         return tensors
 
-    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The arguments in words, which are the same on all ranks that call alike: of a part
-        that fits, they tell the whole tensor."""
+    def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Describe the arguments in words. The words are equal on all ranks that make the same
+        call: for a part that fits, they contain the shape of the whole tensor."""
         canonical = self._canonical(args, kwargs)
         given = (args, kwargs) if canonical is None else self._with_defaults(canonical)
         leaves, parts = (
@@ -121,10 +127,11 @@ class Arguments:
         return ", ".join(f"{path} = {_describe_value(x, parts.get(id(x)))}" for path, x in leaves)
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-        """By id of each argument that has the shape of this rank's part the shape of the whole."""
+        """Return the shape of the whole tensor for each argument that has the shape of this rank's
+        part, by the id of the argument."""
         try:
             leaves = self._leaves(args, kwargs)
-        except (CallError, Misfit):  # which the call itself reports
+        except (CallError, Misfit):  # the call itself reports them
             return {}
         given = ((leaves[position], tensor, shape) for position, tensor, shape in self._inputs)
         return {
@@ -134,7 +141,7 @@ class Arguments:
         }
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the program was made for such arguments."""
+        """Return whether the program was made for such arguments."""
         try:
             self._tensors(args, kwargs)
         except Misfit:
@@ -144,16 +151,16 @@ class Arguments:
     def as_whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with tensors of the whole batch in place of this rank's parts, whose values are
-        none.
+        """Return the arguments of the call with the whole batch: tensors of this rank's parts are
+        replaced by uninitialised tensors of the whole shape.
 
         Raises:
-            Misfit: as `tensors`, plain values and gradients apart; of parts alone nothing tells the
-                whole.
+            Misfit: if a part does not fit the program, since the whole shape is unknown then. Plain
+                values and gradients are not checked.
         """
         if self._is_whole:
             return args, kwargs
-        self._checked(self._leaves(args, kwargs))
+        self._check_tensors(self._leaves(args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         parts = {
             id(self._leaves(args, kwargs)[position]): tensor for position, tensor, _ in self._inputs
@@ -165,7 +172,7 @@ class Arguments:
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves = self._leaves(args, kwargs)
         self._check_settings(leaves)
-        tensors = self._checked(leaves)
+        tensors = self._check_tensors(leaves)
         self._check_known(leaves)
         self._check_asking(tensors)
         return tensors
@@ -191,11 +198,10 @@ class Arguments:
         for position, made_for in self._settings.items():
             given = leaves[position]
             if isinstance(made_for, Tensor):
-                continue  # of its shape first: `_check_known`
+                continue  # compared by `_check_known`, after the check of its shape
             if not _same_setting(given, made_for):
-                kind = (
-                    Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
-                )  # of an object nothing tells one from another
+                # other objects cannot be compared, so no other program can be chosen by them
+                kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
                 raise kind(
                     f"argument {self._paths[position]!r} is {_shown(given)}, the program was made"
                     f" for {_shown(made_for)}",
@@ -206,7 +212,8 @@ class Arguments:
                 )
 
     def _check_known(self, leaves: Sequence[Any]) -> None:
-        """Of the inputs that forward reads: on a GPU it waits for them, as the plain model does."""
+        """Check the values of inputs that forward reads. On a GPU this waits for them, as the plain
+        model does."""
         for position, made_for in self._settings.items():
             if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
                 what = (
@@ -215,7 +222,7 @@ class Arguments:
                 )
                 raise Misfit(what, remedy="pass those, or compile the model for this call, too")
 
-    def _checked(self, leaves: Sequence[Any]) -> list[Tensor]:
+    def _check_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         tensors = []
         for position, tensor, shape in self._inputs:
             value = leaves[position]
@@ -238,13 +245,13 @@ class Arguments:
                     f" {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
                 )
-            value = value.resolve_conj().resolve_neg()  # ranks send memory as it is
+            value = value.resolve_conj().resolve_neg()  # collectives send the memory as it is
             tensors.append(value if value.device.type != "cuda" else self._here(value, tensor.name))
         return tensors
 
     def _here(self, value: Tensor, name: str) -> Tensor:
-        """On this process' GPU, since each of several may have moved its batch to ``"cuda"``
-        before it had one of its own."""
+        """Return the tensor on the GPU of this process. A process may have moved its batch to
+        ``"cuda"`` before its own GPU was the current one."""
         own = torch.device("cuda", torch.cuda.current_device())
         if value.device == own:
             return value
@@ -288,7 +295,7 @@ class Arguments:
         )
 
     def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Arguments by the names of the signature, None where they do not fit it."""
+        """Return the arguments by the names of the signature, None if they do not fit it."""
         if self._signature is None:
             return None
         try:
@@ -302,8 +309,8 @@ class Arguments:
         }
 
     def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The same call with just the arguments that the program's has, where defaults account
-        for the others."""
+        """Return the call with exactly the arguments of the program, if defaults account for the
+        difference; otherwise the call unchanged."""
         more = [name for name in given if name not in self._names]
         if any(
             name not in self._defaults or not _is_same(given[name], self._defaults[name])
@@ -318,9 +325,11 @@ class Arguments:
 
 
 def defaults_of(model: nn.Module) -> dict[str, Any]:
-    """Those of its forward that are plain values. Where forward is wrapped, or a hook is called
-    before it, either may put in what it likes for an argument that is left out: there None alone,
-    which says as much."""
+    """Return the defaults of a model's forward that are plain values, by name.
+
+    If forward is wrapped, or a hook is called before it, these may replace an omitted argument by
+    any value. Only defaults of None, which also mean that nothing was passed, are returned then.
+    """
     forward: Any = model.forward
     is_bare = not hasattr(forward, "__wrapped__") and not model._forward_pre_hooks_with_kwargs
     parameters = inspect.signature(forward).parameters.values()
@@ -364,15 +373,15 @@ def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _same_setting(given: Any, made_for: Any) -> bool:
-    """Plain values must be equal, and of one type, which may decide a dtype; other objects have
-    no equality to rely on."""
+    """Whether two plain values are equal and have the same type, which may decide a dtype. Other
+    objects need only the same type, since their equality is not reliable."""
     if type(given) is not type(made_for):
         return False
     return (
         not isinstance(made_for, _PLAIN)
         or given == made_for
-        or (given != given and made_for != made_for)
-    )  # NaN is itself here
+        or (given != given and made_for != made_for)  # NaN equals NaN here
+    )
 
 
 def _describe_value(value: Any, whole: tuple[int, ...] | None) -> str:
@@ -398,7 +407,11 @@ _OF_PARTS = (
 
 
 class Results:
-    """Puts a program's outputs and constants into the structure that the model returns."""
+    """Puts a program's outputs and constants into the structure that the model returns.
+
+    Args:
+        program: the program whose outputs these are.
+    """
 
     def __init__(self, program: Program | StagedProgram) -> None:
         self._spec, self._constants = program.out_spec, program.constants
@@ -407,11 +420,11 @@ class Results:
         self._positions = [positions[tensor.name] for tensor in program.outputs]
 
     def __deepcopy__(self, memo: Any) -> Results:
-        return copy.copy(
-            self
-        )  # what it holds is never changed; torch warns of specs of calls that are copied
+        # the attributes are never changed, and torch warns about copies of tree specs
+        return copy.copy(self)
 
     def build(self, outputs: Sequence[Any]) -> Any:
+        """Return the model's result for the outputs, which are in the program's order."""
         leaves: Mapping[int, Any] = {
             **self._constants,
             **dict(zip(self._positions, outputs, strict=True)),

@@ -1,5 +1,5 @@
-"""Between the planner's `Mesh` and torch's DeviceMesh: process groups, coordinates, and
-agreement of all ranks."""
+"""Conversion between the planner's `Mesh` and torch's DeviceMesh: process groups, coordinates, and
+checks that all ranks hold the same facts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from autopar.runtime.rank_comm import of_all, of_all_alike, take_gpu
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
-    """The DeviceMesh of the same shape and names over all processes.
+    """Make the DeviceMesh of the same shape and names over all processes.
 
-    Where torch.distributed has not been initialised yet: under a launcher (torchrun sets RANK) it
-    is initialised from the environment; a mesh of one device gets a process group of its own in
-    this process; anything else is an error.
+    If torch.distributed is not initialised yet, it is initialised from the environment under a
+    launcher (torchrun sets RANK), and with a process group of one rank for a mesh of one device.
+    Otherwise this is an error.
+
+    Args:
+        mesh: the planner's mesh.
+        device_type: the type of the devices, such as ``"cuda"``.
 
     Raises:
-        MeshError: where the mesh does not have exactly one device per process.
+        MeshError: if the mesh does not have exactly one device per process.
     """
     if device_type == "cuda":
         take_gpu()
@@ -50,14 +54,18 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:
-    """The planner's view of a DeviceMesh; unnamed dims are called ``axis0``, ``axis1`` …"""
+    """Return the planner's mesh of a DeviceMesh. Unnamed dims are called ``axis0``, ``axis1`` …"""
     shape = tuple(devices.shape)
     names = devices.mesh_dim_names or tuple(f"axis{index}" for index in range(len(shape)))
     return Mesh(dict(zip(names, shape, strict=True)))
 
 
 def check_shape(devices: DeviceMesh, mesh: Mesh) -> None:
-    """Raises MeshError where devices are not in the shape that a program was made for."""
+    """Check that devices have the mesh shape that a program was made for.
+
+    Raises:
+        MeshError: if they do not.
+    """
     if (here := mesh_of(devices)).shape != mesh.shape:
         raise MeshError(
             f"the program is for mesh {mesh}, not {here}",
@@ -72,9 +80,17 @@ def around(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """The DTensor of this shape around a local tensor, in the same memory, also where that is the
-    host's and the mesh is of GPUs (`DTensor.from_local` moves it then, and so does this where it
-    has a gradient)."""
+    """Wrap a local tensor as a DTensor without a copy.
+
+    This also holds for a tensor on the host and a mesh of GPUs, which `DTensor.from_local` would
+    move to the GPU. A tensor that requires a gradient is moved in that case.
+
+    Args:
+        local: the local tensor.
+        devices: the mesh of the DTensor.
+        placements: its placement along each mesh axis.
+        shape, stride: the shape and stride of the whole tensor.
+    """
     if local.device.type in (devices.device_type, "meta") or local.requires_grad:
         return DTensor.from_local(
             local,
@@ -93,10 +109,10 @@ def around(
 
 
 def groups_of(devices: DeviceMesh) -> Groups:
-    """This rank's process group, size and coordinate along every axis.
+    """Return this rank's process group, size and coordinate along every axis.
 
     Raises:
-        MeshError: where this process is not on the mesh.
+        MeshError: if this process is not on the mesh.
     """
     coordinate = devices.get_coordinate()
     if coordinate is None:
@@ -114,14 +130,18 @@ def groups_of(devices: DeviceMesh) -> Groups:
 def stage_devices(
     devices: DeviceMesh, axis: str
 ) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
-    """The part of a mesh that runs one stage: its DeviceMesh, the ranks at this place in all
-    stages, and this stage's number.
+    """Return the part of a mesh that runs this rank's stage.
 
     Args:
-        axis: the axis along which stages lie; ``""`` for one stage on the whole mesh.
+        devices: the whole mesh.
+        axis: the axis of the pipeline; ``""`` for one stage on the whole mesh.
+
+    Returns:
+        The DeviceMesh of the stage, the group of ranks with the same coordinate in all stages (None
+        for one stage), and the index of this rank on the pipeline axis.
 
     Raises:
-        MeshError: where the mesh has no such axis.
+        MeshError: if the mesh has no such axis.
     """
     if not axis:
         return devices, None, 0
@@ -137,18 +157,19 @@ def stage_devices(
 
 
 def joined_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh:
-    """The same devices as a mesh in which several axes are one dim, the outermost first.
+    """Return the same devices as a mesh in which each dim joins several axes, the outermost first.
 
-    All ranks of `devices` are to ask for the same meshes in one order; the first time they make
-    process groups. Others take no part.
+    All ranks of `devices` must call this for the same meshes in the same order, since the first
+    call for a mesh makes process groups. Other ranks take no part.
 
     Args:
-        axes: for each dim of the result the axes of `devices` that it stands for, in mesh order;
-            each axis once.
+        devices: the mesh.
+        axes: for each dim of the result, the axes of `devices` that it joins, in mesh order; each
+            axis once.
     """
     if all(len(joined) == 1 for joined in axes):
         return devices
-    # Meshes are equal by their ranks: those of process groups that were destroyed since are others.
+    # Meshes compare equal by their ranks, also if the process groups were destroyed since.
     key = devices, tuple(map(tuple, axes))
     world, mesh = _joined.get(key, (None, None))
     if mesh is None or world is not dist.group.WORLD:
@@ -181,10 +202,9 @@ def _join_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh
 
 
 def _alone(devices: DeviceMesh) -> DeviceMesh:
-    """The mesh of this rank alone."""
-    groups = [
-        dist.new_group([rank]) for rank in range(dist.get_world_size())
-    ]  # every rank makes all, in one order
+    """Return a mesh of this rank alone."""
+    # every rank makes the groups of all ranks in the same order
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     return DeviceMesh.from_group(
         groups[rank], devices.device_type, mesh=[rank], mesh_dim_names=("device",)
@@ -192,7 +212,12 @@ def _alone(devices: DeviceMesh) -> DeviceMesh:
 
 
 def agree(fact: str, what: str, devices: DeviceMesh) -> None:
-    """Make sure that all ranks of the mesh hold the same `fact`.
+    """Check that all ranks of a mesh hold the same fact; every rank calls it.
+
+    Args:
+        fact: this rank's fact.
+        what: the name of the fact, for errors.
+        devices: the mesh.
 
     Raises:
         RuntimeStateError: on every rank, naming the ranks that differ from the first.
@@ -214,14 +239,18 @@ def agree(fact: str, what: str, devices: DeviceMesh) -> None:
 
 
 def first_rank_says(number: int, devices: DeviceMesh) -> int:
-    """The `number` of the mesh's first rank, on all of its ranks."""
+    """Return the number of the mesh's first rank on all ranks; every rank calls it."""
     if devices.size() == 1:
         return number
     return int(of_all(number)[int(devices.mesh.flatten()[0])])
 
 
 def join_launched(device_type: str) -> bool:
-    """Whether a launcher started this process with others; it knows of them then."""
+    """Initialise torch.distributed if a launcher started this process.
+
+    Returns:
+        Whether torch.distributed is initialised.
+    """
     if dist.is_initialized():
         return True
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

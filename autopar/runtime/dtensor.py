@@ -1,22 +1,21 @@
-"""`HeldTensor`: a parameter, its gradient, or what torch computed of these, of which a script reads
-and writes what the whole tensor has.
+"""`HeldTensor`: a parameter, its gradient, or a result computed from them, with the semantics of
+the whole tensor.
 
-A DTensor alone computes most of it, and what it does not is wrong silently or refused in torch's
-words: ``item()`` reads this rank's local value, a write into a slice of a split dim goes into a
-copy, random numbers are the same in every part, plain tensors and DTensors of other meshes are not
-taken beside it, and some ops have no rule. Here
+A plain DTensor computes most functions of torch as on the whole tensor. The others are silently
+wrong or refused with torch's own message: ``item()`` reads this rank's local value, a write into a
+slice of a sharded dim goes into a copy, random numbers repeat in every part, plain tensors and
+DTensors of other meshes cannot be mixed with it, and some ops have no rule. `HeldTensor` handles
+them as follows:
 
-    a number that is read          is that of the whole tensor (`full_tensor`)
-    a plain tensor beside it       counts as replicated; that it is the same on all ranks is looked
-                                   at, as batches are
-    lists for one kernel           run mesh by mesh, plain tensors by themselves
-    a draw                         is made of the whole tensor, of which the mesh's first rank
-                                   decides
-    what DTensor has no rule for,  is computed of whole tensors, and every rank keeps its part; the
-                                   log says so once for each function
-    and writes into part of one
+    numbers that are read        are those of the whole tensor (`full_tensor`)
+    plain tensor operands        are treated as replicated; that they are equal on all ranks is
+                                 checked like batches
+    lists for one kernel         are split by mesh, with plain tensors apart
+    random draws                 are made for the whole tensor by the mesh's first rank
+    functions without a rule,    are computed from whole tensors, and every rank keeps its part;
+    writes into a part           the log says so once per function
 
-Each of these is collective: every rank has to do it.
+Each of these is collective: every rank has to execute it.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ _beside = Beside()
 
 
 class HeldTensor(DTensor):
-    """A DTensor that torch's functions take as the whole tensor; made by `held` of one that is
-    there."""
+    """A DTensor that torch's functions treat as the whole tensor. `hold_value` converts a DTensor
+    in place."""
 
     __slots__ = ()
 
@@ -72,23 +71,23 @@ class HeldTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As of the whole tensor, with results of this class.
+        """Run a function of torch as on whole tensors. Results are of this class.
 
         Raises:
-            RuntimeStateError: where tensors of one stage alone are taken together, or plain tensors
-                beside it differ between ranks.
+            RuntimeStateError: if tensors of one stage alone are combined, or plain operands differ
+                between ranks.
         """
         kwargs, name = kwargs or {}, func.__name__
         if name in ACCESS:
             return _access_attribute(func, args, kwargs)
         if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
             with announced(f"computes {name.strip('_')} of values of all ranks", mesh):
-                return cls._taken(func, types, args, kwargs)
-        return cls._taken(func, types, args, kwargs)
+                return cls._run_function(func, types, args, kwargs)
+        return cls._run_function(func, types, args, kwargs)
 
     @classmethod
-    def _taken(cls, func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
-        """As `__torch_function__`."""
+    def _run_function(cls, func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+        """Run a function other than an attribute access; see `__torch_function__`."""
         name = func.__name__
         if func in READS or name == "__format__":
             return gather_fallback.read_whole(func, args, kwargs)
@@ -96,7 +95,7 @@ class HeldTensor(DTensor):
             is_of_elements(name)
             and not (has_stages() and name in OF_SEVERAL)
             and _are_alike(args, kwargs)
-        ):  # most of an optimizer's step
+        ):  # the fast path, which most of an optimizer's step takes
             first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
             found, refusal = _by_dtensor(func, types, args, kwargs, first)
             if refusal is None:
@@ -106,19 +105,16 @@ class HeldTensor(DTensor):
         if name == "__iter__":
             return iter(args[0].unbind(0))
         leaves = tensors_in((args, kwargs))
-        if name == "storage":  # asked for by safetensors; torch itself has untyped ones
+        if name == "storage":  # called by safetensors; torch itself uses untyped storages
             refuse_parts("a distributed tensor has no storage of its own", "safetensors")
-        if (
-            name == "data_ptr"
-        ):  # by which scripts tell tied parameters from others; a wrapper has none
+        if name == "data_ptr":  # scripts detect tied parameters with it; a wrapper has none
             return args[0]._local_tensor.data_ptr()
         if name in ASIDE:
             return _shown(_call_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:
             _refuse_one_stage(name, leaves)
-        if name.startswith(
-            "_amp_foreach_"
-        ):  # DTensor's own, which tells all ranks of what is not finite
+        if name.startswith("_amp_foreach_"):
+            # DTensor's own implementation, which shares non-finite values with all ranks
             return gather_fallback.by_mesh(
                 func, args, kwargs, lambda a, k: _call_disabled(func, types, a, k)
             )
@@ -129,17 +125,17 @@ class HeldTensor(DTensor):
         return _compute_with_dtensor(func, types, args, kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """The whole tensor; every rank calls it, if it is in parts."""
+        """Return the whole tensor; every rank calls it, unless the tensor is replicated."""
         if all(placement.is_replicate() for placement in self._spec.placements):
             return super().full_tensor(**kwargs)
         with announced(f"gathers a tensor of shape {tuple(self.shape)}", self._spec.mesh):
             return super().full_tensor(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor.
+        """Pickle the tensor as a plain tensor.
 
         Raises:
-            RuntimeStateError: if this process has not the whole of it.
+            RuntimeStateError: if this process does not hold the whole tensor.
         """
         return reduce_whole(self, protocol)
 
@@ -158,35 +154,36 @@ for _supported in (
 
 
 def hold_value(value: Any) -> Any:
-    """The same tensor, taken as the whole one from now on; as it is where it is no DTensor."""
+    """Convert a DTensor to a `HeldTensor` in place, and return it. Other values are returned
+    unchanged."""
     if type(value) is DTensor:
         value.__class__ = HeldTensor
     return value
 
 
 def parted_as(like: DTensor, value: Tensor) -> Any:
-    """This rank's part of a whole tensor, that lies as `like` does."""
+    """Return this rank's part of a whole tensor as a `HeldTensor` with the placements of
+    `like`."""
     made = torch.empty_like(like.detach(), dtype=value.dtype)
     gather_fallback.put_whole(made, value.detach())
     return hold_value(made)
 
 
 def _mesh_of_sums(args: Any) -> DeviceMesh | None:
-    """The mesh of the first argument that is of terms, one on each rank, which what is computed
-    may have to add up."""
+    """Return the mesh of the first argument that is a partial sum, since the function may have to
+    reduce it; None if there is none."""
     for given in args:
         x = given[0] if isinstance(given, tuple | list) and given else given
         if type(x) is HeldTensor:
-            for (
-                placement
-            ) in x._spec.placements:  # a loop: every op of an optimizer's step comes here
+            # a plain loop for speed, since every op of an optimizer's step comes here
+            for placement in x._spec.placements:
                 if placement.is_partial():
                     return x._spec.mesh
     return None
 
 
 def _are_alike(args: Any, kwargs: Any) -> bool:
-    """Whether all tensors are of this class, on one mesh, and none of them is a copy of a part."""
+    """Whether all tensors are of this class and on one mesh, and none is a view that is a copy."""
     mesh = None
     for given in (*args, *kwargs.values()):
         for x in given if isinstance(given, tuple | list) else (given,):
@@ -203,12 +200,16 @@ def _are_alike(args: Any, kwargs: Any) -> bool:
 def _by_dtensor(
     func: Any, types: Iterable[type], args: Any, kwargs: Any, written: Sequence[Any]
 ) -> tuple[Any, str | None]:
-    """What DTensor computes, or why it does not: in words, since an exception holds on to all that
-    the failed call was given.
+    """Compute a function with DTensor.
 
     Args:
-        written: what it may write into. Where something of that is written, a refusal is raised:
-            nothing else may try again.
+        func, types, args, kwargs: the arguments of `__torch_function__`.
+        written: tensors that the function may write into. If one was written before the function
+            failed, the error is raised, since the function cannot be tried again.
+
+    Returns:
+        The result, and the message of DTensor's refusal, None if it computed the function. The
+        exception itself would keep the arguments of the failed call alive.
     """
     targets = [x for x in written if isinstance(x, DTensor)]
     before = [x._local_tensor._version for x in targets]
@@ -227,19 +228,18 @@ def _compute_with_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: A
     written = written_by(func, args, kwargs)
     origins = [x for x in written if _ORIGIN in vars(x)]
     mesh = gather_fallback.mesh_of((*written, *leaves))
-    if mesh is None:  # plain tensors alone, of a list that was taken apart
+    if mesh is None:  # plain tensors alone, from a list that was split by mesh
         return _call_disabled(func, types, args, kwargs)
     _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
     if origins:
         return _written_through(func, args, kwargs, origins[0])
-    # of parts that are not one box DTensor computes some functions silently wrong (LBFGS's
-    # flattened vectors among them)
+    # if parts are not one box, DTensor computes some functions silently wrong (among them those of
+    # LBFGS's flattened vectors)
     in_any_order = not any(
         isinstance(p, _StridedShard) for x in leaves if isinstance(x, DTensor) for p in x.placements
     )
-    into_plain = any(
-        not isinstance(x, DTensor) for x in written
-    )  # it takes in whole tensors, and gradients go through it
+    # a plain target takes whole tensors, and gradients flow through it
+    into_plain = any(not isinstance(x, DTensor) for x in written)
     if (
         into_plain
         or draws(func)
@@ -268,7 +268,7 @@ def _call_disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> 
 
 
 def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
-    """An attribute: gradients are held, too, and views know what they are of."""
+    """Access an attribute. Gradients become `HeldTensor`, and views note their origin."""
     with DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
     if isinstance(found, DTensor):
@@ -279,7 +279,7 @@ def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _shown(found: Any, given: list[Tensor]) -> Any:
-    """What came of it, held; what is the user's own stays as it is."""
+    """Convert the tensors of a result to `HeldTensor`, except those that the user passed."""
     known = {id(x) for x in given}
     for x in tensors_in(found):
         if id(x) not in known:
@@ -288,8 +288,8 @@ def _shown(found: Any, given: list[Tensor]) -> Any:
 
 
 def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Views, each of which knows what it is of where it is a copy, since a split dim was taken
-    apart or its tensor is one."""
+    """Note the origin of each view that is a copy, either because a sharded dim was split up or
+    because its base is such a copy."""
     of = args[0]
     several = isinstance(found, tuple | list)
     for place, view in enumerate(found if several else [found]):
@@ -306,7 +306,7 @@ def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
-    """A write into a view that is a copy goes into what it is of."""
+    """Execute a write into a view that is a copy on the tensor that it is a view of."""
     chain, of = list[Any](), view
     while _ORIGIN in vars(of):
         chain.append(vars(of)[_ORIGIN])

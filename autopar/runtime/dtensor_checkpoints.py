@@ -1,8 +1,8 @@
-"""What pickles hold of distributed tensors: ``torch.save(pm.state_dict(), file)`` writes what the
-plain model loads, or is refused.
+"""Distributed tensors in pickles and in checkpoints of torch.distributed.checkpoint.
 
-A pickle is made by one process, and a collective in it would wait for the others. So a tensor is
-written only where this process has the whole of it.
+``torch.save(pm.state_dict(), file)`` writes plain tensors, which the plain model loads, or is
+refused. A single process makes a pickle, so that a collective would wait for the others forever. A
+tensor is therefore pickled only if this process holds the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import RuntimeStateError
 
-_stages: set[DeviceMesh] = set()  # of which a module has several
+_stages: set[DeviceMesh] = set()  # meshes of stages, if a module has several
 _REMEDY = (
     "on every rank call state = pm.full_state_dict(), whose tensors are whole, and then save it on"
     " one rank: torch.save(state, file); an optimizer's state is saved by autopar.Checkpoints"
@@ -33,25 +33,26 @@ _REMEDY = (
 
 
 def of_one_stage(mesh: DeviceMesh) -> None:
-    """Tensors on this mesh are of one stage of a module alone."""
+    """Register the mesh of one stage of a module that has several."""
     _stages.add(mesh)
 
 
 def is_of_one_stage(mesh: DeviceMesh) -> bool:
-    """Whether `of_one_stage` was called with it."""
+    """Return whether a mesh was registered with `of_one_stage`."""
     return mesh in _stages
 
 
 def has_stages() -> bool:
-    """Whether any module of this process has several stages."""
+    """Return whether any module of this process has several stages."""
     return bool(_stages)
 
 
 def reduce_whole(tensor: DTensor, protocol: Any) -> Any:
-    """Pickle a tensor as the plain tensor that it is.
+    """Pickle a distributed tensor as a plain tensor.
 
     Raises:
-        RuntimeStateError: if this process has a part of the tensor, or the tensors of one stage.
+        RuntimeStateError: if this process holds only a part of the tensor, or the tensors of one
+            stage.
     """
     if is_of_one_stage(tensor.device_mesh):
         refuse_parts("this rank holds the parameters of its own stage alone")
@@ -65,37 +66,42 @@ def reduce_whole(tensor: DTensor, protocol: Any) -> Any:
 
 
 def refuse_parts(why: str, action: str = "torch.save or pickle") -> NoReturn:
-    """Raises RuntimeStateError: what `action` would write is not the whole."""
+    """Raise RuntimeStateError, since `action` would write only this rank's parts.
+
+    Args:
+        why: the reason, for the message.
+        action: the refused action, for the message.
+    """
     raise RuntimeStateError(f"{action} would write this rank's parts alone: {why}", remedy=_REMEDY)
 
 
 # --------------------------------------------------------------------------------------------------
 # Strided DTensors in checkpoints.
 #
-# torch.distributed.checkpoint describes a DTensor's local data as one box of the full tensor.
-# Where a placement is strided the local data is several boxes; torch then refuses to save.
-# `CheckpointTensor` is the same DTensor (it shares the local tensor) that lists its boxes,
-# through the methods by which torch lets a tensor describe itself. A checkpoint so written holds
-# the full tensor under its own name and loads into any other mesh, layout or plain model.
+# torch.distributed.checkpoint describes a DTensor's local data as one box of the full tensor. If a
+# placement is strided, the local data consists of several boxes, and torch refuses to save it.
+# `CheckpointTensor` shares the local tensor of such a DTensor and lists its boxes through the
+# methods with which torch lets a tensor describe itself. The checkpoint then holds the full tensor
+# under its own name, and loads into any other mesh, layout or plain model.
 #
-# `checkpointable` puts them into a state dict. `ParallelModule` does so for its own;
-# `watch_optimizers` for optimizers.
+# `checkpointable` replaces the tensors of a state dict. `Holder` calls it for its own state dict,
+# `watch_optimizers` for those of optimizers.
 
 Run = tuple[int, int, int]
 """Start in the full dim, start in the local dim, length."""
 
 
 class CheckpointTensor(DTensor):
-    """A DTensor that torch.distributed.checkpoint saves and loads box by box; operators on it
-    give plain DTensors."""
+    """A DTensor that torch.distributed.checkpoint saves and loads box by box. Results of ops on it
+    are plain DTensors."""
 
     @staticmethod
     def of(tensor: DTensor) -> CheckpointTensor:
-        """The same tensor, sharing its memory."""
+        """Return the same tensor, in the same memory."""
         return CheckpointTensor(tensor.to_local(), tensor._spec, requires_grad=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises RuntimeStateError: this process has a part of it."""
+        """Pickle the tensor as a plain tensor; see `reduce_whole`."""
         return reduce_whole(self, protocol)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -127,12 +133,12 @@ class CheckpointTensor(DTensor):
         raise KeyError(f"no part of {index.fqn} begins at {index.offset}")
 
     def boxes(self) -> list[tuple[Run, ...]]:
-        """The boxes of the full tensor that lie here, a run per dim."""
+        """Return the boxes of the full tensor that this rank holds, each with one run per dim."""
         return list(itertools.product(*(self._runs(dim) for dim in range(self.dim()))))
 
     def _runs(self, dim: int) -> list[Run]:
-        """The runs of consecutive indices of `dim` that lie here, found by replaying the
-        placements."""
+        """Return the runs of consecutive indices of a dim that this rank holds. They are computed
+        by applying the placements to all indices."""
         indices = torch.arange(self.shape[dim])
         coordinate = self.device_mesh.get_coordinate() or ()
         for axis, placement in enumerate(self.placements):
@@ -167,8 +173,8 @@ def _consecutive(indices: list[int]) -> list[Run]:
 
 
 def checkpointable(state: Any) -> Any:
-    """A state dict, nested or not, whose strided DTensors can be checkpointed; everything else
-    is passed on as it is."""
+    """Replace the strided DTensors of a state dict, nested or not, by `CheckpointTensor`. All other
+    values stay unchanged."""
     return tree_map(_checkpointable_leaf, state)
 
 

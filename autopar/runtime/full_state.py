@@ -1,4 +1,5 @@
-"""The whole values of what a compiled module holds, whichever ranks and stages have their parts."""
+"""Whole values of a compiled module's parameters and buffers, gathered from all ranks and
+stages."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def whole_values(
         holders = [number for number, each in enumerate(everywhere) if owner in each]
         value = _whole(holder.stored(held[owner][0])) if owner in held else None
         wanting = {0} if rank0_only else set(range(len(everywhere)))
-        if wanting - set(holders):  # it is of a stage that some of these ranks do not have
+        if wanting - set(holders):  # it belongs to a stage that some of these ranks do not have
             box = [value if rank() == holders[0] else None]
             dist.broadcast_object_list(box, src=holders[0])
             value = box[0]
@@ -62,7 +63,7 @@ def whole_values(
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:
-    """What modules add to a state dict by ``get_extra_state``, by its name there."""
+    """Return the results of ``get_extra_state`` of all modules, by their names in a state dict."""
     base = nn.Module.get_extra_state
     return {
         f"{path}._extra_state" if path else "_extra_state": module.get_extra_state()
@@ -72,7 +73,7 @@ def extra_states(model: nn.Module) -> dict[str, object]:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Whether two extra states are the same."""
+    """Return whether two extra states are equal."""
     (mine, spec), (its, other_spec) = tree_flatten(one), tree_flatten(other)
     return spec == other_spec and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
@@ -81,8 +82,8 @@ def is_same(one: object, other: object) -> bool:
 
 
 def _check_joined(held: Mapping[str, Tensor]) -> None:
-    """Refuse, on all ranks, what torch 2.11 cannot join: tensors that are split inside a dim, as
-    the heads of a fused projection are."""
+    """Refuse, on all ranks, tensors that torch 2.11 cannot join: those that are split inside a dim,
+    such as the heads of a fused projection."""
     if torch.__version__ >= (2, 12):
         return
     apart = [
@@ -100,12 +101,14 @@ def _check_joined(held: Mapping[str, Tensor]) -> None:
 
 
 def _whole(stored: Tensor) -> Tensor:
-    """A copy of the whole tensor on the CPU."""
+    """Return a copy of the whole tensor on the CPU."""
     value = stored.detach()
     if not isinstance(value, DTensor):
         return value.cpu().clone()
     local, mesh = value.to_local(), value.device_mesh
-    if local.device.type != mesh.device_type:  # it rests on the host, which NCCL does not reach
+    if (
+        local.device.type != mesh.device_type
+    ):  # it is offloaded to the host, which NCCL cannot reach
         on_device = local.to(mesh.device_type)
         value = around(on_device, mesh, value.placements, value.shape, value.stride())
     whole = value.full_tensor()

@@ -1,11 +1,12 @@
-"""Functions of torch's computed of whole tensors, on every rank, of which each keeps its part:
-what `HeldTensor` falls back on."""
+"""The fallback of `HeldTensor`: functions of torch computed from whole tensors on every rank, which
+then keeps its part of the result."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from autopar.runtime.device_mesh import around
 from autopar.runtime.rank_comm import rank
 
 # --------------------------------------------------------------------------------------------------
-# What functions of torch's do with a DTensor, by name: what they write, whether they draw, and of
-# which DTensor alone is right.
+# Properties of torch's functions by name: the tensors that they write, whether they draw random
+# numbers, and whether DTensor computes them correctly.
 
 
 def _names(text: str) -> frozenset[str]:
@@ -30,34 +31,38 @@ def _names(text: str) -> frozenset[str]:
 
 
 ACCESS = _names("__get__ __set__ __delete__")
-ASIDE = _names(  # they compute nothing of elements, or leave that to autograd
-    """untyped_storage storage data_ptr size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex
-    is_conj is_neg is_inference element_size get_device is_shared is_pinned __len__ register_hook register_post_accumulate_grad_hook
-    retain_grad backward grad requires_grad_ has_names dim_order"""  # noqa: E501
+ASIDE = _names(  # functions that read no elements, or leave that to autograd
+    """untyped_storage storage data_ptr size dim ndimension numel nelement stride storage_offset
+    is_contiguous is_floating_point is_complex is_conj is_neg is_inference element_size
+    get_device is_shared is_pinned __len__ register_hook register_post_accumulate_grad_hook
+    retain_grad backward grad requires_grad_ has_names dim_order"""
 )
 VIEWS = _names(
-    """__getitem__ select narrow chunk split tensor_split hsplit vsplit dsplit unbind view reshape flatten unflatten t transpose swapaxes
-    swapdims permute movedim moveaxis squeeze unsqueeze expand expand_as view_as reshape_as diagonal detach unfold ravel adjoint"""  # noqa: E501
+    """__getitem__ select narrow chunk split tensor_split hsplit vsplit dsplit unbind view reshape
+    flatten unflatten t transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze
+    expand expand_as view_as reshape_as diagonal detach unfold ravel adjoint"""
 )
 VIEW_ATTRIBUTES = _names("data T mT H mH real imag")
-OF_SEVERAL = _names("_foreach_norm stack cat concat hstack vstack")  # by which tensors become one
+OF_SEVERAL = _names("_foreach_norm stack cat concat hstack vstack")  # they join several tensors
 _DRAWS = _names(
-    """normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_ trunc_normal_ rand_like randn_like randint_like
-    bernoulli dropout alpha_dropout feature_dropout multinomial poisson normal kaiming_uniform_ kaiming_normal_ xavier_uniform_
-    xavier_normal_ orthogonal_ sparse_ rrelu gumbel_softmax"""  # noqa: E501
+    """normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_ trunc_normal_
+    rand_like randn_like randint_like bernoulli dropout alpha_dropout feature_dropout multinomial
+    poisson normal kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_
+    sparse_ rrelu gumbel_softmax"""
 )
-# DTensor computes each element of these where it lies, whatever the placements; of other writes
-# some go into copies (`index_add_`).
+# DTensor computes these element by element in place, for all placements. Some other functions write
+# into copies (`index_add_`).
 _ELEMENTWISE = _names(
-    """add sub subtract rsub mul multiply div divide true_divide truediv floor_divide remainder fmod lerp addcmul addcdiv zero fill copy
-    clone detach clamp clamp_min clamp_max clip abs neg negative sqrt rsqrt sign sgn square reciprocal pow exp exp2 expm1 log log2 log10
-    log1p sigmoid tanh relu erf sin cos floor ceil round trunc frac nan_to_num masked_fill where eq ne gt ge lt le isnan isinf isfinite
-    logical_and logical_or logical_not logical_xor maximum minimum zeros_like ones_like full_like empty_like to type double float half
-    bfloat16 cpu contiguous bool and or xor invert"""  # noqa: E501
+    """add sub subtract rsub mul multiply div divide true_divide truediv floor_divide remainder fmod
+    lerp addcmul addcdiv zero fill copy clone detach clamp clamp_min clamp_max clip abs neg
+    negative sqrt rsqrt sign sgn square reciprocal pow exp exp2 expm1 log log2 log10 log1p
+    sigmoid tanh relu erf sin cos floor ceil round trunc frac nan_to_num masked_fill where eq ne
+    gt ge lt le isnan isinf isfinite logical_and logical_or logical_not logical_xor maximum
+    minimum zeros_like ones_like full_like empty_like to type double float half bfloat16 cpu
+    contiguous bool and or xor invert"""
 )
-_TURNS = _names(
-    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_"
-)  # what a tensor is seen as, not its elements
+# they change the shape of a tensor in place, not its elements
+_TURNS = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_")
 _REDUCTIONS = _names("sum norm vector_norm mean max min amax amin")
 _OPERATORS = _names(
     "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__"
@@ -73,22 +78,27 @@ _ALONE = (
 
 
 def is_of_elements(name: str) -> bool:
-    """Whether DTensor alone is right wherever all tensors are DTensors of one mesh."""
+    """Return whether DTensor computes a function correctly if all tensors are DTensors of one
+    mesh."""
     return name in _ALONE or name.startswith(("_foreach_", "_fused_"))
 
 
 def draws(func: Any) -> bool:
-    """Whether it draws random numbers."""
+    """Return whether a function draws random numbers."""
     return func.__name__ in _DRAWS
 
 
 def computes_in_place(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether DTensor computes it where elements lie, so that writes reach their target, and
-    parts may be in any order."""
+    """Return whether DTensor computes a function in place, so that writes reach their target and
+    parts may be in any order.
+
+    Args:
+        func, args, kwargs: the function and its arguments.
+    """
     name = func.__name__
     if name.startswith(("_foreach_", "_fused_")) or name in _TURNS:
         return True
-    if name in _REDUCTIONS:  # of all elements
+    if name in _REDUCTIONS:  # only over all elements
         return len(args) == 1 and "dim" not in kwargs and "axis" not in kwargs
     bare = name.strip("_")
     is_operator = name.startswith("__") and name.endswith("__")
@@ -96,7 +106,11 @@ def computes_in_place(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that it writes into."""
+    """Return the tensors that a function writes into.
+
+    Args:
+        func, args, kwargs: the function and its arguments.
+    """
     name = func.__name__
     if isinstance(kwargs.get("out"), Tensor):
         return [kwargs["out"]]
@@ -117,7 +131,7 @@ def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those in arguments or results of such a function."""
+    """Return the tensors in arguments or results, nested in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -133,21 +147,29 @@ _told: set[str] = set()
 
 
 def mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
-    """That of the first of them that has one."""
+    """Return the mesh of the first DTensor, None if there is none."""
     return next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
 
 
 def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Arguments on one mesh: plain tensors as replicated ones, in the same memory, those of
-    other meshes whole."""
+    """Bring arguments onto one mesh. Plain tensors become replicated without a copy, and DTensors
+    of other meshes become whole.
+
+    Args:
+        args, kwargs: the arguments of a function.
+        mesh: the mesh.
+    """
     return tree_map(lambda x: _on(x, mesh), args), tree_map(lambda x: _on(x, mesh), kwargs)
 
 
 def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """A number, or whatever is no tensor, of whole tensors.
+    """Compute a function that returns no tensor, such as a number, from whole tensors.
+
+    Args:
+        func, args, kwargs: the function and its arguments.
 
     Raises:
-        RuntimeStateError: within `torch.tensor`, which reads numbers where no collective can run.
+        RuntimeStateError: inside `torch.tensor`, during which no collective can run.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
         what = (
@@ -161,8 +183,17 @@ def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -> Any:
-    """A function of lists of tensors, one of which belongs to each place, run for the tensors of
-    each mesh, and for plain ones."""
+    """Run a function of parallel lists of tensors once for the tensors of each mesh, and once for
+    plain tensors.
+
+    Args:
+        func: the function.
+        args, kwargs: its arguments; entry i of one list belongs to entry i of the others.
+        run: calls the function with the given arguments.
+
+    Returns:
+        The results in the order of the lists, None if there are none.
+    """
     lists = [
         x
         for x in (*args, *kwargs.values())
@@ -176,17 +207,20 @@ def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -
     nothing = True
     for mesh in meshes:
         places = [place for place, key in enumerate(keys) if key == mesh]
-
-        def of(x: Any, mesh: Any = mesh, places: list[int] = places) -> Any:
-            if isinstance(x, tuple | list) and len(x) == len(keys):
-                return [x[place] for place in places]
-            return _whole(x) if mesh is None else x
-
-        part = run(tuple(of(x) for x in args), {name: of(x) for name, x in kwargs.items()})
+        select = partial(_select, places=places, length=len(keys), is_plain=mesh is None)
+        part = run(tuple(select(x) for x in args), {name: select(x) for name, x in kwargs.items()})
         nothing = nothing and part is None
         for place, value in zip(places, part or (), strict=False):
             found[place] = value
     return None if nothing else tuple(found)
+
+
+def _select(x: Any, *, places: Sequence[int], length: int, is_plain: bool) -> Any:
+    """Select the entries at `places` if an argument is a list of that length. Other arguments are
+    kept, as whole tensors if the entries are plain tensors."""
+    if isinstance(x, tuple | list) and len(x) == length:
+        return [x[place] for place in places]
+    return _whole(x) if is_plain else x
 
 
 def compute(
@@ -197,16 +231,20 @@ def compute(
     refusal: str | None = None,
     into: Mapping[int, Tensor] | None = None,
 ) -> Any:
-    """What it gives for whole tensors, as replicated ones; what it writes into is written.
+    """Compute a function from whole tensors. Results are replicated, and the parts of its targets
+    are written.
 
     Args:
-        mesh: on which results lie. refusal: of DTensor's, which is why; the log says so.
-        into: by id of an argument the whole tensor that stands for it, to be written.
+        func, args, kwargs: the function and its arguments.
+        mesh: the mesh of the results.
+        refusal: the message with which DTensor refused the function, for the log.
+        into: id of an argument → the whole tensor that replaces it and is written.
     """
     written = {id(x): x for x in written_by(func, args, kwargs)}
     stands: dict[int, Tensor] = dict(into or {})
 
     def stand(x: Any) -> Any:
+        """Return the whole tensor of a DTensor, a copy if it is written."""
         if not isinstance(x, DTensor):
             return x
         if id(x) not in stands:
@@ -215,33 +253,58 @@ def compute(
 
     whole_args, whole_kwargs = tree_map(stand, args), tree_map(stand, kwargs)
     found = func(*whole_args, **whole_kwargs)
-    outside = (
-        torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext()
-    )  # it writes so itself
-    if refusal is not None and func.__name__ not in _told:
-        _told.add(func.__name__)
-        if rank() == 0:
-            reason = refusal.strip().split("\n")[0]
-            log.warning(
-                "torch's %s of parameters or gradients gathers them whole on every rank: %s",
-                func.__name__,
-                reason,
-            )
+    if refusal is not None:
+        _log_gathering(func.__name__, refusal)
     drawn = draws(func)
-    for key, target in written.items():
-        if isinstance(target, DTensor) and not (into and key in into):
-            with outside:
-                put_whole(target, stands[key], drawn=drawn)
+    _write_back(func, written, stands, into or {})
     if len(written) == 1 and found is not None:
         return next(iter(written.values()))
     return None if found is None else tree_map(lambda x: _replicate_value(x, mesh, drawn), found)
 
 
+def _write_back(
+    func: Any,
+    written: Mapping[int, Tensor],
+    values: Mapping[int, Tensor],
+    skipped: Mapping[int, Tensor],
+) -> None:
+    """Write the whole values into the parts of a function's targets, all by id of the target.
+    Targets in `skipped` are not written."""
+    # functions of torch.nn.init write without gradients, too
+    outside = (
+        torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext()
+    )
+    for key, target in written.items():
+        if isinstance(target, DTensor) and key not in skipped:
+            with outside:
+                put_whole(target, values[key], drawn=draws(func))
+
+
+def _log_gathering(name: str, refusal: str) -> None:
+    """Warn once for each function that it gathers whole tensors."""
+    if name in _told:
+        return
+    _told.add(name)
+    if rank() == 0:
+        reason = refusal.strip().split("\n")[0]
+        log.warning(
+            "torch's %s of parameters or gradients gathers them whole on every rank: %s",
+            name,
+            reason,
+        )
+
+
 def put_whole(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
-    """Write the whole `value` into a tensor, of which each rank has its part; with `drawn` the
-    mesh's first rank's."""
+    """Write a whole tensor into a DTensor.
+
+    Args:
+        target: the DTensor; each rank writes its part.
+        value: the whole tensor.
+        drawn: whether the value has random numbers. All ranks then use that of the mesh's first
+            rank.
+    """
     value = _replicate_value(value.to(target.dtype), target.device_mesh, drawn)
-    if value.shape != target.shape:  # it was turned in place (`t_`)
+    if value.shape != target.shape:  # the function changed the shape in place (`t_`)
         value.__class__ = type(target)
         swap_tensors(target, value)
         return
@@ -268,6 +331,5 @@ def _replicate_value(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
     everywhere = [Replicate()] * mesh.ndim
     if drawn:
         return distribute_tensor(x.detach(), mesh, everywhere)
-    return around(
-        x, mesh, everywhere, x.shape, x.stride()
-    )  # numbers of steps of what is on the host are there, too
+    # step counts of offloaded parameters stay on the host
+    return around(x, mesh, everywhere, x.shape, x.stride())

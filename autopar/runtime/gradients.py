@@ -1,5 +1,5 @@
-"""Backward of what programs compute: once, and of first derivatives only; and no other way to
-derive, trace or export it."""
+"""Backward through programs: only once per call and only first derivatives. Function transforms,
+tracing and export are refused. Also the clipping of distributed gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from autopar.runtime.device_mesh import groups_of
 
 
 def refuse_transforms() -> None:
-    """Raises RuntimeStateError under one of torch.func (`grad`, `vmap`), whose tensors stand for
-    others: a program runs on real ones."""
+    """Refuse calls under a transform of torch.func (`grad`, `vmap`), since a program runs on real
+    tensors.
+
+    Raises:
+        RuntimeStateError: if a transform is active.
+    """
     if torch._C._are_functorch_transforms_active():
         what = (
             "called under a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...): a program"
@@ -37,11 +41,14 @@ def refuse_transforms() -> None:
 
 
 def refuse_tracing(args: object) -> None:
-    """Raises RuntimeStateError under torch.jit.trace, torch.export and torch.fx, which would record
-    one rank's share, without collectives.
+    """Refuse torch.jit.trace, torch.export and torch.fx, which would record one rank's share
+    without collectives.
 
     Args:
-        args: the call's positional arguments, in the place of which torch.fx passes a proxy.
+        args: the positional arguments of the call; torch.fx passes a proxy instead of a tuple.
+
+    Raises:
+        RuntimeStateError: if the call is traced.
     """
     is_fx = not isinstance(args, tuple)
     if is_fx or torch.jit.is_tracing() or torch.compiler.is_exporting():
@@ -58,15 +65,15 @@ def refuse_tracing(args: object) -> None:
 
 
 def which_are_plain(given: Iterable[Tensor]) -> tuple[bool, ...]:
-    """Of what autograd gives, which are no DTensors: inputs, and what
-    `torch.func.functional_call` puts in the place of parameters."""
+    """Return for each tensor whether it is no DTensor: an input, or a replacement of a parameter by
+    `torch.func.functional_call`."""
     return tuple(not isinstance(x, DTensor) for x in given)
 
 
 def as_given(
     gradients: Iterable[Tensor | None], are_plain: Iterable[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients as plain tensors where that is what they are of."""
+    """Convert the gradients of plain tensors to plain tensors."""
     pairs = zip(gradients, are_plain, strict=True)
     return tuple(
         gradient.to_local() if plain and isinstance(gradient, DTensor) else gradient
@@ -75,7 +82,7 @@ def as_given(
 
 
 def ran_twice() -> RuntimeStateError:
-    """The error of a backward through a call whose backward has run."""
+    """Return the error for a second backward through one call."""
     what = "backward ran a second time through one call, and what it needs has been freed"
     return RuntimeStateError(
         what, remedy="call the module again before each backward; one call gives one backward"
@@ -83,18 +90,18 @@ def ran_twice() -> RuntimeStateError:
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` of an autograd function that is refused where its result is to be differentiated
-    again.
+    """Decorate the `backward` of an autograd function, so that it is refused if its result is to be
+    differentiated again.
 
-    torch's own `once_differentiable` leaves gradients without a graph there where nothing that
-    comes back has one, as of a bare loss: a penalty on them would train nothing, silently.
+    torch's own `once_differentiable` returns gradients without a graph if no incoming gradient has
+    one, as for a bare loss. A penalty on such gradients would silently train nothing.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
     @functools.wraps(backward)
-    def refusing(ctx: Any, *tangents: Any) -> Any:
-        """Raises RuntimeStateError under `create_graph`, with which autograd runs backward with
-        gradients enabled."""
+    def refuse_create_graph(ctx: Any, *tangents: Any) -> Any:
+        """Raise RuntimeStateError under `create_graph`, for which autograd enables gradients during
+        backward; otherwise run backward."""
         if torch.is_grad_enabled():
             what = (
                 "backward with create_graph=True: programs have first derivatives only, and these"
@@ -107,15 +114,15 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeStateError(what, remedy=remedy)
         return once(ctx, *tangents)
 
-    return refusing
+    return refuse_create_graph
 
 
 # --------------------------------------------------------------------------------------------------
-# The norm of gradients that lie on a mesh in different placements.
+# The norm of gradients with different placements on a mesh.
 #
-# Many gradients are one call of torch's multi-tensor operators, which read them where they lie:
-# `autopar.kernels.packing.pack`, which sums squares too, would write a bucket of all gradients
-# that nothing here reads.
+# Torch's multi-tensor operators read all gradients in place with one call.
+# `autopar.kernels.packing.pack` computes sums of squares, too, but would also write a bucket of all
+# gradients that is not needed here.
 
 
 @torch.no_grad()
@@ -126,14 +133,19 @@ def clip_grad_norm_(
     `max_norm`.
 
     Every element of every gradient counts once, however often it is replicated: a rank counts its
-    part only where its coordinate is 0 on each axis that replicates it. Computed in fp32, or fp64
-    where a gradient is.
+    part only if its coordinate is 0 on each axis that replicates it. The norm is computed in fp32,
+    or in fp64 if a gradient is in fp64.
+
+    Args:
+        parameters: the parameters; those without a gradient are skipped.
+        max_norm: the largest norm.
+        norm_type: the order of the norm, `math.inf` for the largest element.
 
     Returns:
-        The norm before scaling, a scalar, equal on all ranks.
+        The norm before scaling, a scalar that is equal on all ranks.
 
     Raises:
-        RuntimeStateError: where `norm_type` is not positive.
+        RuntimeStateError: if `norm_type` is not positive.
     """
     _refuse_no_norm(norm_type)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -152,11 +164,17 @@ def clip_over_stages(
     pipeline: dist.ProcessGroup | None,
     devices: DeviceMesh,
 ) -> Tensor:
-    """As `clip_grad_norm_`, over the parameters of all stages.
+    """Scale gradients like `clip_grad_norm_`, with the norm over the parameters of all stages.
 
     Args:
-        parameters: each with whether it counts here; one that several stages hold counts in one.
-        pipeline: the ranks at this place in all stages. devices: the stage's mesh.
+        parameters: each parameter with whether it counts here; a parameter that several stages hold
+            counts in one of them.
+        max_norm, norm_type: the arguments of `clip_grad_norm_`.
+        pipeline: the group of ranks with the same coordinate in all stages; None for one stage.
+        devices: the mesh of the stage.
+
+    Returns:
+        The norm before scaling, a scalar that is equal on all ranks.
     """
     _refuse_no_norm(norm_type)
     counted = [p.grad for p, counts in parameters if counts and p.grad is not None]
@@ -173,8 +191,8 @@ def clip_over_stages(
 
 
 def _refuse_no_norm(norm_type: float) -> None:
-    """torch's function counts the tensors that are not zero, or takes their smallest elements,
-    of which parts of tensors know nothing."""
+    """Refuse norms that are not positive: torch's function counts the nonzero tensors or takes
+    their smallest elements, which cannot be computed from parts of tensors."""
     if not norm_type > 0:
         raise RuntimeStateError(
             f"norm_type={norm_type} is no norm",
@@ -188,7 +206,7 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     kinds = dict.fromkeys(
         (local.dtype, local.device) for local in locals
     )  # of offloaded parameters they are on the host
-    for dtype, device in kinds:  # the factor stays as wide as it is: a 16-bit one would be rounded
+    for dtype, device in kinds:  # the factor keeps its dtype, since a 16-bit one would be rounded
         torch._foreach_mul_(
             [x for x in locals if (x.dtype, x.device) == (dtype, device)], scale.to(device)
         )
@@ -229,8 +247,8 @@ def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _device(gradients: Sequence[Tensor]) -> torch.device:
-    """Where ranks communicate: the mesh's device, on which gradients of offloaded parameters are
-    not."""
+    """Return the device on which ranks communicate, that of the mesh. Gradients of offloaded
+    parameters are on the host."""
     kind = next(
         (g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)),
         gradients[0].device.type,
@@ -239,8 +257,8 @@ def _device(gradients: Sequence[Tensor]) -> torch.device:
 
 
 def _counts_here(gradient: Tensor, groups: Sequence[AxisGroup]) -> bool:
-    """Whether this rank is the first that holds its part; gradients may have different meshes of
-    the same devices."""
+    """Whether this rank is the first of those that hold the same part. Gradients may have different
+    meshes of the same devices."""
     if not isinstance(gradient, DTensor):
         return all(group.coordinate == 0 for group in groups)
     coordinate = gradient.device_mesh.get_coordinate() or ()

@@ -1,5 +1,5 @@
-"""`Compiled`: a module that is called, of which calls its program is for, and which others go to
-another program."""
+"""`Compiled`: a module that checks whether its program was made for a call, and passes other calls
+to another program."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from autopar.runtime.rank_agreement import announced
 
 
 class Compiled(Holder):
-    """Takes the calls that its program was made for: of one mode, under one autocast, of a model
-    that stays as it was.
+    """A module that takes the calls that its program was made for: in one mode, under one autocast,
+    of a model that has not changed.
 
     Args:
-        tensors, devices, model, elsewhere, world: as of `Holder`.
-        both_modes: whether the program serves train and eval alike; else a call in the other mode
-            is an error.
-        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+        tensors, devices, model, elsewhere, world: the arguments of `Holder`.
+        both_modes: whether the program serves both train and eval mode; otherwise a call in the
+            other mode is an error.
+        shared: a module of the same model whose parameters and buffers this module shares.
 
     Attributes:
-        variants: of other modes and shapes, where there may be some. only_forward: whether memory
-            was planned for a forward alone.
-        is_for_inference: whether that was asked for.
+        variants: the programs of other modes and shapes; None if there cannot be any.
+        only_forward: whether memory was planned for forward alone.
+        is_for_inference: whether the user asked for a program for inference.
 
     Raises:
-        MeshError, RuntimeStateError: as `Holder`.
+        MeshError, RuntimeStateError: under the conditions of `Holder`.
     """
 
     _arguments: Arguments
@@ -75,38 +75,43 @@ class Compiled(Holder):
         self._left: PlainModel | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; of stages for the whole batch, and with gradients enabled
-        backward has run.
+        """Run the program, or another one that was made for the call.
+
+        Returns:
+            The result of the model's forward. A module with stages returns that of the whole batch,
+            and has already run backward if gradients are enabled.
 
         Raises:
-            RuntimeStateError: on arguments, a mode or parameters that neither the program nor
-                another of `variants` is made for, and where it is traced. RankError: on all ranks,
-                if they do not call alike.
+            RuntimeStateError: if neither the program nor one of `variants` was made for the
+                arguments, mode or parameters, or the call is traced.
+            RankError: on all ranks, if they make different calls.
         """
         refuse_tracing(args)
-        if self._is_variant:  # its call is announced
-            return self._called(args, kwargs)
+        if self._is_variant:  # the main module has announced the call
+            return self._run_call(args, kwargs)
         with announced(
-            lambda: self._told(args, kwargs), self._world, self._steps.take(self.parameters())
+            lambda: self._describe_call(args, kwargs),
+            self._world,
+            self._steps.take(self.parameters()),
         ):
-            return self._called(args, kwargs)
+            return self._run_call(args, kwargs)
 
-    def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """A call in words, which are the same on all ranks that call alike."""
-        both = self._captured_mode is None  # then it makes no difference
+    def _describe_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Describe a call in words, which are equal on all ranks that make the same call."""
+        both = self._captured_mode is None  # the mode makes no difference then
         mode = "" if both else f" in {'training' if self.training else 'evaluation'} mode"
         gradients = "" if torch.is_grad_enabled() else " without gradients"
-        return f"calls {self._title}{mode}{gradients} with {self._arguments.told(args, kwargs)}"
+        return f"calls {self._title}{mode}{gradients} with {self._arguments.describe(args, kwargs)}"
 
     @abc.abstractmethod
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call returns."""
+    def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call and return the result."""
 
     def _stand_for_all(
         self, model: nn.Module, attributes: Iterable[Constant], shared: Compiled | None
     ) -> None:
-        """Show plain attributes of all modules, and watch what the user may do to the model; last,
-        since what this module has of its own goes before."""
+        """Show the plain attributes of all modules, and watch the model for changes by the user.
+        Subclasses call it last, since their own attributes take precedence."""
         attributes = tuple(attributes)
         constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
         self._frozen = Frozen(model, constants, None if shared is None else shared._frozen)
@@ -122,12 +127,12 @@ class Compiled(Holder):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What torch's DistributedDataParallel asks of a module that it wraps, and torch.jit of
-        each that it records.
+        """An attribute that DistributedDataParallel reads of a module that it wraps, and torch.jit
+        of each module that it records.
 
         Raises:
-            RuntimeStateError: always, where it would fail on distributed parameters without a word
-                of why.
+            RuntimeStateError: always, since both would fail on distributed parameters without an
+                explanation.
         """
         what = (
             "a compiled module is not wrapped in DistributedDataParallel, nor recorded by"
@@ -140,26 +145,33 @@ class Compiled(Holder):
         raise RuntimeStateError(what, remedy=remedy)
 
     def is_made_here(self) -> bool:
-        """Whether the program was made under the autocast that is active now."""
+        """Return whether the program was made under the autocast that is active now."""
         return autocast_around(self.device_mesh.device_type) == self._made_under
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
-        """Whether the program was made for such a call in that mode, and for a backward, where
-        one may follow."""
+        """Return whether the program was made for such a call in that mode, including a backward if
+        gradients are enabled."""
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
-        return fits and not (self.only_forward and torch.is_grad_enabled()) and not self._unfrozen()
+        return (
+            fits
+            and not (self.only_forward and torch.is_grad_enabled())
+            and not self._find_unfrozen()
+        )
 
-    def _unfrozen(self) -> str:
-        """The name of a parameter that trains now, and was frozen when the program was made,
-        where another program could be; else empty."""
+    def _find_unfrozen(self) -> str:
+        """Return the name of a parameter that trains now and was frozen when the program was made,
+        if another program could train it; otherwise an empty string."""
         return ""
 
-    def _taken(
+    def _program_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
     ) -> list[Tensor] | Misfit:
-        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as
-        `_check_call`, `Arguments.tensors`, and where random numbers begin differently on different
-        ranks."""
+        """Return the program's inputs, or the Misfit if the program was not made for the call.
+
+        Raises:
+            RuntimeStateError: under the conditions of `_check_call` and `Arguments.tensors`, and if
+                ranks have different random states.
+        """
         self._compare_state()
         try:
             self._check_call()
@@ -173,15 +185,15 @@ class Compiled(Holder):
             return misfit
 
     def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns where this program was not made for the call.
+        """Run a call that this program was not made for with another program.
 
         Raises:
-            RuntimeStateError: also where its parameters were converted, for which no other program
-                is made.
+            RuntimeStateError: if there is none, or parameters were converted, for which no other
+                program is made.
         """
         for name, stored in self._names.items():
             if (held := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
-                self._storages[stored].local(held)  # says so
+                self._storages[stored].local(held)  # raises the error
         if self.variants is None:
             raise misfit
         variant = self.variants.find(
@@ -196,7 +208,7 @@ class Compiled(Holder):
         return variant(*args, **kwargs)
 
     def _set_up(self, variant: Variant) -> None:
-        """What the user set here holds there, too: tensors that were put in the place of others."""
+        """Copy tensors that the user has replaced here, such as parameters, into a variant."""
         if not isinstance(variant, Compiled):
             return
         for path, there in variant.named_modules():
@@ -214,8 +226,13 @@ class Compiled(Holder):
                 )
 
     def _check_call(self) -> None:
-        """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not
-        made for, or under a transform of torch.func, or while weights are missing."""
+        """Check that the program was made for the state of the model and of torch.
+
+        Raises:
+            Misfit: if the mode differs, or a parameter that was frozen trains now.
+            RuntimeStateError: if the autocast differs, a transform of torch.func is active, or
+                weights are missing.
+        """
         refuse_transforms()
         self.check_values()
         if self._frozen is not None:
@@ -237,14 +254,14 @@ class Compiled(Holder):
                     " model's forward"
                 ),
             )
-        if name := self._unfrozen():
+        if name := self._find_unfrozen():
             raise _thawed_error(name, Unfrozen)
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
-        """Whether one of these parameters gets a gradient.
+        """Return whether one of the parameters gets a gradient.
 
         Raises:
-            RuntimeStateError: where one was frozen when the program was made and is not now.
+            RuntimeStateError: if a parameter trains that was frozen when the program was made.
         """
         pairs = list(zip(parameters, tensors, strict=True))
         for parameter, tensor in pairs:
@@ -256,7 +273,7 @@ class Compiled(Holder):
 def _thawed_error(
     name: str, kind: type[RuntimeStateError] = RuntimeStateError
 ) -> RuntimeStateError:
-    """The error of a parameter that trains, for which the program computes no gradient."""
+    """Return the error for a parameter that trains although the program has no gradient of it."""
     what = f"parameter {name!r} was frozen when the program was made and is not now"
     return kind(
         what,

@@ -1,9 +1,9 @@
-"""Values that a program has as constants: what they were when the model was captured, and whether
-they still are.
+"""Guards of a compiled module: values that its program has as constants, buffers whose values it
+depends on, the choice between its programs, and tensors that have no values yet.
 
-They are plain attributes of the model's modules, tensors among these that are no buffers, and
-global and closure variables that forward read. A plain value may be set to an equal one; of a
-tensor, which is not kept, it has to be the same, unwritten.
+Constants are plain attributes of the model's modules, including tensors that are no buffers, and
+global and closure variables that forward reads. A plain value may be replaced by an equal one. A
+tensor has to be the same object, unchanged, since its values are not stored.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ Steps = tuple[tuple[str, Any], ...]
 
 
 class Frozen:
-    """Those of one program, whose model is not kept alive for them.
+    """The constants of one program. They do not keep the model alive.
 
     Args:
-        model: that was captured. original: the user's, where that was a copy of it.
+        model: the model that was captured.
+        attributes: the values at capture.
+        original: the constants of the user's model, if `model` is a copy of it.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class Frozen:
         )
         for each in attributes:
             if isinstance(each, OutsideValue):
-                # What is not there as it was captured is not the user's to set: a value that a
-                # capture puts there for a while.
+                # A variable that differs from its captured value was set temporarily by the
+                # capture, not by the user.
                 if _same(_outside(each), each.value):
                     self._outside.append(each)
             elif each.path in modules and each.path in self.modules:
@@ -66,7 +68,8 @@ class Frozen:
                     )
 
     def _of_original(self, each: ModuleAttribute, steps: Steps, copied: Any) -> ModuleAttribute:
-        """Of a tensor that was copied, the user's own, which was to be the same then."""
+        """Return the attribute of the user's model for a tensor that was copied from it, if both
+        had the same values at capture."""
         module = self.modules[each.path]()
         own = None if module is None else _value(module, steps)
         if (
@@ -78,11 +81,14 @@ class Frozen:
         return each
 
     def check(self, part: Callable[[str], Standing]) -> None:
-        """Raises RuntimeStateError where the user has set one since, on the model or, where that is
-        gone, on what the compiled one shows.
+        """Check that the constants have not changed, on the model, or on the compiled module if the
+        model does not exist any more.
 
         Args:
-            part: what stands for a module in the compiled one.
+            part: returns the part of the compiled module for the path of a module.
+
+        Raises:
+            RuntimeStateError: if the user has changed a constant.
         """
         for each, steps in self._attributes:
             module = self.modules[each.path]()
@@ -142,26 +148,26 @@ def _same(now: Any, was: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Buffers whose values a program follows from: they have to hold at each call what they held when
-# the model was captured.
+# Buffers whose values a program depends on. At each call they must have the values that they had
+# when the model was captured.
 
 
 class KnownBuffers:
-    """Those of one program. Values are compared when a buffer was written or replaced since the
-    last call."""
+    """The known buffers of one program. Values are compared if a buffer was written or replaced
+    since the last call."""
 
     def __init__(self, buffers: Iterable[KnownBuffer]) -> None:
         self._known = {buffer.name: buffer.value for buffer in buffers}
         self._seen: dict[str, tuple[Stamp, int]] = {}
 
     def check(self, held: Callable[[str], Tensor | None]) -> None:
-        """Compare the buffers that are here; a collective if one is sharded and was changed.
+        """Compare the buffers that this rank holds; collective if a sharded buffer was changed.
 
         Args:
-            held: name → the compiled module's buffer; None if other ranks alone hold it.
+            held: returns the compiled module's buffer of a name; None if only other ranks hold it.
 
         Raises:
-            RuntimeStateError: one holds other values.
+            RuntimeStateError: if a buffer has other values.
         """
         for name, value in self._known.items():
             buffer = held(name)
@@ -198,33 +204,32 @@ def _is_equal(buffer: Tensor, value: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Further programs of one module: for the other mode, for batches of other shapes, other plain
-# arguments, over the same parameters.
+# Further programs of one module over the same parameters: for the other mode, other batch shapes
+# and other plain arguments.
 #
-# A program is of one mode, one set of shapes, and one value of each argument that is no tensor. A
-# call that does not fit it, the last batch of an epoch among others, is planned and emitted when
-# it first comes, with every parameter as it rests already; from then on its program is there,
-# too.
+# A program is made for one mode, one set of shapes, and one value of each argument that is no
+# tensor. The first call that does not fit, such as the last batch of an epoch, is planned and
+# emitted with the storage layouts that parameters already have. Its program is kept.
 
 log = logging.getLogger("autopar")
 
-MOST = 16  # of a module: each takes a search, and is kept
+MOST = 16  # programs of a module; each costs a search and memory
 
 
 class Misfit(RuntimeStateError):
-    """A call that a program was not made for, and another could be."""
+    """A call that a program was not made for, but another program could be."""
 
 
 class OtherMode(Misfit):
-    """A call in train mode of what was made in eval mode, or the other way round."""
+    """A call in train mode of a program for eval mode, or vice versa."""
 
 
 class AsksForGradient(Misfit):
-    """A call with an input that requires a gradient, of what was made without."""
+    """A call with an input that requires a gradient which the program does not compute."""
 
 
 class Unfrozen(Misfit):
-    """A call that trains a parameter, of what was made while that was frozen."""
+    """A call that trains a parameter which was frozen when the program was made."""
 
 
 class Variant(Protocol):
@@ -233,19 +238,26 @@ class Variant(Protocol):
     training: bool
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
-        """Whether its program was made for such a call."""
+        """Return whether its program was made for such a call in that mode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Make = Callable[[Any, bool, tuple[Any, ...], dict[str, Any]], Variant]
-"""From a module, the mode and a call with the whole batch to the module that takes it; all ranks
-call it alike."""
+"""Makes a variant from the main module, the mode and the arguments of a call with the whole batch.
+All ranks call it with the same arguments."""
 
 
 class Variants:
-    """Those of one module, which `make` makes."""
+    """The variants of one module.
+
+    Args:
+        make: makes a variant.
+
+    Attributes:
+        known: the variants made so far.
+    """
 
     def __init__(self, make: Make) -> None:
         self._make = make
@@ -260,15 +272,18 @@ class Variants:
         whole: Callable[[], Call],
         misfit: Misfit,
     ) -> Variant:
-        """The module that takes a call in that mode.
+        """Return the variant for a call, and make it if there is none.
 
         Args:
-            module: which these are variants of. They do not hold it, so that it goes with its last
+            module: the main module. Variants do not refer to it, so that it is freed with its last
                 user.
-            whole: the call with the whole batch. misfit: why the module itself does not take it.
+            training: the mode.
+            args, kwargs: the arguments of the call.
+            whole: returns the arguments with the whole batch.
+            misfit: the reason why the main module does not take the call.
 
         Raises:
-            RuntimeStateError: where there are too many already.
+            RuntimeStateError: if there are `MOST` variants already.
         """
         for known in self.known:
             if known.takes(args, kwargs, training=training):
@@ -294,12 +309,12 @@ class Variants:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors that a model on meta leaves without values, until something is written into them.
+# Tensors of a model on the meta device, which have no values until something writes them.
 #
-# They are filled with what no weight is, NaN or the least integer, by which it is known at the
-# first call whether all were given values, however that was done: torch.distributed.checkpoint,
-# among others, writes past what counts changes. Booleans have no such value: of those that no
-# file holds, changes are counted.
+# They are filled with a value that no weight has, NaN or the least integer. At the first call it
+# shows whether all were given values. Version counters are not sufficient, since
+# torch.distributed.checkpoint, among others, writes without changing them. Booleans have no such
+# value, so the version counters of non-persistent booleans are compared.
 
 _REMEDY = (
     "autopar.load_weights(pm, folder) reads them from safetensors, pm.load_state_dict(...) takes"
@@ -309,25 +324,29 @@ _REMEDY = (
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """The same tensor, filled with what says that it has no values yet."""
+    """Fill a tensor with the value that marks missing values, and return it."""
     value = _mark(tensor.dtype)
     return tensor if value is None else tensor.fill_(value)
 
 
 class Unset:
-    """By name, each with how often it had been changed in place."""
+    """Tensors that may not have values yet.
+
+    Args:
+        tensors: the tensors by name.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
 
     def check(self, held: Callable[[str], Tensor]) -> None:
-        """That all of them have values by now; those are not looked at again.
+        """Check that all tensors have values now. Those that have are not checked again.
 
         Args:
-            held: what bears a name now; another tensor than at first has values.
+            held: returns the current tensor of a name. A tensor that was replaced has values.
 
         Raises:
-            RuntimeStateError: naming the first that has none.
+            RuntimeStateError: if a tensor has no values. The message names the first.
         """
         kept = ((name, of) for name, of in self._tensors.items() if held(name) is of[0])
         self._tensors = {

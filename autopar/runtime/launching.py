@@ -1,4 +1,4 @@
-"""Starting a script in several processes, by torchrun."""
+"""Start of a script in several processes with torchrun."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ def launch(
     meet: str | None = None,
     restarts: int | None = None,
 ) -> None:
-    """Run `script` with its arguments; returns when it has ended on this machine.
+    """Run a script in several processes, and return when it has ended on this machine.
 
     Args:
-        num_processes: on this machine; by default one for each of its GPUs, or one.
-        nodes: machines that each run this: a number, or the fewest and the most, as ``2:4``.
-        meet: ``host:port`` of one of them, where several machines meet.
-        restarts: how often all start again after one has failed, as those that are left do where a
-            machine is lost; by default not at all, or 10 times where machines may come and go.
+        script: the Python file.
+        arguments: the arguments of the script.
+        num_processes: the number of processes on this machine; by default one per GPU, or one.
+        nodes: the number of machines that run this command, or the range ``fewest:most``, such as
+            ``2:4``.
+        meet: ``host:port`` of one machine, at which several machines find each other.
+        restarts: how many times all processes restart after one has failed or a machine is lost. By
+            default 0, or 10 if the number of machines is a range.
 
     Raises:
-        AutoparError: where there is no such script, or several machines have no place to meet.
+        AutoparError: if the script does not exist, `nodes` is invalid, several machines have no
+            `meet`, or a process failed.
     """
     if not script.is_file():
         raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
@@ -62,8 +66,8 @@ def launch(
             "--rdzv-id=autopar",
         ]
     restarts = (10 if most else 0) if restarts is None else restarts
-    # else, as of torch 2.13, the first machine says once where its store is, and whoever joins
-    # later waits for it in vain
+    # Otherwise (torch 2.13) the first machine announces its store only once, and a machine that
+    # joins later waits forever.
     if most:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     num_gpus = torch.cuda.device_count()
@@ -80,9 +84,7 @@ def launch(
     ]
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__")
-    except (
-        ChildFailedError
-    ) as error:  # each process has told its own; what follows here is torchrun's
+    except ChildFailedError as error:  # each process has printed its own error
         first, failure = error.get_first_failure()
         what = f"the script failed, on rank {first} first, which ended with {failure.exitcode}"
         raise AutoparError(

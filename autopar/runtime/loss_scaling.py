@@ -46,17 +46,13 @@ _MANY = 20
 
 
 def computes_in_fp16(trace: Trace) -> bool:
-    """Whether a value of the graph is in float16."""
+    """Return whether a value of the graph is in float16."""
     values = (leaf for node in trace.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
     return any(isinstance(x, Tensor) and x.dtype == torch.float16 for x in values)
 
 
 class LossScale:
-    """The factor that calls of one module and its variants assume.
-
-    Attributes:
-        given: by the user, as ``pm.loss_scale``.
-    """
+    """The factor that calls of one module and its variants assume."""
 
     def __init__(self) -> None:
         self._given = 1.0
@@ -64,12 +60,17 @@ class LossScale:
         self._num_repeats = 0  # in a row
 
     @property
-    def given(self) -> float:
-        """What the user says that losses are multiplied by."""
+    def user_factor(self) -> float:
+        """The factor that the user has set as ``pm.loss_scale``, by default 1."""
         return self._given
 
-    @given.setter
-    def given(self, value: float) -> None:
+    @user_factor.setter
+    def user_factor(self, value: float) -> None:
+        """Set the factor, which further calls assume.
+
+        Raises:
+            RuntimeStateError: if the factor is not a positive, finite number.
+        """
         if not (isinstance(value, int | float | Tensor) and math.isfinite(value) and value > 0):
             raise RuntimeStateError(
                 f"loss_scale={value!r} is no factor of a loss",
@@ -78,12 +79,12 @@ class LossScale:
         self._given, self._seen = float(value), None
 
     @property
-    def assumed(self) -> float:
-        """What the next call begins backward with."""
+    def assumed_factor(self) -> float:
+        """The factor with which the next call begins backward."""
         return self._given if self._seen is None else self._seen
 
     def learn(self, tangent: float) -> None:
-        """A step ran again with this factor; further calls assume it."""
+        """Note that a step ran again with this factor, which further calls assume."""
         if tangent == 0.0 or not math.isfinite(tangent):
             return
         self._seen = tangent
@@ -97,14 +98,20 @@ class LossScale:
             )
 
     def confirm(self) -> None:
-        """A step did not have to run again."""
+        """Note that a step did not have to run again."""
         if self._num_repeats < _MANY:
             self._num_repeats = 0
 
 
 def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
-    """Whether gradients of a backward that began with one factor, times the ratio, are those of
-    the other."""
+    """Return whether gradients for one factor may be multiplied by the ratio to obtain those for
+    another.
+
+    Args:
+        assumed: the factor with which backward began.
+        tangent: the actual factor.
+        is_fp16: whether a value of the graph is in float16.
+    """
     if assumed == tangent:
         return True
     if is_fp16:
@@ -115,18 +122,17 @@ def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Overflows that gradient scalers find, shared by the stages of a pipeline.
+# Sharing of overflows that gradient scalers find between the stages of a pipeline.
 #
-# `torch.amp.GradScaler` skips a step and lowers its scale where a gradient has an infinite or
-# undefined value. A DTensor's gradient says so on all ranks of its mesh, and the mesh of a stage
-# has the ranks of that stage alone. Other stages would take the step, with another scale from
-# then on. So what any stage finds is told to all, once for each optimizer whose gradients are
-# checked, where the scaler gathers what it found: `GradScaler._unscale_grads_`, through which
-# both `unscale_` and steps of fused optimizers go. torch's own `ShardedGradScaler` does the same
-# there.
+# `torch.amp.GradScaler` skips a step and lowers its scale if a gradient has an infinite or
+# undefined value. A DTensor shares this with all ranks of its mesh, but the mesh of a stage has
+# only the ranks of that stage. Other stages would take the step and continue with another scale.
+# Overflows are therefore reduced over all stages, once for each optimizer whose gradients are
+# checked, in `GradScaler._unscale_grads_`. Both `unscale_` and steps of fused optimizers call it.
+# torch's own `ShardedGradScaler` does the same there.
 #
-# The check is collective. Every rank has to call the scaler for the same optimizers in the same
-# order, as every rank runs the same script.
+# The reduction is collective: every rank must call the scaler for the same optimizers in the same
+# order.
 
 _GROUPS: dict[
     tuple[int, ...], tuple[dist.ProcessGroup, str]
@@ -134,7 +140,12 @@ _GROUPS: dict[
 
 
 def share_overflows(group: dist.ProcessGroup, device_type: str) -> None:
-    """Let all ranks of a pipeline know what gradient scalers find on one of them, from now on."""
+    """Share overflows that gradient scalers find with all ranks of a pipeline from now on.
+
+    Args:
+        group: the ranks of the pipeline.
+        device_type: the type of the devices on which the group communicates.
+    """
     _GROUPS[tuple(dist.get_process_group_ranks(group))] = group, device_type
     if not hasattr(torch.amp.GradScaler._unscale_grads_, "__wrapped__"):
         torch.amp.GradScaler._unscale_grads_ = _share_overflows(
@@ -147,6 +158,11 @@ def _share_overflows(unscale: Any) -> Any:
     def unscale_and_share(
         scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        """Unscale gradients like the scaler, and share overflows.
+
+        Args:
+            scaler, optimizer, inv_scale, found_inf: the arguments of `_unscale_grads_`.
+        """
         found: dict[torch.device, Tensor] = unscale(
             scaler, optimizer, inv_scale, found_inf, *args, **kwargs
         )
@@ -160,8 +176,8 @@ def _share_overflows(unscale: Any) -> Any:
 def _share(
     found: dict[torch.device, Tensor], found_inf: Tensor, group: dist.ProcessGroup, device_type: str
 ) -> None:
-    """Write into `found`, by device, what any rank of the group has found; a rank without
-    gradients takes part, too."""
+    """Reduce `found`, the overflows by device, over the ranks of a group. Ranks without gradients
+    take part, too."""
     here = [x.to(device_type).clamp(max=1.0) for x in found.values()]
     told = torch.stack(
         [
@@ -177,7 +193,7 @@ def _share(
 
 
 def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:
-    """Those of pipelines whose process groups were not destroyed."""
+    """Return the groups of pipelines that were not destroyed, with their device types."""
     for ranks, (group, _) in [*_GROUPS.items()]:
         if not dist.is_initialized() or not _is_known(group):
             del _GROUPS[ranks]
@@ -187,5 +203,5 @@ def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:
 def _is_known(group: dist.ProcessGroup) -> bool:
     try:
         return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):  # torch says so of a group that was destroyed
+    except (KeyError, ValueError, RuntimeError):  # raised for a group that was destroyed
         return False

@@ -1,10 +1,10 @@
-"""The model's own methods on a compiled module: they run with the compiled module, or a part of it,
-in the place of ``self``.
+"""The model's own methods on a compiled module. They run with the compiled module, or a part of it,
+as ``self``.
 
-So what they read is what is trained: parameters, which torch's functions take as whole tensors,
-buffers, and plain attributes. What they call of modules is refused, but for the whole
-(``self(x)``): a program has no parts that run by themselves. Methods of libraries' classes, which
-rely on much more than the model's modules, do not run.
+They read the parameters that are trained, which torch's functions treat as whole tensors, buffers
+and plain attributes. They may call the whole module (``self(x)``), but not its parts, since a
+program has no parts that run by themselves. Methods of library classes do not run, since they rely
+on more than the model's modules.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _OF_LIBRARIES: Mapping[str, str] = {
 
 @dataclass
 class Reading:
-    """Code of the model's that runs on a compiled module, and may look at private attributes.
+    """A run of the model's code on a compiled module. It may read private attributes.
 
     Attributes:
-        is_of_some: whether it has gone through parameters or buffers where this rank lacks those of
-            other stages.
+        is_of_some: whether the code has iterated over parameters or buffers although this rank
+            lacks those of other stages.
     """
 
     is_of_some: bool = False
@@ -68,7 +68,7 @@ reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
 @contextmanager
 def model_code() -> Iterator[Reading]:
-    """Code of the model's runs."""
+    """Mark that the model's code runs inside the context."""
     own = Reading()
     token = reading.set(own)
     try:
@@ -78,18 +78,19 @@ def model_code() -> Iterator[Reading]:
 
 
 class NoSuchMethod(RuntimeStateError, AttributeError):
-    """What the plain model can do by itself and a compiled one cannot."""
+    """The error for methods and properties of the plain model that a compiled one does not have."""
 
 
 def method_of(standing: nn.Module, cls: type, name: str) -> Any:
-    """A method of the model's class, bound to what stands for the model.
+    """Return a method of the model's class, bound to a compiled module.
 
     Args:
-        standing: the compiled module, or a part. cls: the class that it stands for. name: of an
-            attribute of that class.
+        standing: the compiled module, or a part of it.
+        cls: the class of the plain module.
+        name: the name of an attribute of the class.
 
     Raises:
-        NoSuchMethod: if the method is a library's, or something else that is no function.
+        NoSuchMethod: if the method belongs to a library, or the attribute is no function.
     """
     owner = next((each for each in cls.__mro__ if name in vars(each)), type)
     found = vars(owner).get(name)
@@ -109,8 +110,17 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
 
 
 def check_whole(name: str, result: Any, own: Reading) -> None:
-    """Raises NoSuchMethod where `result` follows from the parameters of this rank's stage alone,
-    and is more than an optimizer of these."""
+    """Refuse results that depend on the parameters of this rank's stage alone, except optimizers
+    over them.
+
+    Args:
+        name: the name of the method or property, for errors.
+        result: its result.
+        own: the run that computed it.
+
+    Raises:
+        NoSuchMethod: if the result is refused.
+    """
     if own.is_of_some and not _is_of_own_parameters(result):
         _refuse(
             name,
@@ -122,6 +132,7 @@ def check_whole(name: str, result: Any, own: Reading) -> None:
 def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the method on the compiled module, and check its result."""
         with model_code() as own:
             try:
                 result = function(standing, *args, **kwargs)
@@ -136,13 +147,13 @@ def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[.
 
 
 def _is_of_standing(error: Exception) -> bool:
-    """Whether it says that an attribute is not there, or that ``super()`` is of another class."""
+    """Whether an error is caused by a missing attribute, or by ``super()`` of another class."""
     return isinstance(error, AttributeError) or str(error).startswith("super(")
 
 
 def _is_of_own_parameters(result: Any) -> bool:
-    """Whether what a method returned is right where a rank has the parameters of its own stage:
-    optimizers of these, and groups of them."""
+    """Whether a result is correct with the parameters of this rank's stage alone: optimizers and
+    groups of parameters are."""
     leaves = tree_leaves(list(result) if isinstance(result, set | frozenset) else result)
     has_some = any(isinstance(leaf, nn.Parameter | Optimizer) for leaf in leaves)
     return has_some or all(

@@ -44,24 +44,27 @@ from autopar.runtime.tensor_guards import Watched
 
 
 class ParallelModule(Compiled):
-    """The program of one stage on this rank.
+    """A compiled module without pipeline stages.
 
     Args:
-        model: gives parameter and buffer values, names and the train/eval flag; it may be on meta,
-            and is not kept.
-        batch: ``"global"``: every rank passes the same batch and takes its slice; ``"local"``: each
-            passes its part.
-        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"`` a
-            DTensor, which refuses to be read in part (`autopar.runtime.outputs`). The loss is
-            always whole.
-        both_modes: whether the graph serves train and eval alike; else a call in the other mode is
-            an error.
-        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+        program: the program of this rank.
+        devices: the mesh.
+        model: the source of parameter and buffer values, names and the train/eval flag. It may be
+            on the meta device, and is not kept.
+        batch: ``"global"`` if every rank passes the same batch and uses its part, ``"local"`` if
+            each rank passes its part.
+        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"``
+            returns a DTensor, which refuses to be read in part (`autopar.runtime.outputs`). The
+            loss is always whole.
+        backend: the backend that runs the graphs.
+        both_modes: whether the graph serves both train and eval mode; otherwise a call in the other
+            mode is an error.
+        shared: a module of the same model whose parameters and buffers this module shares.
 
     Raises:
-        MeshError: where the program was made for another mesh, or a parameter is on a device of
-            another kind.
-        RuntimeStateError: where ranks hold different plans.
+        MeshError: if the program was made for another mesh, or a parameter is on a device of
+            another type.
+        RuntimeStateError: if ranks hold different plans.
     """
 
     def __init__(
@@ -112,14 +115,14 @@ class ParallelModule(Compiled):
         self._stand_for_all(model, program.attributes, shared)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns.
+    def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call and return the result of the model's forward.
 
         Raises:
-            RuntimeStateError: on arguments, a mode or parameters that neither the program nor
-                another of `variants` is made for.
+            RuntimeStateError: if neither the program nor one of `variants` was made for the
+                arguments, mode or parameters.
         """
-        inputs = self._taken(args, kwargs, self.device_mesh)
+        inputs = self._program_inputs(args, kwargs, self.device_mesh)
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
@@ -146,31 +149,39 @@ class ParallelModule(Compiled):
         watched.follow(zip(self._names_of("output"), shown, strict=True))
         return self._results.build([refuse_reads(x) for x in shown])
 
-    def _unfrozen(self) -> str:
+    def _find_unfrozen(self) -> str:
         if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
             return ""
         frozen = (t.name for t in self.program.parameters if not t.requires_grad)
         return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`;
-        returns the norm before."""
+        """Scale all gradients in place so that their norm over the whole model is at most
+        `max_norm`; every rank calls it.
+
+        Returns:
+            The norm before scaling.
+        """
         with announced(f"clips the gradients of {self._title}", self._world):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @property
     def input_layouts(self) -> Mapping[str, Layout]:
-        """Input path → how its global tensor lies over the mesh."""
+        """The layout of each whole input over the mesh, by the path of the input."""
         return {tensor.name: tensor.layout for tensor in self.program.inputs}
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:
-        """For ``batch="local"``: a sampler that gives this rank's samples, equal on ranks that
-        share samples.
+        """Make a sampler of this rank's samples for ``batch="local"``. Ranks that need the same
+        part of the batch get the same samples.
+
+        Args:
+            dataset: the dataset to sample from.
+            shuffle, seed, drop_last: arguments of `torch.utils.data.DistributedSampler`.
 
         Raises:
-            RuntimeStateError: where inputs do not all split their first dim alike, or unevenly.
+            RuntimeStateError: if inputs split their first dim in different ways, or unevenly.
         """
         splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
         if len(splitters) != 1:
@@ -197,8 +208,8 @@ class ParallelModule(Compiled):
     def _run(
         self, inputs: list[Tensor], parameters: Sequence[Tensor], watched: Watched, *, keep: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        """The outputs as they are shown, and what backward needs; what of that the user holds is
-        watched."""
+        """Run forward, and return the outputs in the form for the user and the values that backward
+        needs. Tensors of the user among these values are watched for changes."""
         program, buffers = self.program, [self.get_buffer(t.name) for t in self.program.buffers]
         with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
             locals = [
@@ -225,18 +236,21 @@ class ParallelModule(Compiled):
     def _gradients(
         self, saved: list[Any], tangents: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """One per input that has one, whole or this rank's part, as it came, then one per parameter
-        of the program; None stands for the tangent of an output that nothing was computed of."""
+        """Run backward. A tangent is None if the output has no part in the loss.
+
+        Returns:
+            The gradient of each input that has one, whole or in part like the input, then one per
+            parameter of the program.
+        """
         pairs = [
             (s, x) for s, x in zip(self._presented, tangents, strict=True) if s.tensor.has_gradient
         ]
         absent = frozenset(place for place, (_, tangent) in enumerate(pairs) if tangent is None)
-        autocast = torch.autocast(
-            self.device_mesh.device_type, enabled=False
-        )  # the caller may be under it
+        # the caller may have enabled autocast
+        autocast = torch.autocast(self.device_mesh.device_type, enabled=False)
         with announced(f"runs backward of {self._title}", self._world):
             self._check_returned(pairs)
-            returning = [self._returned(tangent, storage) for storage, tangent in pairs]
+            returning = [self._part_of_tangent(tangent, storage) for storage, tangent in pairs]
             with autocast:
                 gradients = iter(self._executor.backward(saved, returning, absent=absent))
         found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
@@ -255,8 +269,8 @@ class ParallelModule(Compiled):
         )
 
     def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
-        """That every rank computed the same loss of the outputs; looked at as batches are, in
-        backwards 1, 2, 4, 8 and so on."""
+        """Check in backwards 1, 2, 4, 8 and so on that every rank computed the same loss from the
+        outputs."""
         if self._loss is not None:
             return
         self._num_backwards += 1
@@ -268,7 +282,7 @@ class ParallelModule(Compiled):
             )
 
     def _names_of(self, *kinds: str) -> list[str]:
-        """What users call the tensors of these kinds."""
+        """Return the names of the tensors of these kinds in errors."""
         named = (
             (kind, tensor.name) for kind in kinds for tensor in getattr(self.program, f"{kind}s")
         )
@@ -281,9 +295,9 @@ class ParallelModule(Compiled):
             else result
         )
 
-    def _returned(self, tangent: Tensor | None, storage: Storage) -> Tensor:
-        """The tangent of an output as the backward graph takes it: this rank's part, in memory
-        of its own order."""
+    def _part_of_tangent(self, tangent: Tensor | None, storage: Storage) -> Tensor:
+        """Return the tangent of an output in the form of the backward graph: this rank's part,
+        contiguous."""
         if tangent is None:
             return torch.zeros(
                 storage.graph_shape, dtype=storage.tensor.dtype, device=self.device_mesh.device_type
@@ -303,8 +317,14 @@ class _Step(torch.autograd.Function):
     def forward(
         ctx: Any, module: ParallelModule, watched: Watched, inputs: list[Tensor], *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        """The outputs; `trained` are those of the inputs that have a gradient, and all
-        parameters."""
+        """Run the forward graph.
+
+        Args:
+            module: the module.
+            watched: receives the tensors to watch until backward.
+            inputs: the program's inputs.
+            trained: the inputs that have a gradient, then all parameters.
+        """
         outputs, saved = module._run(
             inputs, trained[len(trained) - len(module.program.parameters) :], watched, keep=True
         )
@@ -324,6 +344,11 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        """Run the backward graph, and return the gradients of `trained`.
+
+        Raises:
+            RuntimeStateError: if backward has run before, or a tensor that it reads was changed.
+        """
         saved, ctx.saved = ctx.saved, None
         if saved is None:
             raise ran_twice()

@@ -1,9 +1,9 @@
-"""What stands for the model and its modules in the compiled one: it holds their parameters and
-shows their plain attributes.
+"""Stand-ins for the model and its modules in a compiled module. They hold the parameters and show
+the plain attributes of the modules.
 
-Under which names the model has modules, parameters and buffers is the model's choice: they are held
-under any, those too that these classes have for something of their own, which `pm.name` is then; by
-``pm.get_submodule(name)`` and in state dicts the model's is found.
+A model may use any name for its modules, parameters and buffers. If these classes have an attribute
+of the same name, `pm.name` is that attribute, and the model's object is available through
+``pm.get_submodule(name)`` (or `get_parameter`, `get_buffer`) and state dicts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"
 
 
 class _NoComputing(TorchDispatchMode):
-    """Refuses all ops."""
+    """A mode that refuses all ops."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -44,14 +44,14 @@ class _NoComputing(TorchDispatchMode):
 
 
 class Standing(nn.Module):
-    """Shows the plain attributes of a module, such as ``config``, and refuses to set them: the
-    program has what they were. Where the module asks a part of its for what it has not, so does
-    this."""
+    """A stand-in for a module. It shows the plain attributes of the module, such as ``config``, and
+    refuses to set them, since the program has their captured values as constants. If the module
+    delegates missing attributes to one of its submodules, so does the stand-in."""
 
     def stand_for(self, module: nn.Module) -> None:
-        """Show what this module and its class have and `self` has not; what holds tensors or
-        modules is no plain attribute, nor is what can
-        be called. From now on nothing else is held."""
+        """Show the plain attributes of a module and its class that `self` does not have. Values
+        that hold tensors or modules and callables are not plain. After this call, new modules and
+        parameters are refused."""
         own = Part if isinstance(self, Part) else type(self)
         of_classes = {
             name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()
@@ -95,7 +95,7 @@ class Standing(nn.Module):
                 raise NoSuchMethod(what, remedy="leave it out") from None
             of_class = inspect.getattr_static(self.__dict__.get("_stands_for"), name, None)
             if isinstance(of_class, property | cached_property):
-                return self._read(name, of_class)
+                return self._read_property(name, of_class)
             if of_class is not None and not name.startswith("__"):
                 return method_of(self, self.__dict__["_stands_for"], name)
             private: Mapping[str, Any] = self.__dict__.get("_private", {})
@@ -105,10 +105,10 @@ class Standing(nn.Module):
                 return getattr(self._modules[asked], name)
             raise
 
-    def _read(self, name: str, of_class: property | cached_property[Any]) -> Any:
-        """A property of the model's class, of what is held here: `device` and `dtype` of models of
-        transformers among them. One that computes with tensors, of which there are parts here, is
-        refused."""
+    def _read_property(self, name: str, of_class: property | cached_property[Any]) -> Any:
+        """Evaluate a property of the model's class on this module, such as `device` and `dtype` of
+        transformers models. A property that computes with tensors is refused, since this rank holds
+        only parts of them."""
         try:
             with model_code() as own, _NoComputing():
                 found = (
@@ -124,17 +124,17 @@ class Standing(nn.Module):
         return found
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module."""
+        """Iterate over parameters like `nn.Module.named_parameters`."""
         self._note_reading()
         return super().named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of every module."""
+        """Iterate over buffers like `nn.Module.named_buffers`."""
         self._note_reading()
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every module."""
+        """Return the state dict like `nn.Module.state_dict`, with distributed tensors."""
         self._note_reading()
         return super().state_dict(*args, **kwargs)
 
@@ -149,7 +149,7 @@ class Standing(nn.Module):
         if own is None or (
             not held and (name in own or isinstance(getattr(type(self), name, None), property))
         ):
-            object.__setattr__(self, name, value)  # its own, whatever the model has under that name
+            object.__setattr__(self, name, value)  # an attribute of this class takes precedence
             return
         if name in self.shown or isinstance(
             inspect.getattr_static(self.__dict__.get("_stands_for"), name, None), property
@@ -180,8 +180,7 @@ class Standing(nn.Module):
         super().__delattr__(name)
 
     def _check_held(self, name: str, value: Any) -> None:
-        """Raises RuntimeStateError where that is no tensor that may stand in the place of the
-        one that is held under the name."""
+        """Raise RuntimeStateError if a value may not replace the tensor of that name."""
         held = self._parameters.get(name, self._buffers.get(name))
         if isinstance(value, nn.Module) or name in self._modules:
             raise _of_another_model(
@@ -204,8 +203,8 @@ class Standing(nn.Module):
             raise RuntimeStateError(what, remedy=remedy)
 
     def add_module(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeStateError: the program is of the modules, parameters and buffers that
-        there were; so do the others."""
+        """Raise RuntimeStateError, since the program is made for the modules, parameters and
+        buffers of the plain model. The other methods that register some do the same."""
         raise _of_another_model(
             "a compiled module takes no modules, parameters or buffers that the model had not"
         )
@@ -215,11 +214,12 @@ class Standing(nn.Module):
     register_buffer = add_module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Standing:
-        """What `to`, `half`, `cuda`, `share_memory` and others do, where it leaves tensors of one
-        kind where they are.
+        """Apply a function to all tensors, as `to`, `half`, `cuda`, `share_memory` and others do,
+        if it changes neither dtypes nor devices.
 
         Raises:
-            RuntimeStateError: where it would convert or move one, before it does.
+            RuntimeStateError: if the function would convert, move or share a tensor. Nothing is
+                changed then.
         """
         for name, held in (
             *self.named_parameters(recurse=recurse),
@@ -252,35 +252,40 @@ class Standing(nn.Module):
         return self
 
     def hold_module(self, name: str, module: Standing) -> None:
-        """Under any name, one that this class itself has for something else, too; so do the
-        others."""
+        """Hold a module under any name, including names of this class's own attributes."""
         self._modules[name] = module
 
     def hold_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """As `hold_module`."""
+        """Hold a parameter under any name; see `hold_module`."""
         self._parameters[name] = parameter
 
     def hold_buffer(self, name: str, buffer: Tensor, *, persistent: bool) -> None:
-        """As `hold_module`."""
+        """Hold a buffer under any name; see `hold_module`.
+
+        Args:
+            name: the name.
+            buffer: the buffer.
+            persistent: whether the state dict has the buffer.
+        """
         self._buffers[name] = buffer
         if not persistent:
             self._non_persistent_buffers_set.add(name)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As of every module, whatever its name."""
+        """Return a module like `nn.Module.get_submodule`, whatever its name."""
         found: nn.Module = self
         for name in target.split(".") if target else ():
             found = _held_tensor(found, "_modules", name, target)
         return found
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """As of every module, whatever its name."""
+        """Return a parameter like `nn.Module.get_parameter`, whatever its name."""
         path, _, name = target.rpartition(".")
         found: nn.Parameter = _held_tensor(self.get_submodule(path), "_parameters", name, target)
         return found
 
     def get_buffer(self, target: str) -> Tensor:
-        """As of every module, whatever its name."""
+        """Return a buffer like `nn.Module.get_buffer`, whatever its name."""
         path, _, name = target.rpartition(".")
         found: Tensor = _held_tensor(self.get_submodule(path), "_buffers", name, target)
         return found
@@ -292,7 +297,7 @@ class Standing(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises RuntimeStateError: what it is made of is this process' own."""
+        """Raise RuntimeStateError, since the program depends on the running processes."""
         what = (
             "a compiled module is not pickled, by torch.save or otherwise: its program is of these"
             " processes"
@@ -305,24 +310,24 @@ class Standing(nn.Module):
 
 
 class Part(Standing):
-    """A module of the model in the compiled one, which runs as one graph: it is never called,
-    and so hooks on it would not be."""
+    """The stand-in for a submodule of the model. The compiled module runs as one graph, so that
+    neither the part nor hooks on it are ever called."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
     def __init_subclass__(cls) -> None:
-        """Nothing: a class whose likeness is made has registered itself."""
+        """Do nothing: subclass hooks of the model's class have run for that class already."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeStateError: the program is of the whole model."""
+        """Raise RuntimeStateError, since the program computes the whole model."""
         remedy = f"call the whole, or compile this part; or call the part {ON_A_COPY}"
         raise RuntimeStateError(
             "a part of a compiled module is not called by itself", remedy=remedy
         )
 
     def train(self, mode: bool = True) -> NoReturn:
-        """Raises RuntimeStateError: the program was made of a part in one mode."""
+        """Raise RuntimeStateError, since the program was made for one mode of the part."""
         what = (
             "the mode of a part of a compiled module cannot be set: the whole is one program, in"
             " one mode or the other"
@@ -336,7 +341,8 @@ class Part(Standing):
         )
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeStateError: it would never be called; so do the others."""
+        """Raise RuntimeStateError, since the hook would never be called. The methods for other
+        hooks do the same."""
         what = (
             "a hook on a part of a compiled module would never be called: the whole runs as one"
             " graph"
@@ -354,13 +360,14 @@ class Part(Standing):
 
 
 def classes_of(cls: type) -> list[type]:
-    """Those that a module's class has of its own, beside torch's `nn.Module`."""
+    """Return the classes in the MRO of a module's class that `nn.Module` does not have."""
     return [each for each in cls.__mro__ if each not in nn.Module.__mro__]
 
 
 def _asked_by(module: nn.Module) -> str:
-    """The name of the part that a module's class asks for what it has not itself, as peft's models
-    do; found out by asking for what that part alone has. Empty where there is none."""
+    """Return the name of the submodule to which a module delegates missing attributes, as models of
+    peft do; empty if there is none. It is determined by reading an attribute that only the
+    submodule has."""
     if not any("__getattr__" in vars(each) for each in classes_of(type(module))):
         return ""
     for name, part in module._modules.items():
@@ -369,7 +376,7 @@ def _asked_by(module: nn.Module) -> str:
             try:
                 if getattr(module, "of_one_part_alone", None) is mark:
                     return name
-            except Exception:  # whatever it raises where it does not know a name
+            except Exception:  # the model's class may raise anything for an unknown name
                 continue
             finally:
                 del vars(part)["of_one_part_alone"]
@@ -391,15 +398,19 @@ def _of_another_model(what: str) -> RuntimeStateError:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """What a tensor has to share with one in whose place it is put."""
+    """Return the properties that a replacement of a tensor must have, too."""
     if isinstance(tensor, DTensor):
         return "a DTensor", tuple(tensor.shape), tensor.dtype, tensor.placements
     return "a tensor", tuple(tensor.shape), tensor.dtype
 
 
 def is_plain(value: Any, depth: int = 3) -> bool:
-    """Whether it holds no tensor and no module, as far as that is looked for, and cannot be
-    called."""
+    """Return whether a value is not callable and holds no tensor or module.
+
+    Args:
+        value: the value.
+        depth: how many levels of containers and attributes are searched.
+    """
     if isinstance(value, Tensor | nn.Module) or (callable(value) and not isinstance(value, type)):
         return False
     if depth == 0 or isinstance(value, str | bytes | type):
@@ -416,12 +427,12 @@ def is_plain(value: Any, depth: int = 3) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# A class of `Part` for each class of module, which it is a subclass of: ``isinstance(part,
-# nn.Linear)`` is what it is of the plain model.
+# A subclass of `Part` and of the module's class for each class of module, so that
+# ``isinstance(part, nn.Linear)`` has the same result as for the plain module.
 #
-# So `apply`, parameter groups by kind of layer and what else asks for classes find what they look
-# for. Of the class properties alone run, on what the part holds: its methods are hidden, its
-# attributes shown as the plain module has them; torch's own containers can be walked as ever.
+# Code that depends on classes, such as `apply` and parameter groups by kind of layer, works with
+# such parts. Only properties of the class run, on the tensors that the part holds. Its methods are
+# hidden, its attributes are those of the plain module, and torch's containers can be iterated over.
 
 _OF_EVERY_CLASS = frozenset(
     (
@@ -447,7 +458,7 @@ _OF_EVERY_CLASS = frozenset(
 
 
 class _Hidden:
-    """An attribute of a class that `Part.__getattr__` is asked for instead."""
+    """A descriptor that hides an attribute of a class, so that `Part.__getattr__` is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -457,7 +468,7 @@ class _Hidden:
 
 
 class _Walked:
-    """What torch's containers have in common."""
+    """The methods that torch's containers have in common."""
 
     _modules: dict[str, Any]
 
@@ -481,12 +492,15 @@ class _Named(_Walked):
         return name in self._modules
 
     def keys(self) -> Any:
+        """Return the names of the modules."""
         return self._modules.keys()
 
     def items(self) -> Any:
+        """Return the names and modules."""
         return self._modules.items()
 
     def values(self) -> Any:
+        """Return the modules."""
         return self._modules.values()
 
 
@@ -498,10 +512,10 @@ _CONTAINERS: tuple[tuple[type, type], ...] = (
 
 
 def likeness(cls: type[nn.Module]) -> type[Part]:
-    """The class of a part that stands for a module of this one; `Part` itself where there can be
-    no subclass of both."""
+    """Return the class of the part for modules of a class: a subclass of `Part` and of that class,
+    or `Part` itself if there cannot be one."""
     if type(cls) not in (type, abc.ABCMeta):
-        return Part  # a metaclass of another kind does what it likes
+        return Part  # another metaclass may run arbitrary code
     walked = next((how for container, how in _CONTAINERS if issubclass(cls, container)), None)
     namespace: dict[str, Any] = {
         name: x
@@ -521,13 +535,14 @@ def likeness(cls: type[nn.Module]) -> type[Part]:
         made = types.new_class(
             cls.__name__, (Part, cls), exec_body=lambda body: body.update(namespace)
         )
-    except TypeError:  # classes whose memory is laid out in another way
+    except TypeError:  # classes with an incompatible memory layout
         return Part
     return made
 
 
 def _instead(name: str, was: Any) -> Any:
-    """What a part has for an attribute of a class; None where it needs none."""
+    """Return the replacement of a class's attribute in the class of a part; None if it needs
+    none."""
     if (
         name in _OF_EVERY_CLASS
         or name.startswith("_abc")
@@ -543,9 +558,11 @@ def _instead(name: str, was: Any) -> Any:
 
 
 def _refuse_operator(name: str) -> Callable[..., Any]:
-    """Of an operator, which Python looks for in the class alone."""
+    """Return a method that refuses an operator. It cannot be hidden, since Python looks operators
+    up in the class alone."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise RuntimeStateError."""
         what = (
             f"a part of a compiled module has no {name}, which its class defines: it is never run"
             " by itself"
@@ -557,14 +574,10 @@ def _refuse_operator(name: str) -> Callable[..., Any]:
 
 def _describe_class(cls: type[nn.Module]) -> Callable[[Any], str]:
     def extra_repr(self: Any) -> str:
+        """Return the class's own description; empty if it needs attributes that are not there."""
         try:
             return cls.extra_repr(self)
-        except (
-            RuntimeStateError,
-            AttributeError,
-            TypeError,
-            LookupError,
-        ):  # it asks for what is not there
+        except (RuntimeStateError, AttributeError, TypeError, LookupError):
             return ""
 
     return extra_repr

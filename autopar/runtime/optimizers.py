@@ -1,8 +1,8 @@
-"""Which of torch's optimizers take DTensor parameters: a table, checked at an optimizer's first
-step.
+"""Checks of optimizers over distributed parameters at their steps.
 
-The table was made by running two steps of each on sharded, strided and replicated parameters
-against the plain model.
+A table lists the optimizers of torch that support DTensor parameters. It was made by comparing two
+steps of each on sharded, strided and replicated parameters with the plain model. The size of an
+optimizer's state is compared with the size that the plan reserves.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from autopar.runtime.rank_agreement import num_failures
 from autopar.runtime.rank_comm import rank
 
 # --------------------------------------------------------------------------------------------------
-# The state that an optimizer holds beside parameters, compared with what the plan reserves for
-# it.
+# The size of an optimizer's state, compared with the size that the plan reserves for it.
 #
-# A plan counts so many copies of each trained parameter as the optimizer's state
-# (`autopar.planner.PlanOptions.optimizer`). An optimizer with more state may not fit the memory,
-# one with less leaves memory unused that the plan could spend. Neither is wrong, so that the log
-# says it, after a step.
+# A plan reserves a number of copies of each trained parameter for the optimizer's state
+# (`autopar.planner.PlanOptions.optimizer`). An optimizer with more state may exceed the memory, one
+# with less leaves memory unused that the plan could use. Neither is an error, so it is logged after
+# a step.
 
 log = logging.getLogger("autopar")
 
 _PLANNED = "_autopar_planned_state"
 _TOLD = "_autopar_told_of_state"
 _NUM_STEPS = "_autopar_num_steps"
-# of the parameters' own bytes, up to which a difference is not worth a word: step counts, a scalar
-# or a row here and there
+# Differences up to this share of the parameters' bytes are not logged: step counts and other small
+# values.
 _SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedState:
-    """What a plan reserves.
+    """The optimizer state that a plan reserves memory for.
 
     Attributes:
-        optimizer: its name as an option. num_copies: how many copies of each parameter. options: of
-            all optimizers that may be planned, the same number by name.
+        optimizer: the value of the option `optimizer`.
+        num_copies: the number of copies of each parameter.
+        options: the number of copies for each possible value of the option.
     """
 
     optimizer: str
@@ -63,14 +63,14 @@ class PlannedState:
 
 
 def note_planned(parameters: Iterable[Tensor], planned: PlannedState) -> None:
-    """Compare what optimizers of these parameters hold with `planned`."""
+    """Note the planned state on parameters, with which states of their optimizers are compared."""
     for parameter in parameters:
         setattr(parameter, _PLANNED, planned)
 
 
 def check_state(optimizer: Optimizer) -> None:
-    """Warn where the state differs from the planned one; looked at after steps 1, 2, 4, 8 and so
-    on, since some state grows."""
+    """Warn if the size of the state differs from the planned one. It is compared after steps 1, 2,
+    4, 8 and so on, since some states grow."""
     num_steps = vars(optimizer).get(_NUM_STEPS, 0) + 1
     setattr(optimizer, _NUM_STEPS, num_steps)
     if num_steps & (num_steps - 1):
@@ -104,7 +104,8 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str:
-    """What to do about a state of so many copies, where so many bytes are missing."""
+    """Return the remedy for a state of that many copies that exceeds the plan by that many
+    bytes."""
     alike = [
         name
         for name, num in planned.options.items()
@@ -131,7 +132,8 @@ def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str
 
 
 def _state_bytes(optimizer: Optimizer, held: list[Tensor]) -> int:
-    """Of these parameters on this rank, without single numbers, as the count of steps is."""
+    """Return the bytes of the states of parameters on this rank, without scalars such as step
+    counts."""
     leaves = (leaf for p in held for leaf in tree_leaves(optimizer.state.get(p, {})))
     found = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim() > 0}
     return sum(map(_local_bytes, found.values()))
@@ -157,20 +159,19 @@ SUPPORTED = (
     "SGD",
 )
 REFUSED = {"SparseAdam": "gradients are dense"}
-_FUSED = ("Adagrad", "SGD")  # whose fused step DTensor has no rule for
+_FUSED = ("Adagrad", "SGD")  # DTensor has no rule for their fused step
 _MARK = "_autopar_parameter"
 _REPLACED = WeakIdKeyDictionary()  # parameters of plain models that were compiled
 _hook: list[RemovableHandle] = []
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that the optimizer computes on DTensors what it computes on plain tensors.
+    """Refuse optimizers that are known not to work on DTensors.
 
-    Classes that are in neither list (other packages' optimizers, and subclasses of those that work)
-    pass: nothing is known against them.
+    Classes that are in neither list, such as optimizers of other packages, pass.
 
     Raises:
-        RuntimeStateError: for those known to fail, with the reason.
+        RuntimeStateError: if the optimizer is known to fail. The message has the reason.
     """
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     for cls in type(optimizer).__mro__:
@@ -197,8 +198,14 @@ class Steps:
         self.has_stepped, self._num_failures = False, 0
 
     def take(self, parameters: Iterable[Tensor]) -> bool | None:
-        """Whether one has; None if none has and there is nothing to train, or ranks have done
-        different things. From now on none has."""
+        """Return whether an optimizer has stepped since the last call, and reset it.
+
+        Args:
+            parameters: the parameters of the module.
+
+        Returns:
+            None if none has stepped and no parameter is trained, or if ranks have disagreed since.
+        """
         has_stepped, self.has_stepped = self.has_stepped, False
         before, self._num_failures = self._num_failures, num_failures()
         if before != self._num_failures:
@@ -207,8 +214,8 @@ class Steps:
 
 
 def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
-    """Check every optimizer that holds one of `parameters` at its first step, make its state
-    dict checkpointable, and note its steps."""
+    """Watch every optimizer over one of the parameters: check it at its first step, make its state
+    dict checkpointable, and note its steps in `steps`."""
     for parameter in parameters:
         setattr(parameter, _MARK, steps)
     if not _hook:
@@ -219,8 +226,8 @@ def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
 
 
 def watch_replaced(parameters: Iterable[Tensor]) -> None:
-    """Refuse steps of optimizers that hold these and no gradient: they are of a plain model,
-    whose compiled one is trained."""
+    """Refuse steps of optimizers over parameters of a plain model that was compiled, unless a
+    parameter has a gradient."""
     for parameter in parameters:
         _REPLACED[parameter] = True
 
@@ -236,8 +243,8 @@ def _check_replaced(optimizer: Optimizer) -> None:
 
 
 def _share_state(optimizer: Optimizer) -> None:
-    """Whole tensors in its state, as that of a plain model's optimizer has them, become this
-    rank's parts beside distributed parameters."""
+    """Replace whole tensors in the state of distributed parameters by this rank's parts. A state
+    dict of a plain model's optimizer has whole tensors."""
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not isinstance(state, dict):
             continue
@@ -266,4 +273,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.register_state_dict_post_hook(
             lambda _, state: {**state, "state": checkpointable(state["state"])}
         )
-        setattr(optimizer, _MARK, True)  # others may be given parameters later
+        setattr(optimizer, _MARK, True)  # optimizers without marks may get such parameters later

@@ -1,5 +1,9 @@
-"""A call of stages of a model that returns no loss: forwards at the call, backwards when the
-user's loss comes back."""
+"""Autograd functions of calls of `StagedModule`.
+
+If the model returns no loss, a call runs all forwards, and backward of the user's loss runs all
+backwards. If it returns a loss, a call runs forward and backward, and may run again for another
+factor of the loss.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,21 @@ class Answered(torch.autograd.Function):
         anchor: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The outputs of the batch that are kept.
+        """Run all forwards, and return the outputs of the batch that a call returns.
 
         Args:
-            anchor: has a gradient, so that backward comes to ranks whose parameters are all frozen.
+            calls: the pipeline of this rank.
+            parts: the inputs of each microbatch, by name.
+            buffers: the local buffers, by name.
+            anchor: a tensor that requires a gradient, so that backward also runs on ranks whose
+                parameters are all frozen.
+            parameters: the parameters of this rank.
         """
         works = calls.new_works()
         with torch.autocast(anchor.device.type, enabled=False):
             calls.begin(works, parts, 1.0, buffers, parameters, keep=True)
             calls.runner(works).forward()
-            outputs = calls.returned(works)
+            outputs = calls.gather_outputs(works)
         ctx.calls, ctx.works, ctx.parameters = calls, works, parameters
         ctx.watched = calls.watched_of(works, parameters, outputs)
         ctx.are_plain = which_are_plain(parameters)
@@ -52,7 +61,11 @@ class Answered(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """The gradients of this rank's parameters."""
+        """Run all backwards, and return the gradients of this rank's parameters.
+
+        Raises:
+            RuntimeStateError: if backward has run before.
+        """
         calls, works, parameters = ctx.calls, ctx.works, ctx.parameters
         ctx.works = ctx.parameters = None
         if works is None:
@@ -83,26 +96,29 @@ class Answered(torch.autograd.Function):
                 {name: x for name, x in returned.items() if x is not None},
                 calls.program.microbatches,
             )
-            unused = calls.unused(frozenset(absent))
+            unused = calls.find_unused(frozenset(absent))
             work.answer(parts, unused.tangents[calls.rank], unused.gradients[calls.rank])
             calls.runner(works).backward()
-            found: Sequence[Tensor | None] = calls.wrapped(
+            found: Sequence[Tensor | None] = calls.wrap_gradients(
                 calls.finish(works, parameters, keep=True), unused.parameters
             )
         return found
 
 
 # --------------------------------------------------------------------------------------------------
-# A call of stages or microbatches that runs again where its loss was multiplied by another factor
-# than assumed.
+# A call of stages or microbatches that runs again if its loss was multiplied by another factor than
+# assumed.
 
 
 class ScaledStep:
-    """Forward and backward of one call, which can run once more with another factor.
+    """Forward and backward of one call, which can run again with another factor.
 
     Args:
-        parts: the inputs of each microbatch. buffers: local ones by name, as they are before the
-            call. parameters: those held here.
+        calls: the pipeline of this rank.
+        scale: the factor that calls assume.
+        parts: the inputs of each microbatch, by name.
+        buffers: the local buffers before the call, by name.
+        parameters: the parameters of this rank.
     """
 
     def __init__(
@@ -113,16 +129,16 @@ class ScaledStep:
         buffers: Mapping[str, Tensor],
         parameters: Sequence[Tensor],
     ) -> None:
-        self._calls, self._scale, self._assumed = calls, scale, scale.assumed
+        self._calls, self._scale, self._assumed = calls, scale, scale.assumed_factor
         self._operands: tuple[Any, ...] | None = (parts, buffers, parameters)
         self._before: dict[str, Tensor] | None = {}
         if calls.mutates:
-            kept = calls.is_fp16 or scale.assumed != 1.0
+            kept = calls.is_fp16 or scale.assumed_factor != 1.0
             self._before = {name: buffers[name].clone() for name in calls.mutated} if kept else None
-        self._versions = [(name, x, _version(x)) for name, x in self._read()]
+        self._versions = [(name, x, _version(x)) for name, x in self._changeable_tensors()]
 
     def run(self) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """The batch's outputs by path, and the gradients of this rank."""
+        """Run the step, and return the batch's outputs by path and the gradients of this rank."""
         assert self._operands is not None, (
             "a step lets go of its operands when its gradients are handed out"
         )
@@ -130,14 +146,14 @@ class ScaledStep:
         return self._calls.step(parts, buffers, parameters, scale=self._assumed, keep=True)
 
     def gradients(self, tangent: Tensor, made: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients for this tangent of the loss.
+        """Return the gradients for a tangent of the loss.
 
         Args:
-            made: those of `run`; emptied.
+            tangent: the tangent of the loss, a scalar.
+            made: the gradients of `run`. The list is emptied.
 
         Raises:
-            RuntimeStateError: where the step has to run again and something that it reads was
-                changed.
+            RuntimeStateError: if the step has to run again, and a tensor that it reads was changed.
         """
         found, made[:] = [*made], []
         wanted = float(tangent)
@@ -156,7 +172,7 @@ class ScaledStep:
         return found
 
     def _again(self, tangent: float) -> list[Tensor | None]:
-        """The gradients of a second run, which leaves buffers as they are."""
+        """Return the gradients of a second run, which does not change buffers."""
         assert self._operands is not None, "gradients are asked for once"
         parts, buffers, parameters = self._operands
         if self._before is None:
@@ -171,9 +187,8 @@ class ScaledStep:
             "run backward before whatever changes it, or set pm.loss_scale to the factor of the"
             " loss before the call"
         )
-        by_all(
-            lambda: self._check_unchanged(tangent, remedy), "backward", remedy
-        )  # all ranks run again, or none
+        # all ranks run again, or none
+        by_all(lambda: self._check_unchanged(tangent, remedy), "backward", remedy)
         device = self._calls.device_type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return self._calls.step(
@@ -204,8 +219,9 @@ class ScaledStep:
                 remedy=remedy,
             )
 
-    def _read(self) -> list[tuple[str, Tensor]]:
-        """What the user may change and a second run reads."""
+    def _changeable_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that a second run reads and the user may change, by their names in
+        errors."""
         assert self._operands is not None, "the step has not run"
         parts, buffers, parameters = self._operands
         named = [
@@ -221,17 +237,17 @@ class ScaledStep:
 
 
 def _version(x: Tensor) -> int | None:
-    """How often it was changed in place; None where that is not counted."""
+    """Return the version counter of a tensor; None under inference mode, which has none."""
     return None if x.is_inference() else x._version
 
 
 # --------------------------------------------------------------------------------------------------
-# The loss of a step whose backward has run: what `backward` of it does is to hand out gradients.
+# The loss of a step whose backward has run. Its `backward` publishes the gradients.
 
 
 class Published(torch.autograd.Function):
-    """The loss, whose backward hands out gradients that are known already, or runs the step
-    again for another factor of the loss."""
+    """The loss. Its backward publishes gradients that are known already, or runs the step again for
+    another factor of the loss."""
 
     @staticmethod
     def forward(
@@ -243,12 +259,17 @@ class Published(torch.autograd.Function):
         anchor: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        """The loss, which comes in a list, so that it is no input: those are returned as views,
-        which could not be changed in place.
+        """Return the loss. It is passed in a list, so that it is no input of the function: inputs
+        are returned as views, which cannot be changed in place.
 
         Args:
-            step: that made it. anchor: has a gradient, so that backward comes to ranks whose
+            calls: the pipeline of this rank.
+            step: the step that computed the loss.
+            loss: the loss alone.
+            gradients: the gradients of the step.
+            anchor: a tensor that requires a gradient, so that backward also runs on ranks whose
                 parameters are all frozen.
+            parameters: the parameters of this rank.
         """
         ctx.calls, ctx.gradients, ctx.step, ctx.are_plain = (
             calls,
@@ -261,11 +282,15 @@ class Published(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
-        """The gradients for this tangent."""
+        """Return the gradients for a tangent of the loss.
+
+        Raises:
+            RuntimeStateError: if backward has run before, or the step cannot run again.
+        """
         made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
         if made is None:
             raise ran_twice()
         with announced("runs backward", ctx.calls.world):
             ctx.calls.check_tangent(tangent)
-            gradients = ctx.calls.wrapped(step.gradients(tangent, made))
+            gradients = ctx.calls.wrap_gradients(step.gradients(tangent, made))
         return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))

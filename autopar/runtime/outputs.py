@@ -1,9 +1,9 @@
-"""`PartedOutput`: an output that every rank holds a part of, which refuses to be read as if that
-part were the whole.
+"""`PartedOutput`: a distributed output that refuses to be read as if this rank's part were the
+whole tensor.
 
-A DTensor's ``item()`` reads this rank's local value whatever the placements say, and torch refuses
-plain tensors beside it in words of its own. What torch computes of such an output is one, too, so
-that a metric of it is refused where it becomes a number.
+``item()`` of a DTensor reads this rank's local value for all placements, and torch refuses to mix
+DTensors and plain tensors with a message of its own. Results computed from such an output are
+`PartedOutput`, too, so that a metric is refused at the point at which it becomes a number.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ READS = frozenset(
         torch.equal,
     }
 )
-_MIXED = "mixed torch.Tensor and DTensor"  # of torch's refusal, 2.11 to 2.15
+_MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message, 2.11 to 2.15
 
 
 def _in_part(what: str) -> RuntimeStateError:
-    """The error of an output whose part here would be taken for the whole."""
+    """Return the error for reading a part of an output as the whole."""
     whole = 'pass outputs="full" to autopar.compile, and outputs come whole on every rank'
     return RuntimeStateError(
         what, remedy=f"{whole}; or gather this one, on every rank: out.full_tensor()"
@@ -52,7 +52,7 @@ def _in_part(what: str) -> RuntimeStateError:
 
 
 class PartedOutput(DTensor):
-    """A DTensor that its rank's part does not stand for; made by `parted` of one that is there."""
+    """A DTensor that refuses to be read in part. `refuse_reads` converts a DTensor in place."""
 
     __slots__ = ()
 
@@ -60,11 +60,12 @@ class PartedOutput(DTensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As a DTensor's, with results of this class.
+        """Run a function of torch like a DTensor. Results are of this class.
 
         Raises:
-            RuntimeStateError: where a value is read of which this rank has a part, or a plain
-                tensor stands beside it.
+            RuntimeStateError: if a value is read of which this rank has only a part, or DTensors
+            and
+                plain tensors are mixed.
         """
         leaves = tree_leaves((args, kwargs))
         read = func in READS or (func is Tensor.__format__ and not args[0].dim())
@@ -88,14 +89,14 @@ class PartedOutput(DTensor):
         return found
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """The whole tensor; every rank calls it, if it is in parts."""
+        """Return the whole tensor; every rank calls it, unless the tensor is replicated."""
         if not _in_parts(self):
             return super().full_tensor(**kwargs)
         with announced(f"gathers an output of shape {tuple(self.shape)}", self.device_mesh):
             return super().full_tensor(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved and copied as the DTensor that it is."""
+        """Pickle and copy it as a plain DTensor."""
         return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -103,8 +104,8 @@ class PartedOutput(DTensor):
 
 
 def refuse_reads(value: Tensor) -> Tensor:
-    """The same tensor, which refuses from now on to be read in part; as it is where it is no
-    DTensor."""
+    """Convert a DTensor to a `PartedOutput` in place, and return it. Other tensors are returned
+    unchanged."""
     if type(value) is DTensor:
         value.__class__ = PartedOutput
     return value
@@ -134,16 +135,22 @@ def _name(func: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Outputs that the plain model has a gradient of and a program has none of: whoever differentiates
-# one is told so.
+# Outputs that have a gradient in the plain model but not in a program: backward through them is
+# refused.
 #
-# They come as if they had a gradient, as the plain model's do, and backward through one is
-# refused: detached, they would take part in a sum of losses and leave nothing in any gradient.
+# They require a gradient like those of the plain model. If they were detached, they could be part
+# of a sum of losses and silently contribute nothing to any gradient.
 
 
 def refuse_backward(name: str, value: Tensor, loss: Tensor) -> Tensor:
-    """The output `value`, in the same memory, whose backward is refused; as it is where the
-    call's loss has no gradient either."""
+    """Return an output, in the same memory, through which backward is refused. It is unchanged if
+    the loss of the call has no gradient either.
+
+    Args:
+        name: the name of the output, for errors.
+        value: the output.
+        loss: the loss of the same call.
+    """
     if not loss.requires_grad or value.requires_grad or not torch.is_grad_enabled():
         return value
     found: Tensor = _Refused.apply(loss, [value], name)
@@ -151,17 +158,25 @@ def refuse_backward(name: str, value: Tensor, loss: Tensor) -> Tensor:
 
 
 class _Refused(torch.autograd.Function):
-    """Of a value that is no argument, since it would be a view of one then, which cannot be
-    changed in place."""
+    """An autograd function whose backward is refused. The value is passed in a list, since the
+    result would otherwise be a view of an input, which cannot be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: list[Tensor], name: str) -> Tensor:
+        """Return the value.
+
+        Args:
+            loss: the loss, whose gradient makes the value require one.
+            value: the value alone. The list is emptied.
+            name: the name of the output, for errors.
+        """
         ctx.name = name
         return value.pop()
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, tangent: Tensor) -> Any:
+        """Raise RuntimeStateError."""
         raise RuntimeStateError(
             f"backward goes through the output {ctx.name!r}, and a program has the gradient of its"
             " loss alone",

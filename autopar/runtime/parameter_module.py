@@ -32,16 +32,17 @@ class Holder(Drawing):
 
     Args:
         tensors: parameters and buffers that the program reads.
-        devices: the mesh that they lie on.
-        model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
-        world: the whole mesh, where `devices` is a part of it.
-        elsewhere: names that only other ranks' programs read, which are not held here. What no
-            program reads is held replicated.
-        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+        devices: the mesh of the tensors.
+        model: the source of values, names and the train/eval flag. It may be on the meta device,
+            and is not kept.
+        elsewhere: names that only programs of other ranks read. They are not held here; tensors
+            that no program reads are held replicated.
+        world: the whole mesh, if `devices` is a part of it.
+        shared: a module of the same model whose parameters and buffers this module shares.
 
     Raises:
-        MeshError: where a parameter is on a device of another kind. RuntimeStateError: where the
-            model is not the program's.
+        MeshError: if a parameter is on a device of another type.
+        RuntimeStateError: if the program was made for another model.
     """
 
     _unset: Unset
@@ -83,7 +84,7 @@ class Holder(Drawing):
         told = (
             of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
         )
-        self._awaits_values = any(told)  # of all ranks, since looking at it is collective
+        self._awaits_values = any(told)  # equal on all ranks, since the check is collective
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
@@ -97,14 +98,17 @@ class Holder(Drawing):
             tell_of_hosts()
 
     def train(self, mode: bool = True) -> Holder:
-        """Set the mode of the whole."""
+        """Set the mode of the whole module, and return it."""
         for module in self.modules():
             module.training = mode
         return self
 
     def check_values(self) -> None:
-        """Raises RuntimeStateError where parameters or buffers, of any rank, were on meta and
-        have been given no values."""
+        """Check that all parameters and buffers have values; collective until they have.
+
+        Raises:
+            RuntimeStateError: if a tensor of any rank was on the meta device and has no values yet.
+        """
         if not self._awaits_values:
             return
         if self._world.size() == 1:
@@ -120,10 +124,10 @@ class Holder(Drawing):
         elsewhere: Collection[str],
         shared: Holder | None,
     ) -> None:
-        """Parameters and buffers under the model's names, in its order; tied ones are one
-        object. `shared` has them already."""
+        """Hold parameters and buffers under the model's names, in its order. Tied ones are one
+        object. Those of `shared` are used again."""
         made: dict[int, tuple[Any, str]] = {}
-        if shared is not None:  # what no program of this model reads is where it is already
+        if shared is not None:  # tensors that no program reads are only on ranks that have them
             named = {
                 name
                 for of in (model.named_parameters, model.named_buffers)
@@ -153,8 +157,9 @@ class Holder(Drawing):
                 )
 
     def _names_on_meta(self, model: nn.Module) -> list[str]:
-        """Of what is held here; but for saved booleans, of which nothing says whether they were
-        read (`autopar.runtime.guards`)."""
+        """Return the names of held tensors that are on the meta device in the model, without
+        persistent booleans, for which missing values cannot be detected
+        (`autopar.runtime.guards`)."""
         on_meta = {
             name: x
             for name, x in (*model.named_parameters(), *model.named_buffers())
@@ -167,7 +172,7 @@ class Holder(Drawing):
         return cast(Standing, self.get_submodule(path))
 
     def _make_parts(self, model: nn.Module) -> None:
-        """One for each name of a module, of its class, with what it has set to None."""
+        """Make a part for each name of a module, with the module's entries that are None."""
         classes: dict[type[nn.Module], type[Part]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             here: Standing = self
@@ -204,7 +209,8 @@ class Holder(Drawing):
     def _buffer(
         self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None
     ) -> tuple[Tensor, str]:
-        """A replicated buffer is a plain tensor, a sharded one a DTensor."""
+        """Return a buffer, a plain tensor if it is replicated and a DTensor if it is sharded, and
+        the program's name of it."""
         storage = self._storage(name, full, known)
         if shared is not None:
             shared.check_same(name, storage)
@@ -215,8 +221,11 @@ class Holder(Drawing):
         ), storage.tensor.name
 
     def check_same(self, name: str, other: Storage) -> None:
-        """Raises RuntimeStateError where what bears that name here is not here, or does not rest
-        as `other` says."""
+        """Check that a tensor of this module has a given storage.
+
+        Raises:
+            RuntimeStateError: if it is not on this rank, or is stored in another way.
+        """
         own = self._storages.get(self._names.get(name, ""))
         if own is None or (own.placements, own.stored_shape, own.tensor.layout.host) != (
             other.placements,
@@ -233,7 +242,7 @@ class Holder(Drawing):
             )
 
     def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
-        """How it is stored; what the program does not read is replicated."""
+        """Return the storage of a tensor. Tensors that the program does not read are replicated."""
         shape = tuple(full.shape)
         tensor = known.get(name) or ProgramTensor(
             name, shape, shape, full.dtype, Layout.replicated(self._num_axes)
@@ -254,8 +263,11 @@ class Holder(Drawing):
         return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
 
     def same_names(self) -> dict[str, list[str]]:
-        """Of each parameter and buffer the name that the program has for it → all that the model
-        has for it, that one first, of those in its state dict."""
+        """Return the names of each parameter and buffer of the state dict.
+
+        Returns:
+            The program's name → all names of the model, with the program's name first.
+        """
         found: dict[str, list[str]] = {}
         for name in self.state_dict():
             if name in self._names:
@@ -282,26 +294,26 @@ class Holder(Drawing):
         return found if rank0_only and rank() else found | self._extra_states
 
     def extra_state_names(self) -> Collection[str]:
-        """Of what modules add to a state dict by ``get_extra_state``, which is as it was when
-        the model was compiled."""
+        """Return the state dict names of the results of ``get_extra_state``, which are constant
+        since the model was compiled."""
         return self._extra_states.keys()
 
     def resting(self, name: str) -> Layout:
-        """How what bears a name of the model rests, over the dims that graphs see."""
+        """Return the storage layout of the model's tensor of that name, over the dims of graphs."""
         return self._storages[self._names[name]].tensor.layout
 
     def stored(self, name: str) -> Tensor:
-        """What bears a name of the model."""
+        """Return the parameter or buffer that the model has under that name."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
         return module.get_parameter(leaf) if leaf in module._parameters else module.get_buffer(leaf)
 
 
 def holder_of(module: nn.Module) -> Holder:
-    """The compiled module; of one that was planned at its first call, what stands behind it.
+    """Return the compiled module, or the one behind a module that is planned at its first call.
 
     Raises:
-        RuntimeStateError: where it is none.
+        RuntimeStateError: if the module is not compiled, or was not called yet.
     """
     found = module if isinstance(module, Holder) else module._modules.get("module")
     if not isinstance(found, Holder):
@@ -322,8 +334,8 @@ def _state_dict_hook(
 
 
 def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Full tensors become this rank's part, and what other stages hold is left out; torch
-    reports shapes that differ."""
+    """Replace full tensors of a state dict by this rank's parts, and remove tensors of other
+    stages. Torch reports different shapes."""
     for name, stored in module._names.items():
         value, storage = state.get(prefix + name), module._storages[stored]
         if (

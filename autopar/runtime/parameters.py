@@ -25,13 +25,15 @@ from autopar.runtime.tensor_guards import refuse_given_data
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How one parameter, buffer or output lies on this rank.
+    """The storage of a parameter, buffer or output on this rank.
 
     Attributes:
-        devices: the program's mesh. seen: the mesh that its DTensor names, `devices` or one in
-            which some axes are one dim.
-        graph_shape: local shape over the dims of `view`, as graphs see it.
-        stored_shape: local shape over the dims of `shape`, as the DTensor holds it.
+        tensor: the tensor of the program.
+        devices: the program's mesh.
+        seen: the mesh of the DTensor: `devices`, or the same with some axes joined.
+        placements: the placements of the DTensor on `seen`.
+        graph_shape: the local shape over the dims of the tensor's `view`, as in graphs.
+        stored_shape: the local shape over the dims of the tensor's `shape`, as in the DTensor.
     """
 
     tensor: ProgramTensor
@@ -43,6 +45,7 @@ class Storage:
 
     @staticmethod
     def of(tensor: ProgramTensor, devices: DeviceMesh) -> Storage:
+        """Return the storage of a tensor on this rank of the program's mesh."""
         mesh_shape, coordinate = tuple(devices.shape), devices.get_coordinate()
         local = local_shape(tensor.view, tensor.layout, mesh_shape, coordinate)
         stored = tuple(
@@ -52,8 +55,8 @@ class Storage:
         return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
 
     def distribute(self, full: Tensor) -> DTensor:
-        """This rank's part of a full tensor, copied to where it rests; blank
-        (`autopar.runtime.guards`) where `full` is on meta."""
+        """Return this rank's part of a full tensor as a DTensor, copied to its device. It is marked
+        as without values (`autopar.runtime.guards`) if `full` is on the meta device."""
         if self.tensor.layout.host:
             return self.wrap(self._on_host(full))
         device = torch.device(self.devices.device_type, _device_index(self.devices))
@@ -69,7 +72,7 @@ class Storage:
         return self.wrap(part.detach().to(device).clone(memory_format=torch.contiguous_format))
 
     def _on_host(self, full: Tensor) -> Tensor:
-        """This rank's part in the host's memory, page-locked where a GPU fetches it."""
+        """Return this rank's part in the memory of the host, page-locked if a GPU fetches it."""
         local = host.empty(self.stored_shape, full.dtype, pinned=self.devices.device_type == "cuda")
         if full.is_meta:
             blank(local)
@@ -85,19 +88,18 @@ class Storage:
         return local
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor around a local tensor of either local shape, without a copy."""
+        """Return the DTensor of a local tensor in either local shape, without a copy."""
         stride = tuple(math.prod(self.tensor.shape[d + 1 :]) for d in range(len(self.tensor.shape)))
         return around(
             local.reshape(self.stored_shape), self.seen, self.placements, self.tensor.shape, stride
         )
 
     def local(self, stored: Tensor) -> Tensor:
-        """The local tensor as graphs see it, a view.
+        """Return the local tensor of a stored tensor in the shape of graphs, as a view.
 
         Raises:
-            RuntimeStateError: where the tensor was converted to another dtype or moved since the
-                program was made, was given data, or is another one, which does not rest as this
-                says.
+            RuntimeStateError: if the tensor was converted to another dtype, moved or assigned other
+                data since the program was made, or was replaced by a tensor with another storage.
         """
         refuse_given_data(self.tensor.name, stored)
         local = stored.to_local() if isinstance(stored, DTensor) else stored
@@ -116,7 +118,8 @@ class Storage:
         return local.view(self.graph_shape)
 
     def _is_of(self, stored: Tensor) -> bool:
-        """Whether the local tensor is this rank's part of it; a plain tensor is whole."""
+        """Whether the local tensor is this rank's part of the tensor. A plain tensor counts as
+        replicated."""
         if stored.shape != self.tensor.shape:
             return False
         if not isinstance(stored, DTensor) or stored.placements == self.placements:

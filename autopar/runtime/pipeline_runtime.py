@@ -1,5 +1,5 @@
-"""What a rank of a pipeline does in a call, apart from the module that the user sees, whose
-names are the model's."""
+"""The calls of one rank of a pipeline: its schedule, its transfers, and the exchange of gradients
+and outputs. The module that the user sees is `autopar.runtime.staged_module.StagedModule`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from autopar.runtime.rank_consistency import check_tangents
 from autopar.runtime.tensor_guards import Watched
 
 # --------------------------------------------------------------------------------------------------
-# What ranks of a pipeline give each other once a step: parts of the gradients of parameters that
-# several hold, and outputs.
+# Exchange between the ranks of a pipeline once per step: gradients of parameters that several ranks
+# hold, and outputs.
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Of one rank.
+    """The exchange of one rank.
 
     Attributes:
-        group: the ranks of the pipeline; None where there is one. rank: this one's place in it.
-            device: type of the tensors' devices.
-        shared: parameter that this rank and others hold → the ranks that do.
+        program: the program of all stages.
+        group: the ranks of the pipeline; None for one rank.
+        rank: this rank's index in the pipeline.
+        device: the type of the devices on which ranks communicate.
+        shared: parameter that this and other ranks hold → the ranks that hold it.
     """
 
     program: StagedProgram
@@ -50,7 +52,14 @@ class Exchange:
     def of(
         program: StagedProgram, group: dist.ProcessGroup | None, rank: int, device: str
     ) -> Exchange:
-        """The exchange of trained parameters, whose stages lie on ranks in turns."""
+        """Make the exchange of a rank. Stage n is on rank n modulo the number of ranks.
+
+        Args:
+            program: the program of all stages.
+            group: the ranks of the pipeline; None for one rank.
+            rank: this rank's index in the pipeline.
+            device: the type of the devices.
+        """
         num_ranks = 1 if group is None else group.size()
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
         holders = {
@@ -65,16 +74,20 @@ class Exchange:
         return Exchange(program, group, rank, device, shared)
 
     def counted_elsewhere(self) -> set[str]:
-        """Parameters that an earlier rank holds, too."""
+        """Return the names of parameters that an earlier rank holds, too."""
         return {name for name, ranks in self.shared.items() if ranks[0] != self.rank}
 
     def add_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """The first rank that holds a parameter adds up all parts of its gradient, in order, and
-        sends the sum back."""
+        """Sum the gradients of shared parameters in place over the ranks that hold them. The first
+        of these ranks adds the parts in order and sends the sum back.
+
+        Args:
+            gradients: the local gradients by name.
+        """
         for name, ranks in sorted(self.shared.items()):
             assert self.group is not None, "several ranks have a group"
             there = gradients[name]
-            mine = there.to(self.device)  # a gradient on the host does not go to others from there
+            mine = there.to(self.device)  # ranks communicate on the device, not on the host
             owner, others = dist.get_global_rank(self.group, ranks[0]), ranks[1:]
             if self.rank != ranks[0]:
                 dist.send(mine, owner, self.group)
@@ -92,8 +105,12 @@ class Exchange:
     def spread(
         self, outputs: Sequence[ProgramTensor], own: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """These outputs on all ranks, from the ranks whose stages make them, where they are
-        contiguous."""
+        """Broadcast outputs from the ranks whose stages compute them to all ranks.
+
+        Args:
+            outputs: the outputs.
+            own: the outputs of this rank by name, contiguous.
+        """
         if self.group is None:
             return dict(own)
         found = {}
@@ -118,7 +135,7 @@ class Exchange:
 
 
 def _write_back(there: Tensor, mine: Tensor) -> None:
-    """What was exchanged on the device, into the gradient that lies elsewhere."""
+    """Copy the sum on the device into the gradient, if that is on the host."""
     if there is not mine:
         there.copy_(mine)
 
@@ -128,19 +145,20 @@ def _write_back(there: Tensor, mine: Tensor) -> None:
 
 
 class StageWorker(PipelineStage):
-    """What schedules call; the work is `work`.
+    """A stage as schedules of torch call it. The computation is that of `work`.
 
     Args:
-        number, num_stages: which stage of how many. group: the ranks of the pipeline, one per stage
-            in order.
+        work: the work of the stage.
+        number: the index of the stage.
+        num_stages: the number of stages.
+        group: the ranks of the pipeline, one per stage in order.
     """
 
     def __init__(
         self, work: StageWork, number: int, num_stages: int, group: dist.ProcessGroup
     ) -> None:
-        nothing = torch.empty(
-            0, device=work.device
-        )  # shapes are the program's own; the schedule needs no inference of them
+        # the program defines all shapes, so that the schedule need not infer them
+        nothing = torch.empty(0, device=work.device)
         super().__init__(
             nn.Module(),
             number,
@@ -153,7 +171,7 @@ class StageWorker(PipelineStage):
         self.work, self._transfers = work, Transfers(group)
 
     def clear_runtime_states(self) -> None:
-        """The work's `begin` and `finish` do."""
+        """Do nothing, since `begin` and `finish` of the work clear its state."""
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
         self.chunks = num_microbatches
@@ -162,10 +180,10 @@ class StageWorker(PipelineStage):
         self.chunks = num_microbatches
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Weights of losses do."""
+        """Do nothing, since the losses of microbatches are weighted."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive what crosses from the stage before."""
+        """Receive the tensors of a microbatch from the previous stage."""
         return (
             []
             if self.is_first
@@ -173,11 +191,11 @@ class StageWorker(PipelineStage):
         )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send what crosses to the stage after."""
+        """Send the tensors of a microbatch to the next stage."""
         return self._moves("send forward", self.work.leaving(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive the gradients of what was sent."""
+        """Receive the gradients of the tensors that were sent."""
         return (
             []
             if self.is_last
@@ -185,7 +203,7 @@ class StageWorker(PipelineStage):
         )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradients of what was received."""
+        """Send the gradients of the tensors that were received."""
         return self._moves("send backward", self.work.leaving_back(bwd_chunk_id))
 
     def forward_one_chunk(
@@ -195,7 +213,15 @@ class StageWorker(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Tensor:
-        """Run forward on one microbatch. What is returned is only for the schedule to hand back."""
+        """Run forward on one microbatch.
+
+        Args:
+            fwd_chunk_id: the index of the microbatch.
+            args, kwargs, save_forward_output: ignored; the work has its inputs.
+
+        Returns:
+            An empty tensor, since the schedule expects a result.
+        """
         self.work.forward(fwd_chunk_id)
         return torch.empty(0)
 
@@ -206,7 +232,12 @@ class StageWorker(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run backward on one microbatch and add up its gradients."""
+        """Run backward on one microbatch, and add its gradients to those of the step.
+
+        Args:
+            bwd_chunk_id: the index of the microbatch.
+            loss, full_backward, last_backward: ignored; the work has its loss.
+        """
         self.work.backward(bwd_chunk_id)
 
     def _moves(self, kind: str, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
@@ -217,19 +248,24 @@ _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class StageCalls:
-    """Of one rank.
+    """The pipeline of one rank.
 
     Args:
-        works: stage → its work, of this rank's. how: how microbatches make the batch, with what
-            weighs them bound to this rank.
-        kept: the batch's outputs that a call returns. held: the parameters here. storages: how
-            parameters and buffers rest.
-        group, rank: the ranks of the pipeline, None for one, and this one's place among them.
-            world: all devices.
+        program: the program of all stages.
+        works: stage of this rank → its work.
+        how: the microbatches, with their weights bound to this rank.
+        kept: the outputs of the batch that a call returns.
+        held: the parameters of this rank.
+        storages: the storage of parameters and buffers, by name.
+        group: the ranks of the pipeline; None for one rank.
+        rank: this rank's index in the pipeline.
+        world: the whole mesh.
 
     Attributes:
-        is_fp16: whether a value of any stage is in float16. mutates: whether any stage changes
-            buffers. mutated: the buffers that are changed here. world: all devices.
+        is_fp16: whether a value of any stage is in float16.
+        mutates: whether any stage changes buffers.
+        mutated: the buffers that stages of this rank change.
+        world: the whole mesh.
     """
 
     def __init__(
@@ -260,12 +296,12 @@ class StageCalls:
 
     @property
     def device_type(self) -> str:
-        """Of all devices."""
+        """The type of all devices."""
         return self.world.device_type
 
     def _make_schedule(self) -> Any:
-        """None for a single stage, whose microbatches come one after another, and for one a rank
-        where no backward runs among forwards."""
+        """Make the schedule. It is None for a single rank, which runs microbatches one after
+        another, and for one stage per rank if no backward runs between forwards."""
         if self._group is None:
             return None
         if len(self._works) > 1:
@@ -289,14 +325,19 @@ class StageCalls:
         keep: bool,
         returns: bool = True,
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """The batch's outputs by path, and this rank's gradients, both the same on all ranks that
-        should have them.
+        """Run a step of all microbatches.
 
         Args:
-            parts: the inputs of each microbatch. buffers: local ones by name. parameters: those
-                held. scale: of losses in backward.
-            keep: whether backward runs, too. returns: whether outputs are collected; else there are
-                none.
+            parts: the inputs of each microbatch, by name.
+            buffers: the local buffers, by name.
+            parameters: the parameters of this rank.
+            scale: the factor of losses in backward.
+            keep: whether backward runs, too.
+            returns: whether outputs are collected.
+
+        Returns:
+            The outputs of the batch by path, equal on all ranks, and the gradients of this rank,
+            equal on all ranks that hold the parameter.
         """
         kept = self.kept if returns else ()
         self.begin(
@@ -305,7 +346,7 @@ class StageCalls:
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)
         elif keep and self._schedule is not None:
-            with torch.enable_grad():  # the schedule insists, though nothing runs through autograd
+            with torch.enable_grad():  # torch's schedule requires it, though autograd is not used
                 self._schedule.step(target=torch.zeros(self.how.num), return_outputs=False)
         elif keep:
             for number in range(self.how.num):
@@ -313,19 +354,20 @@ class StageCalls:
                 self._works[self.rank].backward(number)
         else:
             self.runner(self._works).forward()
-        own = self._joined(self._works)
+        own = self._join_outputs(self._works)
         gradients = self.finish(self._works, parameters, keep=keep)
         return self.exchange.spread(kept, own), gradients
 
     def new_works(self) -> dict[int, StageWork]:
-        """Of one call, which may wait for its backward while others come."""
+        """Return new works for one call, whose backward may come after other calls."""
         return {
             number: StageWork(work.program, work.executor, work.device)
             for number, work in self._works.items()
         }
 
     def runner(self, works: Mapping[int, StageWork]) -> ForwardsFirst:
-        """Runs the one stage of this rank: all forwards, then all backwards."""
+        """Return the schedule that runs all forwards and then all backwards of this rank's
+        stage."""
         transfers = None if self._group is None else Transfers(self._group)
         return ForwardsFirst(works[self.rank], self.rank, transfers, self.how.num)
 
@@ -340,15 +382,19 @@ class StageCalls:
         keep: bool,
         kept: Sequence[ProgramTensor] | None = None,
     ) -> None:
-        """Of each stage. A buffer that several change, each once per microbatch, is changed in a
-        copy by all but the first.
+        """Begin a step in the work of each stage. If several stages change a buffer, each once per
+        microbatch, all but the first change a copy.
 
         Args:
+            works: stage → its work.
+            parts: the inputs of each microbatch, by name.
+            weight: the factor of losses in backward.
+            buffers: the local buffers, by name.
+            parameters: the parameters of this rank.
+            keep: whether backward follows.
             kept: the outputs that are collected; by default those that a call returns.
         """
-        with (
-            torch.no_grad()
-        ):  # as they are, without autograd; `detach` fails under torch.inference_mode
+        with torch.no_grad():  # instead of `detach`, which fails under torch.inference_mode
             locals = {
                 t.name: self._storages[t.name].local(p)
                 for p, t in zip(parameters, self.held, strict=True)
@@ -373,12 +419,13 @@ class StageCalls:
                 keep=keep,
             )
 
-    def returned(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
-        """After all forwards of a model without a loss: the batch's outputs on all ranks."""
-        return self.exchange.spread(self.kept, self._joined(works))
+    def gather_outputs(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
+        """Return the outputs of the batch on all ranks, after all forwards of a model without a
+        loss."""
+        return self.exchange.spread(self.kept, self._join_outputs(works))
 
-    def _joined(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
-        """The batch's outputs that this rank's stages make. Lets go of microbatches'."""
+    def _join_outputs(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
+        """Join the outputs of microbatches that this rank's stages computed, and free them."""
         made = [(path, values) for work in works.values() for path, values in work.outputs.items()]
         found = {path: self.how.join(path, values).contiguous() for path, values in made}
         del made
@@ -389,8 +436,17 @@ class StageCalls:
     def finish(
         self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool
     ) -> list[Tensor | None]:
-        """After all backwards, if there were any: this rank's gradients; None where nothing that
-        has a part in the loss reaches one."""
+        """Finish a step, and sum the gradients of shared parameters.
+
+        Args:
+            works: stage → its work.
+            parameters: the parameters of this rank.
+            keep: whether backward has run.
+
+        Returns:
+            The local gradients of this rank's trained parameters, None for a parameter without a
+            part in the loss; empty without backward.
+        """
         found: dict[str, Tensor] = {}
         for work in works.values():
             named = [t.name for t in work.program.parameters if t.has_gradient]
@@ -401,18 +457,24 @@ class StageCalls:
         if not keep:
             return []
         for t, parameter in zip(self.held, parameters, strict=True):
-            if (
-                t.name in self.exchange.shared and t.name not in found
-            ):  # another stage has all of it
+            if t.name in self.exchange.shared and t.name not in found:  # zero on this stage
                 with torch.no_grad():
                     found[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
         self.exchange.add_shared(found)
         return [found.get(t.name) for t in self.held if t.has_gradient]
 
-    def wrapped(
+    def wrap_gradients(
         self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()
     ) -> list[DTensor | None]:
-        """One per parameter that is held; None for those `without` one."""
+        """Return the DTensor gradients of this rank's parameters.
+
+        Args:
+            gradients: the local gradients of trained parameters.
+            without: parameters that get no gradient.
+
+        Returns:
+            One gradient per parameter of this rank, None if it gets none.
+        """
         named = zip((t.name for t in self.held if t.has_gradient), gradients, strict=True)
         found = {name: gradient for name, gradient in named if name not in without}
         shown = [(t.name, found.get(t.name)) for t in self.held]
@@ -421,8 +483,13 @@ class StageCalls:
             for name, gradient in shown
         ]
 
-    def unused(self, absent: frozenset[str]) -> Unused:
-        """What follows from these outputs alone, which have no part in the loss."""
+    def find_unused(self, absent: frozenset[str]) -> Unused:
+        """Return the parameters and transfers that depend only on outputs without a part in the
+        loss.
+
+        Args:
+            absent: the names of these outputs.
+        """
         if absent not in self._unused:
             self._unused[absent] = Unused.of(self.program, absent)
         return self._unused[absent]
@@ -433,7 +500,13 @@ class StageCalls:
         parameters: Sequence[Tensor],
         outputs: Mapping[str, Tensor],
     ) -> Watched:
-        """What the user holds and backward reads."""
+        """Watch the tensors that the user holds and backward reads.
+
+        Args:
+            works: stage → its work.
+            parameters: the parameters of this rank.
+            outputs: the outputs of the call, by name.
+        """
         watched = Watched()
         for work in works.values():
             watched.watch(
@@ -444,22 +517,25 @@ class StageCalls:
         return watched
 
     def check_tangent(self, tangent: Tensor) -> None:
-        """In backwards 1, 2, 4, 8 and so on: that every rank multiplied the loss by the same
+        """Check in backwards 1, 2, 4, 8 and so on that every rank multiplied the loss by the same
         factor.
 
         Raises:
-            RuntimeStateError: on all ranks, where they did not.
+            RuntimeStateError: on all ranks, if they did not.
         """
         self._num_backwards += 1
         if self._num_backwards & (self._num_backwards - 1) == 0:
             check_tangents([("the loss", tangent)], self.world)
 
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
-        """That nothing which backward reads has changed, and, as `ParallelModule` does, that every
-        rank computed the same loss.
+        """Check that no tensor which backward reads has changed, and that every rank computed the
+        same loss.
 
-        In backwards 1, 2, 4, 8 and so on all ranks are told of both; in others a rank whose
-        parameters have changed is told alone.
+        Both are checked on all ranks in backwards 1, 2, 4, 8 and so on. In others, only the first
+        is checked, on each rank by itself.
+
+        Raises:
+            RuntimeStateError: if a check fails.
         """
         self._num_backwards += 1
         if self._num_backwards & (self._num_backwards - 1):

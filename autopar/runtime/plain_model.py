@@ -1,19 +1,20 @@
-"""The plain model once it was compiled: what is done to it then reaches no program, and whoever
-does it is told so.
+"""Detection of changes to the plain model after it was compiled. They do not affect the program,
+and are reported.
 
-It is not kept alive: its modules are held weakly, and of each tensor there is noted which it is and
-how often it had been written. Where there is no plain model any more, or its weights are on meta,
-there is nothing to compare.
+The plain model is not kept alive: its modules are referenced weakly, and the identity and version
+counter of each tensor are noted. If the model does not exist any more, or its weights are on the
+meta device, nothing is compared.
 
-Refused at the next call are hooks that were registered since, another mode and parameters that were
-frozen or freed, unless the same was done to the compiled module; and at its first call parameters
-that were written, such as by `load_state_dict`, when those of the compiled one were not. Later, or
-where it has gradients, the plain model may well be one of its own: of values that are written then
-there is one warning.
+The next call refuses hooks registered since, another mode, and parameters that were frozen or
+unfrozen, unless the compiled module was changed in the same way. The first call also refuses
+parameters that were written, for example by `load_state_dict`, if those of the compiled module were
+not. Later, or if the plain model has gradients, it may be used on its own: written values cause one
+warning.
 
-Writes past what counts changes, by `parameter.data.copy_(...)`, are seen by the values
-(`autopar.runtime.tensor_guards`), which are looked at until a first call has passed, and then in
-calls 2, 4, 8 and so on: some of large tensors, all of small ones.
+Writes that version counters do not count, such as `parameter.data.copy_(...)`, are detected by
+checksums of the values (`autopar.runtime.tensor_guards`): of a sample for large tensors, of all
+values for small ones. They are compared until the first call has passed, and then in calls 2, 4, 8
+and so on.
 """
 
 from __future__ import annotations
@@ -35,23 +36,29 @@ log = logging.getLogger("autopar")
 
 
 class Compiled(Protocol):
-    """What is asked of the compiled module."""
+    """The attributes of a compiled module that are read here."""
 
     training: bool
 
     def named_parameters(self) -> Any:
-        """By the model's names."""
+        """Return the parameters by the model's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A parameter or buffer of a plain model, as it was left.
+    """The state of a parameter or buffer of the plain model when it was compiled.
 
     Attributes:
-        module: that holds it, weakly. leaf: its name there. number: the object's identity. device,
-            dtype, pointer: of its data.
-        version: how often it had been changed in place. values: some of them, as a number; None
-            where there are none.
+        name: its name in the model.
+        module: a weak reference to the module that holds it.
+        leaf: its name in that module.
+        is_parameter: whether it is a parameter.
+        trains: whether it requires a gradient.
+        number: the id of the object.
+        version: its version counter.
+        pointer: the address of its data.
+        place: its device and dtype.
+        values: a checksum of its values; None if it has none.
     """
 
     name: str
@@ -66,22 +73,24 @@ class Noted:
     values: int | None
 
     def now(self) -> Tensor | None:
-        """What bears its name; None where nothing does."""
+        """Return the tensor that has its name now; None if there is none."""
         module = self.module()
         if module is None:
             return None
         return (module._parameters if self.is_parameter else module._buffers).get(self.leaf)
 
     def is_written(self, now: Tensor) -> bool:
-        """Whether what bears its name is another tensor, or was written."""
+        """Return whether the current tensor is another one, or was written."""
         return (id(now), _version(now), _pointer(now)) != (self.number, self.version, self.pointer)
 
     def has_other_values(self, now: Tensor) -> bool:
-        """Whether it has, also where nothing counted the write."""
+        """Return whether the current tensor has other values, also if no version counter shows
+        it."""
         return self.values is not None and sample_checksum(now) not in (self.values, None)
 
     def is_moved(self, now: Tensor) -> bool:
-        """Whether it has the same values elsewhere, or none any more."""
+        """Return whether the current tensor was moved to another device, or has no values any
+        more."""
         device, dtype = self.place
         return now.is_meta or (
             now.dtype == dtype and now.device != device and device.type != "meta"
@@ -89,7 +98,7 @@ class Noted:
 
 
 def note_tensors(model: nn.Module) -> tuple[Noted, ...]:
-    """Its parameters and buffers, tied ones under their first name."""
+    """Note the parameters and buffers of a model, tied ones under their first name."""
     return tuple(_note_each(model))
 
 
@@ -118,10 +127,11 @@ def _note_each(model: nn.Module) -> Iterator[Noted]:
 
 
 class PlainModel:
-    """One that was compiled, as it was left then.
+    """The state of a plain model when it was compiled.
 
     Args:
-        compiled: its parameters by name, before anything was done to them.
+        model: the plain model.
+        compiled: the parameters of the compiled module by name, before any change.
     """
 
     def __init__(self, model: nn.Module, compiled: Mapping[str, Tensor]) -> None:
@@ -132,16 +142,18 @@ class PlainModel:
         self._tensors = note_tensors(model)
         self._unwritten: Mapping[str, Any] | None = _marks(compiled)
         self._num_checks = 0
-        self._is_watched = True  # for writes
+        self._is_watched = True  # whether writes are detected
         self._checked: list[Any] = []
 
     def check(self, compiled: Compiled) -> None:
-        """Raises RuntimeStateError where something was done to the plain model that the compiled
-        one does not do; warns as said above."""
+        """Refuse changes of the plain model that do not affect the compiled module, and warn about
+        written values; see the module's docstring.
+
+        Raises:
+            RuntimeStateError: if there is such a change.
+        """
         self._num_checks += 1
-        looks = self._is_watched and (
-            self._unwritten is not None or self._num_checks & (self._num_checks - 1) == 0
-        )
+        looks = self._compares_values()
         state = [
             compiled.training,
             *(_state_of(module) for _, ref, _ in self._modes if (module := ref()) is not None),
@@ -165,15 +177,25 @@ class PlainModel:
                 )
             if now.requires_grad != each.trains and each.is_parameter:
                 self._check_frozen(each, now, compiled)
-            if (
-                self._is_watched
-                and (each.is_written(now) or (looks and each.has_other_values(now)))
-                and not each.is_moved(now)
-            ):
+            if self._is_written(each, now, looks=looks):
                 written.append(each)
         if written:
             self._tell_of_written(written, compiled)
         self._unwritten, self._checked = None, state
+
+    def _compares_values(self) -> bool:
+        """Whether this check compares checksums: until a first call, then in 2, 4, 8 and so on."""
+        return self._is_watched and (
+            self._unwritten is not None or self._num_checks & (self._num_checks - 1) == 0
+        )
+
+    def _is_written(self, each: Noted, now: Tensor, *, looks: bool) -> bool:
+        """Whether a tensor has other values than when the model was compiled; `looks` says whether
+        checksums are compared, too."""
+        if not self._is_watched:
+            return False
+        has_changed = each.is_written(now) or (looks and each.has_other_values(now))
+        return has_changed and not each.is_moved(now)
 
     def _check_mode(self, compiled: Compiled) -> None:
         changed = next(
@@ -237,13 +259,13 @@ class PlainModel:
         raise RuntimeStateError(f"{what}: those of the compiled one are others", remedy=remedy)
 
     def _tell_of_written(self, written: list[Noted], compiled: Compiled) -> None:
-        """Once: of another write there is nothing new to say."""
+        """Refuse written values at the first call, or warn about them once."""
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")
         if self._unwritten is not None and name and not self._is_trained():
             held = _marks(dict(compiled.named_parameters()))
             if any(held.get(name, before) != before for name, before in self._unwritten.items()):
-                return  # so were those of the compiled one
+                return  # those of the compiled module were written, too
             self._is_watched = True
             what = (
                 f"the plain model's parameter {name!r} was written after it was compiled: those of"
@@ -270,7 +292,8 @@ class PlainModel:
 
 
 def _state_of(module: nn.Module) -> tuple[Any, ...]:
-    """What is the same as long as nothing is done to it; of every call, and so short."""
+    """Return values that are equal as long as a module is unchanged. Every call computes them, so
+    this has to be fast."""
     held = module.__dict__
     tensors = [
         x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None
@@ -289,7 +312,7 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _marks(compiled: Mapping[str, Tensor]) -> dict[str, Any]:
-    """By which a write to one is known."""
+    """Return values that change if a parameter is written, by name."""
     return {
         name: (id(p), _version(p), sample_checksum(p.to_local() if isinstance(p, DTensor) else p))
         for name, p in compiled.items()

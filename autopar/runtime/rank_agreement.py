@@ -1,14 +1,14 @@
-"""That all ranks do the same, operation by operation.
+"""Agreement of all ranks on each operation before it runs.
 
-Before an operation in which all ranks communicate, each rank adds a number that follows from its
-record (`Call`) to a sum in the process group's store. The last rank sees whether the sum is that of
-equal records. If it is, all ranks go on. If not, each reads the records of the others and raises an
-error that names the ranks that differ; no rank is inside of a collective then. A rank waits for the
-others here, in Python: it says so after a while, it notices that a process has ended, and it waits
-no longer than the process group's time limit.
+Before an operation in which all ranks communicate, each rank adds a number derived from its record
+(`Call`) to a sum in the process group's store. The last rank checks whether the sum is that of
+equal records. If it is, all ranks continue. Otherwise each rank reads the records of the others and
+raises an error that names the ranks that differ, while no rank is inside a collective. Ranks wait
+here, in Python: they log a long wait, detect processes that have ended, and wait no longer than the
+time limit of the process group.
 
-A rank sends the store one message without an answer and one with it. All but the last wait for one
-more.
+A rank sends the store one message without a reply and one with a reply. All but the last rank wait
+for one more message.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from autopar.runtime.rank_differences import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Waiting for a key of a store in a thread, so that the one that asks takes signals meanwhile.
+# Waiting for a key of a store in a thread, so that the main thread can handle signals.
 
 _NO_LIMIT = timedelta(days=20)  # the longest that a store takes, in milliseconds of 32 bits
 
 
 class Waiter:
-    """Waits for one key at a time.
+    """A thread that waits for one key of a store at a time.
 
     Args:
-        store: of its own, since a store that waits takes no other question.
+        store: a store of its own, since a store that waits answers no other request.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -68,7 +68,11 @@ class Waiter:
         self._asked.put(key)
 
     def answer(self, key: str, within_s: float) -> bytes | None:
-        """The value of the key, or None if it has not come within so many seconds.
+        """Return the value of a key, or None if it is not there in time.
+
+        Args:
+            key: the key that was asked for.
+            within_s: the longest wait, in seconds.
 
         Raises:
             DistError: if the store does not answer.
@@ -100,23 +104,23 @@ class Waiter:
 
 
 log = logging.getLogger("autopar")
-TELL_AFTER_S = 10.0  # of waiting
+TELL_AFTER_S = 10.0  # a longer wait is logged
 _LOOK_EACH_S = 0.2
-_READ_WITHIN_S = 3.0  # how long a rank that fails, or ends, waits for the others to learn of it
+_READ_WITHIN_S = 3.0  # how long a rank that fails or ends waits until the others have read it
 _KEPT = 8  # records of each rank
 _GO, _STOP = b"go", b"stop"
 
 
 class Agreement:
-    """Of all ranks of a process group.
+    """The agreement of the ranks of a process group.
 
     Args:
-        store: that they share, used by nothing else.
-        rank, num_ranks: this process and how many there are.
-        limit_s: how long to wait for others.
+        store: a store that the ranks share and nothing else uses.
+        rank, num_ranks: the rank of this process, and the number of ranks.
+        limit_s: the longest wait for other ranks, in seconds.
 
     Attributes:
-        num_failures: how often ranks did not agree. It is equal on all ranks.
+        num_failures: the number of operations in which ranks did not agree, equal on all ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, limit_s: float) -> None:
@@ -127,14 +131,16 @@ class Agreement:
         self._failed_at, self.num_failures = -_READ_WITHIN_S, 0
 
     def begin(self, what: str, stepped: bool | None = None, *, is_aside: bool = False) -> None:
-        """Wait until all ranks are about to do the same.
+        """Wait until all ranks are about to execute the same operation.
 
         Args:
-            what: this rank does, after "rank 1": "runs backward".
-            stepped: as of `Call`. is_aside: whether it comes between others only at times.
+            what: the operation in words that follow "rank 1", such as "runs backward".
+            stepped: the attribute of `Call`.
+            is_aside: whether the operation occurs only occasionally between others, so that it is
+                not part of the expected order.
 
         Raises:
-            RankError: on all ranks, if they are not.
+            RankError: on all ranks, if their operations differ.
         """
         self._call = call = Call.of(
             self._call.number + 1, what, find_line() or self._call.line, stepped
@@ -150,7 +156,7 @@ class Agreement:
             self._differences.follow(call)
 
     def name_ended(self, error: BaseException) -> None:
-        """Look for what was behind an error of a collective.
+        """Find the cause of an error of a collective.
 
         Raises:
             RankError: if another rank has ended.
@@ -163,10 +169,10 @@ class Agreement:
                 raise self._without_store(reason) from error
             if found:
                 raise self._differences.of_ended(found, self._call) from error
-            time.sleep(_LOOK_EACH_S)  # its connection closes before its process is gone
+            time.sleep(_LOOK_EACH_S)  # the connection of a process closes before the process ends
 
     def close(self) -> None:
-        """Let the others know that this process ends, and give them time to read it."""
+        """Record that this process ends, and give the other ranks time to read it."""
         number, self._failed_at = self._call.number + 1, math.inf
         try:
             self._ends.record(why_it_ends())
@@ -174,19 +180,22 @@ class Agreement:
             self._ends.wait_until(lambda rank: self._has_failed(rank, number), _READ_WITHIN_S)
             waiting = [rank for rank in range(self._num_ranks) if self._has_failed(rank, number)]
             if waiting:
-                log.error("%s", self._differences.left(waiting, self._call))
-        except RuntimeError as error:  # whoever could read it has no store any more
+                log.error("%s", self._differences.describe_exit(waiting, self._call))
+        except RuntimeError as error:  # without a store no rank can read the record
             log.debug("the store is gone before this process: %s", error)
         self._waiter.close()
 
     def terminate(self) -> bool:
-        """At SIGTERM: whether to end by it.
+        """Handle SIGTERM.
+
+        Returns:
+            Whether the process is to end by the signal.
 
         Raises:
-            RankError: if it comes because another rank has failed.
+            RankError: if the signal was sent because another rank has failed.
         """
         if time.monotonic() - self._failed_at < _READ_WITHIN_S:
-            return False  # on its way out with an error of its own
+            return False  # the process is ending with an error of its own
         try:
             found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
             if not found:
@@ -199,30 +208,31 @@ class Agreement:
         raise self._differences.of_ended(found, self._call)
 
     def leave(self) -> None:
-        """Give up what runs here, where the process group is gone."""
+        """End the waiting thread after the process group was destroyed."""
         self._waiter.close()
 
     def _exchange(self, call: Call) -> bool:
-        """Whether all ranks are here with equal records."""
+        """Exchange records, and return whether all ranks have equal ones."""
         self._write(call)
-        total = self._store.add(f"sum {call.number}", self._tally.packed(call))
+        total = self._store.add(f"sum {call.number}", self._tally.pack(call))
         if self._tally.count(total) == self._num_ranks:
             is_agreed = self._tally.agrees(total, call)
             self._store.set(f"go {call.number}", _GO if is_agreed else _STOP)
             return is_agreed
         try:
             return self._wait(call, is_first=self._tally.count(total) == 1)
-        except BaseException as reason:  # an interrupt: it is not here any more
+        except BaseException as reason:  # an interrupt, after which this rank does not take part
             said = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
             self._write(Call.of(call.number, said, call.line, call.stepped))
             self._withdraw(call)
             raise
 
     def _wait(self, call: Call, *, is_first: bool) -> bool:
-        """Wait for the last rank, or until one has ended or the time is over; whether all agree."""
+        """Wait for the last rank, or until one has ended or the time is over. Return whether all
+        agree."""
         key, began, is_told = f"go {call.number}", time.monotonic(), not is_first
         self._waiter.ask(key)
-        if is_first:  # all ranks are past the one before, so past reading of the one before that
+        if is_first:  # all ranks have left the previous operation, and so read the one before it
             for old in (f"sum {call.number - 2}", f"go {call.number - 2}"):
                 self._store.delete_key(old)
         while (answer := self._waiter.answer(key, _LOOK_EACH_S)) is None:
@@ -230,7 +240,8 @@ class Agreement:
             if not is_told and waited > TELL_AFTER_S:
                 is_told = True
                 log.warning(
-                    "%s", self._differences.waiting(self._calls(), call, waited, self._limit_s)
+                    "%s",
+                    self._differences.describe_wait(self._calls(), call, waited, self._limit_s),
                 )
             is_over = waited > self._limit_s or bool(self._ends.gone())
             if is_over and not self._store.check([key]):
@@ -238,7 +249,8 @@ class Agreement:
         return answer == _GO
 
     def _failure(self, call: Call) -> RankError:
-        """The error of this rank, when the others have theirs."""
+        """Return the error of this rank, after the other ranks have read what they need for
+        theirs."""
         self._failed_at, self.num_failures = time.monotonic(), self.num_failures + 1
         error = self._differences.of(self._calls(), self._ends.find(), call, self._limit_s)
         self._withdraw(call)
@@ -259,8 +271,8 @@ class Agreement:
         return bool(self._store.check([f"failed {number} {rank}"]))
 
     def _withdraw(self, call: Call) -> None:
-        """Be no longer one of those that are there, so that no rank that comes later goes on."""
-        self._store.add(f"sum {call.number}", -self._tally.packed(call))
+        """Subtract this rank from the sum, so that no rank that comes later continues."""
+        self._store.add(f"sum {call.number}", -self._tally.pack(call))
         self._stop(call.number)
 
     def _stop(self, number: int) -> None:
@@ -270,7 +282,7 @@ class Agreement:
         self._store.set(f"call {self._rank} {call.number % _KEPT}", call.dumps())
 
     def _calls(self) -> dict[int, Call]:
-        """The last operation of each rank that is not later than this one's."""
+        """Return the last operation of each rank that is not later than this rank's."""
         found = {}
         for rank in range(self._num_ranks):
             keys = [
@@ -285,16 +297,17 @@ class Agreement:
 
 
 class announced:
-    """A context in which all ranks do one thing together; of one rank it is nothing.
+    """A context of an operation that all ranks execute together. With one rank it does nothing.
 
     Args:
-        what: this rank does, in words as of `Call`, or what makes them.
-        devices: that take part. If these are not all of the process group, nothing is compared.
-        stepped, is_aside: as of `Agreement.begin`.
+        what: the operation in words, as in `Call`, or a function that returns them.
+        devices: the mesh that takes part. If it does not include the whole process group, nothing
+            is compared.
+        stepped, is_aside: the arguments of `Agreement.begin`.
 
     Raises:
-        RankError: at its begin, on all ranks, if they do different things; inside, if a collective
-            fails because another rank has ended.
+        RankError: on entry, on all ranks, if their operations differ; on exit, if a collective has
+            failed because another rank has ended.
     """
 
     def __init__(
@@ -332,7 +345,7 @@ class announced:
 
 
 def num_failures() -> int:
-    """How often the ranks did different things."""
+    """Return the number of operations in which ranks did not agree."""
     return sum(agreement.num_failures for _, agreement in _newest if agreement is not None)
 
 
@@ -340,7 +353,7 @@ _newest: list[tuple[dist.ProcessGroup | None, Agreement | None]] = []
 
 
 def _of_group(num_ranks: int) -> Agreement | None:
-    """That of the default process group; None where its ranks are no processes."""
+    """Return the agreement of the default process group; None if its ranks are no processes."""
     group = dist.group.WORLD
     if not _newest or _newest[-1][0] is not group:
         for _, before in _newest[-1:]:

@@ -1,5 +1,5 @@
-"""What all ranks say to each other outside of programs; without a process group there is one
-rank."""
+"""Communication of all ranks outside of programs, and properties of this process. Without a process
+group there is one rank."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ log = logging.getLogger("autopar")
 
 
 def rank() -> int:
-    """This process's."""
+    """Return the rank of this process, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    """How many there are."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_rank() -> int:
-    """This process' place on its machine."""
+    """Return the index of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def take_gpu() -> None:
-    """Make the GPU of this process' place on its machine the current one, where a launcher started
-    several processes here and the first GPU still is: torch does so by itself only where CUDA was
-    not touched before, and a batch that was moved to ``"cuda"`` has.
+    """Make the GPU with this process's index on its machine the current one, if a launcher started
+    several processes here and the first GPU is still the current one. torch does so by itself only
+    if CUDA was not used before, for example by moving a batch to ``"cuda"``.
 
     Raises:
-        MeshError: where the machine has no GPU for this process.
+        MeshError: if the machine has no GPU for this process.
     """
     place, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if 0 < num_gpus <= place and not torch.cuda.is_initialized():
@@ -52,8 +52,8 @@ def take_gpu() -> None:
 
 
 def share_cores() -> None:
-    """Give this process its share of the machine's cores, where it has one thread, and say so:
-    torchrun leaves it one, and what rests on the host takes its optimizer step there."""
+    """Give this process its share of the machine's cores if it has one thread, and log it. torchrun
+    sets one thread, but the optimizer step of offloaded parameters runs on the host."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -69,7 +69,7 @@ def share_cores() -> None:
 
 
 def tell_of_hosts() -> None:
-    """Say so where process groups reach GPUs alone, and what rests on the host cannot be joined."""
+    """Warn if process groups support only GPUs, so that offloaded parameters cannot be joined."""
     if num_ranks() > 1 and rank() == 0 and "cpu:" not in (backends := dist.get_backend_config()):
         log.warning(
             "parameters rest on the host, which process groups of %s do not reach: they train, and"
@@ -80,10 +80,14 @@ def tell_of_hosts() -> None:
 
 
 def of_all(fact: Any, topic: str = "meets the other ranks") -> list[Any]:
-    """What each rank says, by rank; what they say can be pickled.
+    """Gather a fact from every rank; every rank calls it.
 
     Args:
+        fact: this rank's fact, which can be pickled.
         topic: what this rank is doing, in words.
+
+    Returns:
+        The facts, by rank.
 
     Raises:
         RankError: on all ranks, if others do something else.
@@ -96,13 +100,17 @@ def of_all(fact: Any, topic: str = "meets the other ranks") -> list[Any]:
 
 
 def of_all_alike(topic: str, fact: Any) -> list[Any]:
-    """As `of_all`, where ranks may be about to say different things.
+    """Gather a fact from every rank like `of_all`, and check that all ranks have the same topic.
 
     Args:
         topic: what this rank is doing, in words.
+        fact: this rank's fact, which can be pickled.
+
+    Returns:
+        The facts, by rank.
 
     Raises:
-        RuntimeStateError: on all ranks, where others do something else.
+        RuntimeStateError: on all ranks, if others do something else.
     """
     said = of_all((topic, fact), topic)
     topics = [each[0] for each in said]
@@ -118,19 +126,29 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
 
 
 def by_first(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> Any:
-    """What `action` returns, which the first rank alone does; the others wait for it.
+    """Run an action on the first rank, and return its result on all ranks; every rank calls it.
+
+    Args:
+        action: the action; its result can be pickled.
+        where: the place of an error.
+        remedy: the remedy of an error without its own.
 
     Raises:
-        RuntimeStateError: on all ranks, where it raises on the first.
+        RuntimeStateError: on all ranks, if the action raises on the first.
     """
     return _unpack_outcome(of_all(_outcome(action, remedy) if rank() == 0 else None)[0], where)
 
 
 def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> list[Any]:
-    """What `action` returns on each rank, by rank.
+    """Run an action on every rank, and return the results of all, by rank; every rank calls it.
+
+    Args:
+        action: the action; its result can be pickled.
+        where: the place of an error.
+        remedy: the remedy of an error without its own.
 
     Raises:
-        RuntimeStateError: on all ranks, where it raises on one.
+        RuntimeStateError: on all ranks, if the action raises on one.
     """
     return [
         _unpack_outcome(outcome, f"{where} (rank {number})")
@@ -139,12 +157,12 @@ def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason"
 
 
 def _outcome(action: Callable[[], Any], remedy: str) -> tuple[Any, tuple[str, str] | None]:
-    """What it returns, and what it refuses, with what to do."""
+    """Run an action, and return its result, and the message and remedy of its error, if any."""
     try:
         return action(), None
     except RuntimeStateError as refusal:
         return None, (refusal.what, refusal.remedy)
-    except Exception as reason:  # the others wait: they must learn of whatever it is
+    except Exception as reason:  # the other ranks wait, so every error has to reach them
         return None, (f"{type(reason).__name__}: {reason}", remedy)
 
 

@@ -1,5 +1,5 @@
-"""That all ranks begin with the same values, where a program counts on it: weights, and batches
-that every rank passes whole."""
+"""Checks that all ranks have the same values if a program relies on it: weights, batches that every
+rank passes whole, random states, and gradients of a loss computed outside."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ log = logging.getLogger("autopar")
 
 
 def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
-    """Where parameters or buffers differ between ranks, give all those of the mesh's first rank, in
-    place, and say so.
+    """Replace parameters and buffers that differ between ranks by those of the mesh's first rank,
+    in place, and log it.
+
+    Args:
+        model: the plain model.
+        devices: the mesh that the model runs on.
 
     Raises:
-        RuntimeStateError: where some ranks have a value and others only its shape, or shapes or
-            dtypes differ.
+        RuntimeStateError: if some ranks have a value and others only its shape, or shapes or dtypes
+            differ.
     """
     if devices.size() == 1:
         return
     tensors = dict(_tensors(model))
     every = _gather_facts("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
     found = [dict(facts) for facts in every]
-    names = dict.fromkeys(
-        name for facts in found for name in facts
-    )  # of all ranks, in one order: what follows is collective
+    # the names of all ranks in one order, since the following code is collective
+    names = dict.fromkeys(name for facts in found for name in facts)
     different = [name for name in names if len({facts.get(name) for facts in found}) > 1]
     if not different:
         return
@@ -76,10 +79,15 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
 
 
 def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceMesh) -> None:
-    """That a batch that every rank passes whole is the same on all of them.
+    """Check that a batch which every rank passes whole is equal on all ranks.
+
+    Args:
+        names: the names of the inputs.
+        values: the inputs of this rank.
+        devices: the mesh that the model runs on.
 
     Raises:
-        RuntimeStateError: on every rank, naming what differs.
+        RuntimeStateError: on every rank, naming the inputs that differ.
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
@@ -104,9 +112,9 @@ def check_parts(
     """Refuse parts of a batch that differ on ranks between which the plan does not split them.
 
     Args:
-        names: of the inputs.
+        names: the names of the inputs.
         values: this rank's part of each input.
-        layouts: how each whole input lies over the mesh.
+        layouts: the layout of each whole input over the mesh.
         devices: the mesh that the model runs on.
 
     Raises:
@@ -141,7 +149,7 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
     """Refuse random numbers that would begin differently on different ranks.
 
     Args:
-        state: what the random numbers of this rank follow from.
+        state: the random state of this rank.
         devices: the mesh that the model runs on.
 
     Raises:
@@ -162,18 +170,27 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
 
 
 class Beside:
-    """Plain tensors that scripts compute with beside parameters, which count as the same on all
+    """Checks plain tensors that scripts combine with parameters. They are treated as equal on all
     ranks.
 
-    Looked at as batches are, for each function and shapes in calls 1, 2, 4, 8 and so on.
+    They are compared in calls 1, 2, 4, 8 and so on of each function with the same shapes.
     """
 
     def __init__(self) -> None:
         self._num_calls: Counter[tuple[str, tuple[torch.Size, ...]]] = Counter()
 
     def check(self, function: str, given: Sequence[Tensor], devices: DeviceMesh) -> None:
-        """Raises RuntimeStateError on every rank where they differ; a loss, which has a
-        gradient, is `check_tangents`' to look at."""
+        """Check that the tensors are equal on all ranks. Tensors that require a gradient, such as a
+        loss, are left to `check_tangents`.
+
+        Args:
+            function: the name of the function, for errors.
+            given: the plain tensors that are passed to the function.
+            devices: the mesh of the distributed operands.
+
+        Raises:
+            RuntimeStateError: on every rank, if they differ.
+        """
         given = [x for x in given if not x.requires_grad and not x.is_meta]
         if not given or devices.size() == 1 or dist.get_world_size() != devices.size():
             return
@@ -199,15 +216,16 @@ class Beside:
 
 
 def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: DeviceMesh) -> None:
-    """That what backward begins with is the same on all ranks: gradients of a loss that each of
-    them computed of whole outputs.
+    """Check that backward begins with the same gradients on all ranks. Each rank computed its loss
+    from whole outputs.
 
     Args:
-        returned: outputs by name, with the gradient of the loss by each, None where it has no part
-            in the loss; an empty tensor where the output is no whole one.
+        returned: the name of each output, and the gradient of the loss with respect to it: None if
+            it has no part in the loss, an empty tensor if the output is not whole.
+        devices: the mesh that the model runs on.
 
     Raises:
-        RuntimeStateError: on every rank, naming what differs.
+        RuntimeStateError: on every rank, naming the outputs whose gradients differ.
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
@@ -234,7 +252,7 @@ def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]
     """Group the ranks that have the same part of a tensor.
 
     Args:
-        layout: how the whole tensor lies over the mesh.
+        layout: the layout of the whole tensor over the mesh.
         devices: the mesh.
 
     Returns:
@@ -253,18 +271,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
-    """Shape, dtype, and of the values in their order; None where there are none."""
+    """Return shape, dtype and a hash of the values in row-major order; None without values."""
     if x.is_meta:
         return None
     shape, dtype = tuple(x.shape), str(x.dtype)
-    x = (
-        x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
-    )  # of one dim, reshape leaves strides as they are
+    # `contiguous` first, since `reshape` keeps the stride of a tensor of one dim
+    x = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
     return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
 def _gather_facts(what: str, fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
-    """Of the mesh's ranks, in its order."""
+    """Gather the facts of the mesh's ranks, in its order."""
     facts = of_all_alike(f"compares its {what}", fact)
     return [facts[rank] for rank in _ranks(devices)]
 

@@ -1,4 +1,5 @@
-"""What ranks that differ are told: which of them differ, what each did, and what to do."""
+"""Errors of ranks that differ: which ranks differ, which operation each executes, and the remedy.
+Also records of operations, and detection of processes that have ended."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ import torch.distributed as dist
 from autopar.errors import RankError
 
 # --------------------------------------------------------------------------------------------------
-# What a rank does, as others read it: a record of each operation in which all ranks take part.
+# Records of operations in which all ranks take part, which other ranks read.
 
 _LIBRARIES = (
     str(Path(__file__).parents[1]) + "/",
     str(Path(torch.__file__).parent) + "/",
     *(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "purelib", "platlib")),
 )
-_MOST = 600  # characters of a record: what is beyond these still counts in its digest
+_MOST = 600  # characters of a record; the digest includes all
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Call:
     """One operation of one rank.
 
     Attributes:
-        number: how many there were, this one included. It is equal on all ranks.
+        number: the number of operations so far, including this one. It is equal on all ranks.
         what: the operation in words, after "rank 1": "runs backward".
         line: the user's line, empty if there is none.
         digest: of `what`, from 0 to 2**32 - 1; equal operations have equal digests.
@@ -55,7 +56,12 @@ class Call:
 
     @classmethod
     def of(cls, number: int, what: str, line: str, stepped: bool | None) -> Call:
-        """Make the record of an operation."""
+        """Make the record of an operation.
+
+        Args:
+            number, what, line, stepped: the attributes. A long `what` is shortened after its digest
+                is computed.
+        """
         digest = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=4).digest(), "big")
         return cls(
             number, what if len(what) <= _MOST else f"{what[:_MOST]} …", line, digest, stepped
@@ -63,7 +69,7 @@ class Call:
 
     @classmethod
     def loads(cls, text: str) -> Call:
-        """Read what `dumps` wrote."""
+        """Read a record from the text of `dumps`."""
         return cls(*json.loads(text))
 
     def dumps(self) -> str:
@@ -95,30 +101,31 @@ def find_line() -> str:
 
 
 class Tally:
-    """A sum by which ranks see that all of them have come and that their operations are equal.
+    """The encoding of a sum that shows whether all ranks have arrived with equal operations.
 
-    Its 62 bits have fields for how many ranks have come, how many of them say that an optimizer has
-    stepped, how many that none has, and for the sum of digests, which get the bits that are left.
+    Its 62 bits have fields for the number of ranks that have arrived, the number of those with an
+    optimizer step, the number of those without one, and the sum of digests, which uses the
+    remaining bits.
 
     Args:
-        num_ranks: how many there are.
+        num_ranks: the number of ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks, self._bits = num_ranks, num_ranks.bit_length()
         self._digest_bits = max(1, min(32, 62 - 4 * self._bits))
 
-    def packed(self, call: Call) -> int:
-        """What one rank adds."""
+    def pack(self, call: Call) -> int:
+        """Return the summand of one rank."""
         fields = (1 << self._bits | (call.stepped is True)) << self._bits | (call.stepped is False)
         return fields << (self._digest_bits + self._bits) | self._digest(call)
 
     def count(self, total: int) -> int:
-        """How many ranks have come."""
+        """Return the number of ranks that have arrived."""
         return total >> (self._digest_bits + 3 * self._bits)
 
     def agrees(self, total: int, call: Call) -> bool:
-        """Whether all ranks have added what is equal to `call`."""
+        """Return whether all ranks have added the summand of an operation equal to `call`."""
         digests = total & ((1 << (self._digest_bits + self._bits)) - 1)
         stepped, not_stepped = (
             total >> (self._digest_bits + n * self._bits) & ((1 << self._bits) - 1) for n in (2, 1)
@@ -130,11 +137,11 @@ class Tally:
 
 
 # --------------------------------------------------------------------------------------------------
-# How the processes of other ranks end, as far as this one can know.
+# Detection of other ranks' processes that have ended.
 #
-# A process that ends by itself leaves a record of why. One that is killed cannot; the others on
-# its machine see that it is not there any more. On other machines the launcher ends them, or they
-# wait for as long as the process group's time limit says.
+# A process that ends by itself leaves a record of the reason. A process that is killed cannot, but
+# other processes on its machine detect that it does not exist any more. On other machines, the
+# launcher ends the processes, or they wait until the time limit of the process group.
 
 _POLL_S = 0.02
 _KILLED = "it was killed (by the system if memory ran out), or left by os._exit"
@@ -144,9 +151,9 @@ class End(NamedTuple):
     """How a rank's process ended.
 
     Attributes:
-        why: in words, a sentence.
-        kind: ``"alone"`` of what began on this rank, ``"after"`` of an error that tells of another
-            rank, ``"quiet"`` of no error.
+        why: the reason, a sentence.
+        kind: ``"alone"`` if the cause is on this rank, ``"after"`` for an error that names another
+            rank, ``"quiet"`` without an error.
     """
 
     why: str
@@ -157,8 +164,8 @@ class Ends:
     """The ends of all ranks' processes.
 
     Args:
-        store: that all ranks share.
-        rank, num_ranks: this process and how many there are.
+        store: a store that all ranks share.
+        rank, num_ranks: the rank of this process, and the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
@@ -171,32 +178,33 @@ class Ends:
         store.set(f"process {rank}", json.dumps(_identity()))
 
     def record(self, end: End) -> None:
-        """Let the others know that this process ends."""
+        """Record for the other ranks that this process ends."""
         self._store.set(f"ended {self._rank}", json.dumps(end))
 
     def find(self) -> dict[int, End]:
-        """Find the ranks whose processes have ended; if any began it, those alone."""
+        """Find the ranks whose processes have ended. If some of them are the cause, return only
+        those."""
         found = {rank: end for rank in self._others if (end := self._end_of(rank)) is not None}
         first = {rank: end for rank, end in found.items() if end.kind != "after"}
         return first or found
 
     def meet(self) -> None:
-        """Learn of all processes, after all ranks have made this object."""
+        """Read the identities of all processes, after all ranks have made this object."""
         found = self._store.multi_get([f"process {rank}" for rank in self._others])
         for rank, text in zip(self._others, found, strict=True):
             self._processes[rank] = tuple(json.loads(text))
 
     def gone(self) -> dict[int, End]:
-        """Find the processes on this machine that are not there any more, without the store."""
+        """Find the processes on this machine that do not exist any more, without the store."""
         known = self._processes.items()
         return {rank: End(_KILLED, "alone") for rank, each in known if not _is_running(each)}
 
     def wait_until(self, has_read: Callable[[int], bool], limit_s: float) -> None:
-        """Wait until each other rank has read something or ended.
+        """Wait until each other rank has read a record or ended.
 
         Args:
-            has_read: whether a rank has.
-            limit_s: seconds after which this returns at any rate.
+            has_read: returns whether a rank has read it.
+            limit_s: the longest wait, in seconds.
         """
         deadline, waiting = time.monotonic() + limit_s, list(self._others)
         while waiting and time.monotonic() < deadline:
@@ -207,9 +215,8 @@ class Ends:
                 time.sleep(_POLL_S)
 
     def _end_of(self, rank: int) -> End | None:
-        is_missing = not _is_running(
-            self._process(rank)
-        )  # before the record is looked for, which a process leaves before it ends
+        # checked before the record, which a process writes before it ends
+        is_missing = not _is_running(self._process(rank))
         if self._store.check([f"ended {rank}"]):
             return End(*json.loads(self._store.get(f"ended {rank}")))
         return End(_KILLED, "alone") if is_missing else None
@@ -221,11 +228,9 @@ class Ends:
 
 
 def why_it_ends() -> End:
-    """Why this process is about to end."""
-    error = getattr(
-        sys, "last_value", None
-    )  # of an exception that nobody caught; sys.exit leaves none
-    if error is None and parent_process() is not None:  # where an error is not left either
+    """Return the reason why this process is about to end."""
+    error = getattr(sys, "last_value", None)  # an uncaught exception; sys.exit sets none
+    if error is None and parent_process() is not None:  # multiprocessing does not set it, either
         return End("its process came to its end, and its own messages say why", "quiet")
     if error is None:
         return End("it came to the end of its script, or called sys.exit", "quiet")
@@ -238,16 +243,16 @@ def why_it_ends() -> End:
 
 def at_exit(action: Callable[[], None]) -> None:
     """Call `action` when this process ends by itself, but not in processes that it forks."""
-    util.Finalize(
-        None, action, exitpriority=100
-    )  # atexit does not run in processes that multiprocessing starts
+    # atexit does not run in processes that multiprocessing starts
+    util.Finalize(None, action, exitpriority=100)
 
 
 def at_termination(action: Callable[[], bool]) -> None:
-    """Call `action` at SIGTERM, if neither the script nor a library takes that signal.
+    """Call `action` at SIGTERM, if neither the script nor a library handles that signal.
 
     Args:
-        action: returns whether the process is to end by the signal. The script raises its errors.
+        action: returns whether the process is to end by the signal. Its errors are raised in the
+            script.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -257,7 +262,8 @@ def at_termination(action: Callable[[], bool]) -> None:
     process = os.getpid()
 
     def take(*_: Any) -> None:
-        if os.getpid() != process or action():  # a forked process has no part in it
+        """Handle the signal."""
+        if os.getpid() != process or action():  # a forked process ends at once
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -265,28 +271,29 @@ def at_termination(action: Callable[[], bool]) -> None:
 
 
 def _identity() -> tuple[str, ...]:
-    """Where this process is, its number and when it started; empty if the system does not say."""
+    """Return the machine, number and start time of this process; empty if the system has no such
+    information."""
     try:
         return (_here(), str(os.getpid()), _state(os.getpid())[1])
-    except OSError:  # no Linux: nothing tells whether a process of that number is the same one
+    except OSError:  # not Linux: a process with the same number may be another one
         return ()
 
 
 @functools.cache
 def _here() -> str:
-    """The machine as it is now, and the namespace of process numbers."""
+    """Return the boot of the machine and the namespace of process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _state(process: int) -> tuple[str, str]:
-    """Its state, a letter, and when it started."""
+    """Return the state of a process, a letter, and its start time."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _is_running(identity: tuple[str, ...]) -> bool:
-    """Whether a process is there; True where this machine cannot know."""
+    """Whether a process is running; True if this machine cannot determine it."""
     if not identity or identity[0] != _here():
         return True
     try:
@@ -305,15 +312,15 @@ _ALIKE = (
 
 
 def _unlike(what: str, ranks: Sequence[int] = ()) -> RankError:
-    """The error of ranks that do different things."""
+    """Return the error for ranks that execute different operations."""
     return RankError(what, remedy=_ALIKE, ranks=ranks)
 
 
 class Differences:
-    """Of the ranks of a process group, as this one tells of them.
+    """Descriptions of differences between the ranks of a process group, from the view of one rank.
 
     Args:
-        rank, num_ranks: this one and how many there are.
+        rank, num_ranks: this rank, and the number of ranks.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -322,19 +329,20 @@ class Differences:
         self._followed: set[tuple[int, int, bool | None]] = set()
 
     def follow(self, call: Call) -> None:
-        """Note an operation in which all ranks agreed: after the one before it is expected."""
+        """Note an operation in which all ranks agreed. It is expected after its predecessor."""
         self._followed.add(self._step(call))
         self._last = call
 
     def of(
         self, calls: Mapping[int, Call], ended: Mapping[int, End], own: Call, limit_s: float
     ) -> RankError:
-        """The error of ranks that do not agree.
+        """Return the error for ranks that do not agree.
 
         Args:
             calls: the last operation of each rank that has one.
             ended: the ranks whose processes have ended.
-            own: this rank's operation. limit_s: for how long a rank may wait.
+            own: this rank's operation.
+            limit_s: the longest wait of a rank, in seconds.
         """
         here = {rank: call for rank, call in calls.items() if call.number == own.number}
         groups = self._groups(here)
@@ -353,7 +361,12 @@ class Differences:
         return RankError(what, remedy=remedy, ranks=late)
 
     def of_ended(self, ended: Mapping[int, End], own: Call) -> RankError:
-        """The error where processes have ended; arguments as of `of`."""
+        """Return the error for processes that have ended.
+
+        Args:
+            ended: the ranks whose processes have ended.
+            own: this rank's operation.
+        """
         (first, end), *_ = ended.items()
         more = (
             f", as did {_ranks([rank for rank in ended if rank != first])}"
@@ -370,13 +383,21 @@ class Differences:
         )
         return RankError(what, remedy=remedy, ranks=list(ended))
 
-    def left(self, waiting: Sequence[int], own: Call) -> str:
-        """That others fail because this rank ends, after `own`."""
+    def describe_exit(self, waiting: Sequence[int], own: Call) -> str:
+        """Describe that waiting ranks fail because this rank ends after the operation `own`."""
         fail = "fails" if len(waiting) == 1 else "fail"
         return f"rank {self._rank} ends, and {_ranks(waiting)} {fail} without it; last it {own}"
 
-    def waiting(self, calls: Mapping[int, Call], own: Call, waited_s: float, limit_s: float) -> str:
-        """That this rank waits, and for whom; arguments as of `of`."""
+    def describe_wait(
+        self, calls: Mapping[int, Call], own: Call, waited_s: float, limit_s: float
+    ) -> str:
+        """Describe for how long this rank waits, and for which ranks.
+
+        Args:
+            calls: the last operation of each rank that has one.
+            own: this rank's operation.
+            waited_s, limit_s: the time that it has waited, and the longest wait, in seconds.
+        """
         late = [
             rank
             for rank in range(self._num_ranks)
@@ -405,17 +426,18 @@ class Differences:
         return _unlike(f"{what}{before}", others)
 
     def _groups(self, calls: Mapping[int, Call]) -> list[list[int]]:
-        """Ranks that do the same, the largest group first."""
+        """Group the ranks by operation, the largest group first."""
         digests = {call.digest for call in calls.values()}
         found: dict[object, list[int]] = {}
         for rank, call in sorted(calls.items()):
             key = call.digest if len(digests) > 1 else call.stepped
-            if key is not None:  # with nothing to train, a rank differs from none by its steps
+            if key is not None:  # a rank without trained parameters has no steps to compare
                 found.setdefault(key, []).append(rank)
         return sorted(found.values(), key=lambda ranks: -len(ranks))
 
     def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, Call]) -> list[int]:
-        """The ranks that differ from most, else from what is expected; none if neither tells."""
+        """Return the ranks that differ from the majority, or else from the expected order; none if
+        neither can be determined."""
         num_ranks = sum(map(len, groups))
         if 2 * len(groups[0]) > num_ranks:
             return sorted(rank for ranks in groups[1:] for rank in ranks)

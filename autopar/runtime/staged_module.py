@@ -1,18 +1,18 @@
-"""`StagedModule`: a pipeline's stages on this rank, or one stage that works through microbatches,
-as an ordinary `nn.Module`.
+"""`StagedModule`: the stages of a pipeline on this rank, or one stage with microbatches, as an
+ordinary `nn.Module`.
 
-A call takes the whole batch and runs the schedule, forward and backward of all microbatches; what
-it returns is what the model returns for the batch, on every rank: with ``outputs="full"``, or of
-one stage in one microbatch, every output, else the loss and None for the others, since parts of
-microbatches have no place in a whole tensor. `loss.backward()` then publishes the gradients that
-are there already. The loss is the one differentiable output, and what comes after it must be
-linear. Where the user multiplies the loss, as gradient scalers do, and the graph computes in
-float16, the step runs again when the factor changes (`autopar.runtime.loss_scaling`); a user who
-sets `loss_scale` to the factor before the call spares that.
+A call takes the whole batch and runs the schedule, forward and backward of all microbatches. It
+returns the model's result for the batch on every rank. With ``outputs="full"``, or with one stage
+and one microbatch, the result has every output. Otherwise it has the loss and None for the other
+outputs, since parts of microbatches do not form a whole tensor. `loss.backward()` then publishes
+the gradients, which are known already. The loss is the only differentiable output, and functions of
+it must be linear. If the user multiplies the loss, as gradient scalers do, and the graph computes
+in float16, the step runs again when the factor changes (`autopar.runtime.loss_scaling`). Setting
+`loss_scale` to the factor before the call avoids that.
 
-Of a model that returns no loss a call runs all forwards and returns whole outputs, and `backward`
-of whatever the user computes of them runs all backwards (`autopar.program.transfers`), on every
-rank alike; `loss_scale` has no part in it.
+If the model returns no loss, a call runs all forwards and returns whole outputs. `backward` of a
+loss that the user computes from them runs all backwards (`autopar.program.transfers`) on every
+rank. `loss_scale` is not used then.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class StagedModule(Compiled):
-    """The stages of `program` that this rank runs, mostly one; it holds the parameters of those
-    only.
+    """The stages of a program that this rank runs, usually one. The module holds only the
+    parameters of these stages.
 
     Args:
-        devices: the whole mesh. model: gives values, names and the train/eval flag; it may be on
-            meta, and is not kept.
+        program: the program of all stages.
+        devices: the whole mesh.
+        model: the source of values, names and the train/eval flag. It may be on the meta device,
+            and is not kept.
+        batch, outputs, backend, both_modes, shared: the arguments of `ParallelModule`.
 
     Attributes:
-        loss_scale: the factor by which the user multiplies losses before backward (see the module
-            docstring).
-        rank: this one's place along the pipeline's axis.
+        rank: this rank's index on the pipeline axis.
 
     Raises:
-        MeshError: where the program was made for another mesh. RuntimeStateError: where ranks hold
-            different plans; on ``batch="local"``.
+        MeshError: if the program was made for another mesh.
+        RuntimeStateError: if ranks hold different plans, or with ``batch="local"``.
     """
 
     def __init__(
@@ -143,9 +144,8 @@ class StagedModule(Compiled):
             works[number] = StageWork(stage, executor, executor.device)
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
         self._is_trained = bool(trained)
-        self._may_train = (
-            shared is None or self._is_trained
-        )  # in another mode what a trained model returns may have no gradient
+        # in another mode, outputs of a trained model may have no gradient
+        self._may_train = shared is None or self._is_trained
         self._held = _held_by(stages.values(), trained)
         signature, defaults = inspect.signature(model.forward), defaults_of(model)
         self._arguments = Arguments(
@@ -181,18 +181,20 @@ class StagedModule(Compiled):
         self._stand_for_all(model, program.attributes, shared)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
-        """A copy among the same processes."""
+        """Copy the module, with the same process group."""
         memo[id(self._group)] = self._group
         return super().__deepcopy__(memo)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns for the whole batch; with gradients enabled, backward has run.
+    def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call, and return the model's result for the whole batch. If gradients are enabled
+        and the model returns a loss, backward has run.
 
         Raises:
-            RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
+            RuntimeStateError: if neither the program nor one of `variants` was made for the
+                arguments, mode or parameters.
         """
-        values = self._taken(args, kwargs, self.world_mesh)
+        values = self._program_inputs(args, kwargs, self.world_mesh)
         if isinstance(values, Misfit):
             return self._elsewhere(values, args, kwargs)
         parts = self._how.parts(
@@ -200,15 +202,14 @@ class StagedModule(Compiled):
             self._local_buffers(),
         )
         parameters = [self.get_parameter(t.name) for t in self._held]
-        trained = (
-            torch.is_grad_enabled() and self._is_trained
-        )  # a stage that trains nothing takes part all the same
+        # a rank whose stages train nothing takes part, too
+        trained = torch.is_grad_enabled() and self._is_trained
         if torch.is_grad_enabled() and self._may_train:
             self._trains(parameters, self._held)
         outputs = (
-            self._waiting(parts, parameters)
+            self._run_forwards(parts, parameters)
             if trained and self._how.loss is None
-            else self._stepped(parts, parameters, keep=trained)
+            else self._run_step(parts, parameters, keep=trained)
         )
         self._count_draws()
         for name, storage in self._presented.items():
@@ -227,16 +228,16 @@ class StagedModule(Compiled):
         )
 
     def _count_draws(self) -> None:
-        """Where no stage of this rank draws random numbers, their state goes on as it does where
-        one does."""
+        """Advance the random state if no stage of this rank draws, so that it stays equal on all
+        ranks."""
         if not self._draws and random.STATE in self._buffers:
             with torch.no_grad():
                 self.get_buffer(random.STATE).add_(self._how.num)
 
-    def _stepped(
+    def _run_step(
         self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool
     ) -> dict[str, Tensor]:
-        """The outputs; with `keep`, backward has run, too."""
+        """Run forward, with `keep` also backward, and return the outputs by name."""
         buffers, loss = self._local_buffers(), self._how.loss
         with torch.autocast(self.device_mesh.device_type, enabled=False):
             if not keep:
@@ -244,24 +245,24 @@ class StagedModule(Compiled):
             step = ScaledStep(self._calls, self._scale, parts, buffers, parameters)
             outputs, gradients = step.run()
         if loss is not None:
-            anchor = torch.empty(
-                0, requires_grad=True
-            )  # a rank whose parameters are all frozen calls backward, too
+            # with it, backward also runs on a rank whose parameters are all frozen
+            anchor = torch.empty(0, requires_grad=True)
             outputs[loss] = Published.apply(
                 self._calls, step, [outputs[loss]], gradients, anchor, *parameters
             )
         return outputs
 
-    def _waiting(
+    def _run_forwards(
         self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """The outputs, through which backward goes."""
+        """Run all forwards, and return the outputs by name. Backward through them runs all
+        backwards."""
         anchor = torch.empty(0, device=self.device_mesh.device_type, requires_grad=True)
         found = Answered.apply(self._calls, parts, self._local_buffers(), anchor, *parameters)
         return dict(zip((t.name for t in self._kept), found, strict=True))
 
     def _local_buffers(self) -> dict[str, Tensor]:
-        """Of this rank's stages, by name."""
+        """Return the local buffers of this rank's stages, by name."""
         named = {
             t.name
             for stage in self.program.stages
@@ -272,16 +273,17 @@ class StagedModule(Compiled):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before backward, 1 unless the user sets it.
+        """The factor by which the user multiplies losses before backward, by default 1.
 
         Raises:
-            RuntimeStateError: where it is set to what is no positive number.
+            RuntimeStateError: if it is set to a value that is no positive number.
         """
-        return self._scale.given
+        return self._scale.user_factor
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._scale.given = value
+        """Set the factor; see `LossScale.user_factor`."""
+        self._scale.user_factor = value
 
     def _set_up(self, variant: Variant) -> None:
         super()._set_up(variant)
@@ -289,10 +291,11 @@ class StagedModule(Compiled):
             variant._scale = self._scale
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model, all stages, is at most
-        `max_norm`; returns the norm before.
+        """Scale all gradients in place so that their norm over all stages is at most `max_norm`;
+        every rank calls it. A parameter that several stages hold counts once.
 
-        A parameter that several stages hold counts once.
+        Returns:
+            The norm before scaling.
         """
         elsewhere = self._calls.exchange.counted_elsewhere()
         parameters = [
@@ -303,7 +306,7 @@ class StagedModule(Compiled):
 
 
 def _describe_missing(program: StagedProgram, names: Sequence[str]) -> str:
-    """That outputs come as None, by place and path."""
+    """Describe by position and path which outputs are None."""
     places = {t.name: number for number, t in enumerate(program.outputs)}
     shown = ", ".join(
         f"output {places[name]} ({name})" if not name.isdecimal() else f"output {name}"
@@ -314,7 +317,7 @@ def _describe_missing(program: StagedProgram, names: Sequence[str]) -> str:
 
 
 def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
-    """The parameters of these stages, each once; one that has a gradient in any stage of the
-    model has one here."""
+    """Return the parameters of stages, each once. A parameter has a gradient if it has one in any
+    stage of the model."""
     found = {t.name: t for stage in stages for t in stage.parameters}
     return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())

@@ -1,5 +1,9 @@
-"""Data that a distributed parameter was given, ``p.data = tensor``: torch takes it, and ops read
-this rank's part of before."""
+"""Detection of writes to tensors: assignments to ``p.data`` of distributed parameters, in-place
+changes between forward and backward, and checksums of values.
+
+torch accepts ``p.data = tensor`` for a distributed parameter, but ops continue to read the previous
+local tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,23 @@ _MARK = "_autopar_storage"
 
 
 def watch_data(parameters: Iterable[Tensor]) -> None:
-    """Note of each what stands for its data now."""
+    """Note the storage of each distributed parameter."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             setattr(parameter, _MARK, _mark(parameter))
 
 
 def refuse_given_data(name: str, parameter: Tensor) -> None:
-    """Raises RuntimeStateError where a watched parameter was given data since. A copy of one
-    (`copy.deepcopy`) is not watched."""
+    """Refuse a watched parameter whose data was assigned since. Copies (`copy.deepcopy`) are not
+    watched.
+
+    Args:
+        name: the name of the parameter, for errors.
+        parameter: the parameter.
+
+    Raises:
+        RuntimeStateError: if its data was assigned.
+    """
     noted = parameter.__dict__.get(_MARK)
     if noted is not None and noted[0] == id(parameter) and noted != _mark(parameter):
         raise RuntimeStateError(
@@ -44,26 +56,29 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a user holds and backward reads: tensors in whose memory saved values lie, which may not
-# change between a call and its backward.
+# Tensors of the user whose memory backward reads. They may not change between a call and its
+# backward.
 
 
 class Watched:
-    """Of one call: tensors by what the user calls them, each with how often it had been changed
-    in place."""
+    """The watched tensors of one call, with their names and version counters."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[str, Tensor, int]] = []
 
     def watch(self, named: Iterable[tuple[str, Tensor]], saved: Sequence[Any]) -> None:
-        """Watch those of `named`, local tensors, in whose memory one of `saved` lies.
+        """Watch the tensors that share memory with a saved value.
 
-        What is held is an alias apart from autograd: changes of all aliases are counted together,
-        and it keeps no memory that the saved value does not.
+        Detached aliases are held. They share the version counter with all aliases, and keep no
+        memory alive that the saved value does not.
+
+        Args:
+            named: local tensors with their names.
+            saved: the values that backward reads.
 
         Raises:
-            RuntimeStateError: where one was made under `torch.inference_mode`, whose changes are
-                not counted.
+            RuntimeStateError: if such a tensor was made under `torch.inference_mode`, which does
+                not count changes.
         """
         read = {_memory(value) for value in saved if isinstance(value, Tensor) and value.numel()}
         for name, tensor in named:
@@ -80,8 +95,8 @@ class Watched:
             self._tensors.append((name, tensor.detach(), tensor._version))
 
     def follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Watch DTensors, too, whose local tensor is watched under the same name: they count
-        changes of their own."""
+        """Also watch DTensors whose local tensor is watched under the same name, since they have
+        version counters of their own."""
         known = {name for name, _, _ in self._tensors}
         followed = (
             (name, tensor)
@@ -91,10 +106,10 @@ class Watched:
         self._tensors += [(name, tensor.detach(), tensor._version) for name, tensor in followed]
 
     def check(self) -> None:
-        """Watch no longer.
+        """Check the tensors, and stop watching them.
 
         Raises:
-            RuntimeStateError: where one was changed.
+            RuntimeStateError: if a tensor was changed.
         """
         changed = [name for name, tensor, before in self._tensors if tensor._version != before]
         self._tensors.clear()
@@ -113,21 +128,21 @@ def _memory(tensor: Tensor) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Some of a tensor's values as a number, by which writes are seen that nothing counts:
+# Checksums of values, which show writes that version counters do not count:
 # ``parameter.data.copy_(...)``.
 
-MOST = 2048  # values of one tensor that are looked at; of smaller ones all
+MOST = 2048  # values of a tensor in its checksum; smaller tensors use all
 _WORDS = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-}  # of as many bytes: numpy has no bfloat16
+}  # integers of the same size, since numpy has no bfloat16
 
 
 def sample_checksum(x: Tensor) -> int | None:
-    """A checksum of some values, evenly spaced; None of what has none here: on meta, fake,
-    sparse, or of a class of its own."""
+    """Return a checksum of up to about `MOST` evenly spaced values; None for tensors without values
+    here (meta, fake), sparse tensors and tensor subclasses."""
     if (
         type(x) not in (Tensor, nn.Parameter)
         or x.is_meta
@@ -138,7 +153,7 @@ def sample_checksum(x: Tensor) -> int | None:
     with (
         torch.no_grad(),
         no_modes(),
-    ):  # what counts or traces a step's tensors does not see the look at these
+    ):  # modes that count or trace the tensors of a step do not see these ops
         x = x.detach().resolve_conj().resolve_neg()
         x = torch.view_as_real(x) if x.is_complex() else x
         step = max(1, x.numel() // MOST) | 1  # odd: in each row of another column

@@ -114,7 +114,12 @@ def beside(rank: int, folder: str, name: str) -> dict[str, Any]:
         if said := _refusal(lambda step=step: checkpoints.save(step, module)):  # type: ignore[misc]
             return {"saved": step - 1, "said": said}
     damage = files.read_about(checkpoints._place(3))[1]
-    return {"saved": 3, "said": "", "run": manager.runs_of(checkpoints._found()), "damage": damage}
+    return {
+        "saved": 3,
+        "said": "",
+        "run": manager.runs_of(checkpoints._find_checkpoints()),
+        "damage": damage,
+    }
 
 
 def background(rank: int, folder: str) -> dict[str, Any]:

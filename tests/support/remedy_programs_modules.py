@@ -239,7 +239,7 @@ STANDING: dict[str, Program] = {
     "runtime/module_shell.py Standing.__getattr__ 0": Program(
         _pair(lambda plain, module: module.no_sync()), "leave it out", _then_called()
     ),
-    "runtime/module_shell.py Standing._read 0": Program(
+    "runtime/module_shell.py Standing._read_property 0": Program(
         _pair(lambda plain, module: module.body.size),
         "plain.load_state_dict(pm.full_state_dict(), assign=True)",
         _copied(lambda plain: plain.body.size),

@@ -255,17 +255,17 @@ PROGRAMS: dict[str, Program] = {
         "detach it",
         _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
     ),
-    "runtime/arguments.py Arguments._checked 0": Program(
+    "runtime/arguments.py Arguments._check_tensors 0": Program(
         _called(lambda values: {**values, "target": None}),
         "with a batch of the same shapes and dtypes",
         _called(),
     ),
-    "runtime/arguments.py Arguments._checked 1": Program(
+    "runtime/arguments.py Arguments._check_tensors 1": Program(
         _called(lambda values: {**values, "x": values["x"][:4]}),
         "with a batch of the same shapes and dtypes",
         _called(),
     ),
-    "runtime/arguments.py Arguments._checked 2": Program(
+    "runtime/arguments.py Arguments._check_tensors 2": Program(
         _called(lambda values: {**values, "x": values["x"].to("meta")}),
         "move the batch to cpu",
         _called(),
@@ -284,7 +284,7 @@ PROGRAMS: dict[str, Program] = {
         "`a.to_dense()`",
         of_module(lambda module: module(X.to_sparse().to_dense())),
     ),
-    "runtime/guarded_module.py Compiled._taken 0": Program(
+    "runtime/guarded_module.py Compiled._program_inputs 0": Program(
         of_module(lambda module: module(X.clone().requires_grad_()), inference=True),
         "call it under torch.no_grad",
         of_module(
@@ -331,7 +331,7 @@ PROGRAMS: dict[str, Program] = {
         "call the module again before each backward",
         of_module(_twice(True), num_microbatches=2),
     ),
-    "runtime/gradients.py first_derivatives_only.refusing 0": Program(
+    "runtime/gradients.py first_derivatives_only.refuse_create_graph 0": Program(
         of_module(_graph), "leave create_graph out", of_module(lambda module: _graph(module, False))
     ),
     "runtime/outputs.py _Refused.backward 0": Program(
@@ -417,7 +417,7 @@ PROGRAMS: dict[str, Program] = {
         "pm.clip_grad_norm_(max_norm)",
         _norm(lambda module: module.clip_grad_norm_(1.0)),
     ),
-    "runtime/loss_scaling.py LossScale.given 0": Program(
+    "runtime/loss_scaling.py LossScale.user_factor 0": Program(
         of_module(lambda module: setattr(module, "loss_scale", 0.0), num_microbatches=2),
         "set a positive number",
         of_module(lambda module: setattr(module, "loss_scale", 2.0), num_microbatches=2),

@@ -213,17 +213,17 @@ def test_a_process_that_is_not_there_any_more_has_ended_and_one_of_its_number_is
 def test_a_sum_says_how_many_came_and_whether_all_are_equal(num: int) -> None:
     tally, draw = Tally(num), random.Random(num)
     call = Call.of(1, f"calls model {draw.random()}", "", True)
-    same = [tally.packed(call)] * num
+    same = [tally.pack(call)] * num
     for come in (1, num - 1, num):
         assert tally.count(sum(same[:come])) == come
     assert tally.agrees(sum(same), call) and sum(same) < 2**62
-    idle = tally.packed(Call.of(1, call.what, "", None))
+    idle = tally.pack(Call.of(1, call.what, "", None))
     assert tally.agrees(sum(same[1:]) + idle, call), (
         "a rank with nothing to train differs from none"
     )
-    skipped = tally.packed(Call.of(1, call.what, "", False))
+    skipped = tally.pack(Call.of(1, call.what, "", False))
     assert not tally.agrees(sum(same[1:]) + skipped, call)
-    other = tally.packed(Call.of(1, "saves", "", True))
+    other = tally.pack(Call.of(1, "saves", "", True))
     total = sum(same[1:]) + other
     assert tally.count(total) == num and not tally.agrees(total, call)
 

@@ -226,4 +226,4 @@ def test_gradients_are_multiplied_only_where_that_is_exact() -> None:
     )
     for value in (0.0, -1.0, float("nan"), float("inf"), "2"):
         with pytest.raises(RuntimeStateError, match="no factor of a loss"):
-            LossScale().given = value  # type: ignore[assignment]
+            LossScale().user_factor = value  # type: ignore[assignment]
