@@ -239,14 +239,14 @@ class BetweenPeers:
     def there(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        return self._sent(what, tensors, index, [sum(each.by_sender) for each in traffic])
+        return self._send_rows(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return self._sent(
+        return self._send_rows(
             BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic]
         )
 
-    def _sent(
+    def _send_rows(
         self, name: str, rows: list[Tensor], index: Sequence[Tensor | None], lengths: Sequence[int]
     ) -> list[Tensor]:
         """Views of what came."""
@@ -309,12 +309,12 @@ class FakePeers:
     def there(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        return [self._shared(tensors.pop(), sum(traffic[0].by_sender))]
+        return [self._alias_held(tensors.pop(), sum(traffic[0].by_sender))]
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return [self._shared(rows.pop(), sum(traffic[0].leaving))]
+        return [self._alias_held(rows.pop(), sum(traffic[0].leaving))]
 
-    def _shared(self, sent: Tensor, length: int) -> Tensor:
+    def _alias_held(self, sent: Tensor, length: int) -> Tensor:
         """As many rows, in the memory of a tensor that is there anyway."""
         return next(x for x in self.held if x.dtype == sent.dtype).as_strided(
             (length, sent.shape[1]), (0, 0)

@@ -289,7 +289,7 @@ class _Trial:
         before = self.memory.live_bytes
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         rise = self.memory.peak_bytes - before
-        places = self._placed(result)
+        places = self._place(result)
         return Effect(rise, tuple(self.made), places, bool(given) and not any(given))
 
     def _real(self, x: Any) -> Any:
@@ -303,7 +303,7 @@ class _Trial:
             return as_lying(base, x.lie)
         return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
 
-    def _placed(self, x: Any) -> Any:
+    def _place(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
             key = storage._cdata
@@ -316,7 +316,7 @@ class _Trial:
                 )
                 self.made.append((storage.nbytes(), host.is_on_host(x)))
             return Place(self.known[key], lie_of(x))
-        return type(x)(map(self._placed, x)) if isinstance(x, list | tuple) else x
+        return type(x)(map(self._place, x)) if isinstance(x, list | tuple) else x
 
 
 def lie_of(x: Tensor) -> Lie:
@@ -444,7 +444,7 @@ class _Run:
             for place, (action, node) in enumerate(self.order):
                 if node.op == "call_function":
                     before = self.memory.live_bytes
-                    env[node], rise_bytes = self._called(
+                    env[node], rise_bytes = self._call_node(
                         node if action == "run" else _Part.of(action, node), env
                     )
                     self._tell(node, before + rise_bytes)
@@ -462,7 +462,7 @@ class _Run:
         if self.seen is not None:
             self.seen(self.phase, node, peak_bytes)
 
-    def _called(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+    def _call_node(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
         """The node's value, and how far live bytes rise while it runs."""
         if (
             node.target in PARTS

@@ -297,7 +297,9 @@ class Executor:
         saved += tangents
         saved += sums
         tangents.clear()
-        return self._settled(list(self._graph("first" if first else "backward", absent)(saved)))
+        return self._await_gradients(
+            list(self._graph("first" if first else "backward", absent)(saved))
+        )
 
     def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Before the first microbatch: local parameters as `forward` takes them, from those that
@@ -321,7 +323,7 @@ class Executor:
         """After the last microbatch: gradients as parameters rest, from their sums; `sums` is
         emptied."""
         assert self.program.end is not None, "the program accumulates"
-        return self._settled(list(self._graph("end")(sums)))
+        return self._await_gradients(list(self._graph("end")(sums)))
 
     def _let_hosts_write(self) -> None:
         """Parameters on the host may change from here on: what a GPU fetches of them has come.
@@ -329,7 +331,7 @@ class Executor:
         if self.device.type == "cuda" and any(t.layout.host for t in self.program.parameters):
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _settled(self, gradients: list[Tensor]) -> list[Tensor]:
+    def _await_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients that the host may read: those on their way there from a GPU have come."""
         if self.device.type == "cuda" and any(x is not None and not x.is_cuda for x in gradients):
             torch.cuda.current_stream(self.device).synchronize()

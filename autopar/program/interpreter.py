@@ -311,7 +311,7 @@ class Ranks:
         ]
         biases = [None if any(given.get("starts", ())) else given.get("bias") for given in named]
         in_dtype = partial(tree_map, partial(promoted_dtype, dtype=self.dtype))
-        return run_kernel(node, operands, biases, partial(self._moved, phase, node), in_dtype)
+        return run_kernel(node, operands, biases, partial(self._move, phase, node), in_dtype)
 
     def _run_dispatched(
         self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]
@@ -342,14 +342,14 @@ class Ranks:
         arguments: Sequence[Any],
     ) -> list[Any]:
         x, *settings = arguments
-        return self._moved(phase, node, kind, env[x], settings)
+        return self._move(phase, node, kind, env[x], settings)
 
-    def _moved(
+    def _move(
         self, phase: str, node: fx.Node, kind: Kind, locals: list[Any], settings: Sequence[Any]
     ) -> list[Any]:
         """What a step makes of tensors by rank."""
         if kind in HOST_KINDS:
-            return self._copied(phase, node, kind, locals)
+            return self._copy_to_or_from_hosts(phase, node, kind, locals)
         *rest, axis = settings
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = (
@@ -385,7 +385,9 @@ class Ranks:
                 result[rank] = part
         return result
 
-    def _copied(self, phase: str, node: fx.Node, kind: Kind, locals: list[Any]) -> list[Any]:
+    def _copy_to_or_from_hosts(
+        self, phase: str, node: fx.Node, kind: Kind, locals: list[Any]
+    ) -> list[Any]:
         """Between the ranks and their hosts."""
         dtype, num_bytes = (
             str(locals[0].dtype).removeprefix("torch."),

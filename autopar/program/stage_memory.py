@@ -130,9 +130,9 @@ def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
     """What one microbatch holds after its forward; under GPipe what it sent is held until the
     end."""
     before = memory.live_bytes
-    work.arriving(0)
+    work.arriving_inputs(0)
     work.forward(0)
-    sent = work.leaving(0)
+    sent = work.leaving_outputs(0)
     if not sends:
         sent = []
     held = memory.live_bytes - before
@@ -172,9 +172,9 @@ def _forwards_first(
     for number in range(num):
         if number == num - 1:
             _collect_unsimulated(work, num_more)
-        work.arriving(number)
+        work.arriving_inputs(number)
         work.forward(number)
-        sent = work.leaving(number)
+        sent = work.leaving_outputs(number)
     del sent
     made = {
         path: returned.how.join(path, values).contiguous() for path, values in work.outputs.items()
@@ -191,9 +191,9 @@ def _forwards_first(
         }
         work.answer(parts_of(tangents, returned.how)[:num])
         for number in range(num):
-            work.arriving_back(number)
+            work.arriving_gradients(number)
             work.backward(number)
-            sent = work.leaving_back(number)
+            sent = work.leaving_gradients(number)
         del sent
     work.finish()
 
@@ -206,14 +206,14 @@ def _gpipe(work: StageWork, num: int, num_more: int) -> None:
     for number in range(num):
         if number == num - 1:
             _collect_unsimulated(work, num_more)
-        ops = work.arriving(number)
+        ops = work.arriving_inputs(number)
         work.forward(number)
-        ops = work.leaving(number)
+        ops = work.leaving_outputs(number)
         fwd_sends_to_wait.append(ops)
     for number in range(num):
-        ops = work.arriving_back(number)
+        ops = work.arriving_gradients(number)
         work.backward(number)
-        ops = work.leaving_back(number)
+        ops = work.leaving_gradients(number)
         bwd_sends_to_wait.append(ops)
 
 
@@ -225,19 +225,19 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: 
     ] = []  # of the last send that was fired alone: gloo's holds what it has sent
     forwarded = 0
     for forwarded in range(1, warmup + 1):
-        fwd_recvs = work.arriving(forwarded - 1)
+        fwd_recvs = work.arriving_inputs(forwarded - 1)
         work.forward(forwarded - 1)
-        fwd_sends = work.leaving(forwarded - 1)
+        fwd_sends = work.leaving_outputs(forwarded - 1)
         send_work = fwd_sends if forwarded < warmup else send_work
     _collect_unsimulated(work, num_more)
     for number in range(num):
-        bwd_recvs = work.arriving_back(number)
+        bwd_recvs = work.arriving_gradients(number)
         work.backward(number)
-        bwd_sends = work.leaving_back(number)
+        bwd_sends = work.leaving_gradients(number)
         if forwarded < num:
-            fwd_recvs = work.arriving(forwarded)
+            fwd_recvs = work.arriving_inputs(forwarded)
             work.forward(forwarded)
-            fwd_sends = work.leaving(forwarded)
+            fwd_sends = work.leaving_outputs(forwarded)
             forwarded += 1
         else:
             send_work = bwd_sends
@@ -333,22 +333,22 @@ class _Measured:
         )
         before = self._memory.live_bytes
         for number, beside in enumerate((False, True)):
-            rise, received = self._rise(partial(work.arriving, number))
+            rise, received = self._rise(partial(work.arriving_inputs, number))
             found["received"] = rise.after
             del received
             found["forward"], _ = self._rise(partial(work.forward, number))
-            sent = work.leaving(number)
+            sent = work.leaving_outputs(number)
             if not beside:
-                found["sent"] = self._freed(sent)
-            rise, received = self._rise(partial(work.arriving_back, number))
+                found["sent"] = self._free(sent)
+            rise, received = self._rise(partial(work.arriving_gradients, number))
             found["received_back"] = rise.after
             del received
             found["backward_beside" if beside else "backward"], _ = self._rise(
                 partial(work.backward, number)
             )
             if beside:
-                found["sent_late"] = self._freed(sent)
-            found["returned"] = self._freed(work.leaving_back(number))
+                found["sent_late"] = self._free(sent)
+            found["returned"] = self._free(work.leaving_gradients(number))
         found["collected"] = (self._memory.live_bytes - before) // 2
         before = self._memory.live_bytes
         joined = put_together(work)
@@ -365,7 +365,7 @@ class _Measured:
         result = run()
         return Rise(self._memory.peak_bytes - before, self._memory.live_bytes - before), result
 
-    def _freed(self, tensors: list[Any]) -> int:
+    def _free(self, tensors: list[Any]) -> int:
         before = self._memory.live_bytes
         tensors.clear()
         return before - self._memory.live_bytes

@@ -92,7 +92,7 @@ class StageWork:
         """
         self._answers, self._absent, self._unsent = tangents, absent, unsent
 
-    def saved(self) -> list[Any]:
+    def saved_values(self) -> list[Any]:
         """What waits for backward, of all microbatches."""
         return [value for values in self._saved.values() for value in values]
 
@@ -137,23 +137,23 @@ class StageWork:
         self.answer(())
         self._forget()
 
-    def arriving(self, number: int) -> list[Tensor]:
+    def arriving_inputs(self, number: int) -> list[Tensor]:
         """Buffers for what comes from the stage before."""
         self._received[number] = [self._empty(t) for t in self._arriving]
         return self._received[number]
 
-    def leaving(self, number: int) -> list[Tensor]:
+    def leaving_outputs(self, number: int) -> list[Tensor]:
         """What goes to the stage after."""
         return self._made.pop(number, [])
 
-    def arriving_back(self, number: int) -> list[Tensor]:
+    def arriving_gradients(self, number: int) -> list[Tensor]:
         """Buffers for the gradients of what left."""
         self._tangents[number] = [
             self._empty(t) for t in self._leaving if t.has_gradient and t.name not in self._absent
         ]
         return self._tangents[number]
 
-    def leaving_back(self, number: int) -> list[Tensor]:
+    def leaving_gradients(self, number: int) -> list[Tensor]:
         """The gradients of what arrived."""
         return self._returning.pop(number, [])
 

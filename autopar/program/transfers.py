@@ -51,7 +51,7 @@ class Transfers:
         """Start the transfers of a stage, one after another; arguments as of `peer`."""
         call = dist.irecv if kind.startswith("receive") else dist.isend
         other = self._rank_of(kind, stage)
-        return [_started(call(tensor, other, self._group)) for tensor in tensors]
+        return [_require_transfer(call(tensor, other, self._group)) for tensor in tensors]
 
     def start_together(self, kind: str, tensors: Sequence[Tensor], stage: int) -> Started:
         """As `start`, as one batch."""
@@ -76,7 +76,7 @@ def wait(started: Started) -> None:
         started.pop(0).wait()
 
 
-def _started(transfer: dist.Work | None) -> dist.Work:
+def _require_transfer(transfer: dist.Work | None) -> dist.Work:
     assert transfer is not None, "this process is one of the group"
     return transfer
 
@@ -124,8 +124,8 @@ class ForwardsFirst:
         that have to be done before it goes on."""
         work = self.work
         if phase == "forward":
-            return self._each(phase, work.arriving, work.forward, work.leaving)
-        return self._each(phase, work.arriving_back, work.backward, work.leaving_back)
+            return self._each(phase, work.arriving_inputs, work.forward, work.leaving_outputs)
+        return self._each(phase, work.arriving_gradients, work.backward, work.leaving_gradients)
 
     def _each(
         self,
@@ -136,13 +136,13 @@ class ForwardsFirst:
     ) -> Iterator[Started]:
         sending: Started = []  # they hold what they send
         for number in range(self._num):
-            yield self._started(f"receive {phase}", arriving(number))
+            yield self._start(f"receive {phase}", arriving(number))
             run(number)
             yield sending
-            sending = self._started(f"send {phase}", leaving(number))
+            sending = self._start(f"send {phase}", leaving(number))
         yield sending
 
-    def _started(self, kind: str, tensors: Sequence[Tensor]) -> Started:
+    def _start(self, kind: str, tensors: Sequence[Tensor]) -> Started:
         if not tensors:
             return []
         assert self._transfers is not None, "several stages have a group"
@@ -204,17 +204,17 @@ class _Chunk:
         what, _, phase = kind.rpartition(" ")
         if what == "receive":
             tensors = (
-                self.work.arriving(microbatch)
+                self.work.arriving_inputs(microbatch)
                 if phase == "forward"
-                else self.work.arriving_back(microbatch)
+                else self.work.arriving_gradients(microbatch)
             )
             self._arriving[phase, microbatch] = self._transfers.start(kind, tensors, self._number)
         elif what == "send":
             yield from self._finish_sending(phase)
             tensors = (
-                self.work.leaving(microbatch)
+                self.work.leaving_outputs(microbatch)
                 if phase == "forward"
-                else self.work.leaving_back(microbatch)
+                else self.work.leaving_gradients(microbatch)
             )
             self._sent[phase] = tensors, self._transfers.start(kind, tensors, self._number)
         else:

@@ -277,14 +277,14 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     """
     stage, number = stages[action.stage], action.microbatch
     source, ahead = _source(stages, action), action.kind == "forward"
-    buffers = stage.work.arriving(number) if ahead else stage.work.arriving_back(number)
+    buffers = stage.work.arriving_inputs(number) if ahead else stage.work.arriving_gradients(number)
     come = sent[source, action.stage].popleft() if source is not None else []
     if len(come) != len(buffers):
         raise stage.error(number, f"{len(come)} tensors come, and it takes {len(buffers)}")
     for buffer, each in zip(buffers, come, strict=True):
         buffer.came = each  # type: ignore[attr-defined]
     (stage.work.forward if ahead else stage.work.backward)(number)
-    leaving = stage.work.leaving(number) if ahead else stage.work.leaving_back(number)
+    leaving = stage.work.leaving_outputs(number) if ahead else stage.work.leaving_gradients(number)
     if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):
         sent[action.stage, transfers.peer(f"send {action.kind}", action.stage)].append(
             list(leaving)

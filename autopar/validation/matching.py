@@ -112,7 +112,7 @@ class Matching:
         """
         due = [self.whole_ref(read) for read in reads]
         for other in self._candidates(node, due):
-            missing = self._missing(other, due)
+            missing = self._match_operands(other, due)
             if missing is not None:
                 yield Match(other, missing)
         if node.target is ops.dot and len(due) == 3:
@@ -133,7 +133,7 @@ class Matching:
             if getattr(product, "target", None) is not ops.dot or len(other.args) != 2:
                 continue
             paths = [
-                self.between(found, wanted)
+                self.missing_between(found, wanted)
                 for found, wanted in zip(
                     [*self.whole.reads(product), *self.whole.reads(other)[1:]], due, strict=False
                 )
@@ -145,7 +145,7 @@ class Matching:
         """The batch's value that a microbatch's value stands for; an unknown one if for none."""
         return self.same.get(ref[0], ""), ref[1]
 
-    def between(self, found: Ref, due: Ref) -> Missing | None:
+    def missing_between(self, found: Ref, due: Ref) -> Missing | None:
         """The ops between two values of the batch's graph, in order; None if another path leads to
         `found`, or ops lie on it that no microbatch lacks.
         """
@@ -183,11 +183,13 @@ class Matching:
                 if user.target in _MISSING and len(self.whole.reads(user)) == 1:
                     values.append((user.name, 0))
 
-    def _missing(self, other: fx.Node, due: Sequence[Ref]) -> tuple[Missing, ...] | None:
+    def _match_operands(self, other: fx.Node, due: Sequence[Ref]) -> tuple[Missing, ...] | None:
         reads = self.whole.reads(other)
         if len(reads) != len(due):
             return None
-        paths = [self.between(found, wanted) for found, wanted in zip(reads, due, strict=True)]
+        paths = [
+            self.missing_between(found, wanted) for found, wanted in zip(reads, due, strict=True)
+        ]
         return (
             None
             if any(path is None for path in paths)

@@ -172,12 +172,12 @@ class _InTime:
                 placed.get(ref, TimePlacement("open", origin=node.meta["key"]))
                 for ref in nodes.reads(node)
             ]
-            found = self._multiplied(node, reads, nodes, matching) or self._placed(
+            found = self._place_multiplied(node, reads, nodes, matching) or self._place_node(
                 node, reads, nodes, matching
             )
             placed |= {(node.name, result): f for result, f in enumerate(found)}
 
-    def _placed(
+    def _place_node(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> Sequence[TimePlacement]:
         key, wrong = node.meta["key"], TimePlacement("wrong", origin=node.meta["key"])
@@ -210,10 +210,10 @@ class _InTime:
             if any(read.kind == "wrong" for read in reads):
                 return [TimePlacement("wrong")] * len(call.outputs)
         if match.product is not None:
-            return self._biased(self.whole.call(match.product), whole, call, reads)
+            return self._place_bias(self.whole.call(match.product), whole, call, reads)
         return placements_in_time(whole, call, reads, self.how.num)
 
-    def _biased(
+    def _place_bias(
         self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]
     ) -> tuple[TimePlacement, ...]:
         """What a product with a bias makes, where the batch has a product and an addition."""
@@ -226,14 +226,14 @@ class _InTime:
 
     def _named(self, found: TimePlacement, key: str) -> TimePlacement:
         if found.kind == "open":
-            return self._open(key)
+            return self._mark_open(key)
         return TimePlacement("wrong", origin=key) if found.kind == "wrong" else found
 
-    def _open(self, key: str) -> TimePlacement:
+    def _mark_open(self, key: str) -> TimePlacement:
         self.open[key] = None
         return TimePlacement("open", origin=key)
 
-    def _multiplied(
+    def _place_multiplied(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> list[TimePlacement]:
         """A node that only a microbatch's graph has: it makes as many times as much of what it
@@ -260,7 +260,7 @@ class _InTime:
                 "mean": (TimePlacement("term", power=1), WHOLE),
             }
             own = next(w.node for w in self.whole.trace.outputs if w.path == o.path)
-            yield from self._judged(
+            yield from self._compare_returned(
                 self.part.nodes[o.node],
                 self.whole.nodes[own],
                 due[kind],
@@ -283,16 +283,16 @@ class _InTime:
                 )
             if p.gradient is not None and w.gradient is not None:
                 own = self.whole.results[w.gradient]
-                yield from self._judged(
+                yield from self._compare_returned(
                     self.part.results[p.gradient], own, due, f"the gradient of {p.name!r}"
                 )
 
-    def _judged(
+    def _compare_returned(
         self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str
     ) -> Iterator[str]:
         """Compare what is returned of a microbatch with `own`, which is returned of the batch."""
         ref = self.part.ref(node)
-        missing = self.matching.between(self.whole.ref(own), self.matching.whole_ref(ref))
+        missing = self.matching.missing_between(self.whole.ref(own), self.matching.whole_ref(ref))
         found = self.placed[ref]
         if missing is None and found.is_known:
             raise self._error(

@@ -130,9 +130,9 @@ class _Program:
             Memory(self.program.forward.graph, self.program.mesh.shape),
         )
         parameters = (
-            self._walk("step").run(program.begin.graph, self._resting())
+            self._walk("step").run(program.begin.graph, self._states_at_rest())
             if program.begin is not None
-            else self._resting()
+            else self._states_at_rest()
         )
         made = self._walk("forward").run(
             program.forward.graph, [*parameters, *self._buffers(), *self._inputs()]
@@ -162,7 +162,7 @@ class _Program:
 
     # What goes in.
 
-    def _resting(self) -> list[State]:
+    def _states_at_rest(self) -> list[State]:
         pairs = zip(self.trace.parameters, self.program.parameters, strict=True)
         return [State((p.node, 0), tensor.layout, p.dtype) for p, tensor in pairs]
 

@@ -148,7 +148,7 @@ class Validation:
         """How many nodes of all graphs were justified."""
         return sum(self.how.values())
 
-    def joined(self, other: Validation) -> Validation:
+    def join(self, other: Validation) -> Validation:
         """Both together, each name once."""
         return Validation(
             self.how + other.how,

@@ -95,41 +95,41 @@ class Walk:
                 return rule(node)
         if node.target in KINDS:
             x, *settings = steps.positional(node)
-            return self._moved(self.env[x], KINDS[node.target], settings, node)
+            return self._move(self.env[x], KINDS[node.target], settings, node)
         if node.target in KERNELS:
             return product_states(self, node)
-        return self._computed(node)
+        return self._compute(node)
 
     def _rules(self) -> dict[Callable[..., Any], Callable[[fx.Node], Any]]:
         return {
-            operator.getitem: self._picked,
-            steps.start: self._started,
-            steps.finish: self._finished,
-            add_to: self._added,
+            operator.getitem: self._pick,
+            steps.start: self._start,
+            steps.finish: self._finish,
+            add_to: self._add,
             into_bucket: lambda node: pack(node, [self.env[x] for x in node.args[0]]),
             from_bucket: lambda node: unpack(
                 self.traced, node, self.env[node.args[0]], self.mesh_shape
             ),
         }
 
-    def _moved(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
+    def _move(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
         self.how["step"] += 1
         return move(self.traced, state, kind, settings, node.kwargs.get("length"), self.mesh_shape)  # type: ignore[arg-type]
 
-    def _picked(self, node: fx.Node) -> Any:
+    def _pick(self, node: fx.Node) -> Any:
         source, number = self.env[node.args[0]], int(node.args[1])  # type: ignore[index, arg-type]
         if not isinstance(source, Several) or not 0 <= number < len(source.parts):
             raise MoveError("it picks a result of what has one")
         return source.parts[number]
 
-    def _started(self, node: fx.Node) -> InFlight:
+    def _start(self, node: fx.Node) -> InFlight:
         x, kind, *settings = node.args
         return InFlight(
-            self._moved(self.env[x], str(kind), settings, node),
+            self._move(self.env[x], str(kind), settings, node),
             (kind, *settings, node.kwargs.get("length")),
         )  # type: ignore[index]
 
-    def _finished(self, node: fx.Node) -> Any:
+    def _finish(self, node: fx.Node) -> Any:
         source, *settings = node.args
         flying = self.env[source]  # type: ignore[index]
         if not isinstance(flying, InFlight) or flying.settings != (
@@ -141,7 +141,7 @@ class Walk:
             raise MoveError("what it started is read by others as well")
         return flying.made
 
-    def _added(self, node: fx.Node) -> Sum:
+    def _add(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)  # type: ignore[index]
         if not isinstance(total, Sum) or total.is_added:
             raise MoveError(
@@ -154,7 +154,7 @@ class Walk:
             raise MoveError(f"it adds {shown(gradient)} to a sum in {total.layout}")
         return replace(total, is_added=True)
 
-    def _computed(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> Any:
         key = str(node.meta.get("key"))
         origin = self.traced.by_key.get(key)
         if origin is None or (self._passes_on(node) and not self._reads_as(node, origin)):

@@ -50,7 +50,7 @@ def _validate_staged(
     stages = cut_trace(part, pipeline.positions).stages if pipeline.positions else (part,)
     check_stages(part, stages)
     for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
-        found = found.joined(validate_program(stage, staged, made))
+        found = found.join(validate_program(stage, staged, made))
     _check_sums(program)
     _check_crossings(program)
     _check_shared(stages, program)
