@@ -1,4 +1,4 @@
-"""Emitted graphs for one rank: process groups and coordinates in place of mesh axes."""
+"""Bind emitted graphs to one rank: process groups and coordinates replace mesh axes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,18 @@ from autopar.kernels.collectives import (
 def bind(
     graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None
 ) -> fx.GraphModule:
-    """A copy of the graph module whose steps name process groups and coordinates instead of mesh
+    """Return a copy of a graph whose steps name process groups and coordinates instead of mesh
     axes.
 
-    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead,
-    where one is given, and on a GPU norms and softmaxes are kernels of one pass
-    (`autopar.kernels.rows`). Steps along axes of size 1 vanish (but for `halo`, which pads there)
-    and `local_start` becomes a literal. Tensors held by the module are shared.
+    Graphs are captured on the CPU. In the copy, ops that name a device make their tensors on
+    `device`, and on a GPU norms and softmaxes are kernels of one pass (`autopar.kernels.rows`).
+    Steps along axes of size 1 are removed, except `halo`, which pads there, and `local_start`
+    becomes a literal.
+
+    Args:
+        graph_module: an emitted graph; the copy shares its tensors. groups: this rank's group along
+            each mesh axis.
+        device: the type of the device that the graph runs on; None leaves devices as they are.
     """
     graph = fx.Graph()
     result = graph.graph_copy(graph_module.graph, {})
@@ -91,7 +96,8 @@ def bind(
 
 
 def _is_read_by_host(stored: fx.Node) -> bool:
-    """Whether an op on the host reads what is stored: its copy may not have come yet."""
+    """Return whether an op on the host reads a stored tensor, so that its copy must be awaited
+    first."""
     return any(
         user.op == "call_function" and user.target not in (host.fetch, host.start_fetch)
         for user in stored.users
@@ -117,7 +123,7 @@ def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
 
 
 def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
-    """Bind a `start` or a `finish`; along an axis of size 1 both vanish, but for `halo`."""
+    """Bind a `start` or a `finish`. Along an axis of size 1 both are removed, except for `halo`."""
     x, kind, *settings = node.args
     group = groups[settings[-1]]
     if group.size == 1 and kind != "halo":
@@ -144,7 +150,7 @@ def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
 
 
 def _replace(node: fx.Node, value: Any) -> None:
-    """Put `value`, a node or a literal, wherever `node` is used, and erase the node."""
+    """Replace `node` by `value`, a node or a literal, in all its users, and erase it."""
     for user in list(node.users):
         user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
         user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
