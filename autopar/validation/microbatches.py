@@ -61,7 +61,8 @@ class _InTime:
     """One comparison.
 
     Attributes:
-        placed: of each value of the microbatch's graph. matching: the batch's nodes for its nodes.
+        placed: the placement of each value of the microbatch's graph. matching: the batch's nodes
+            for its nodes.
         open: keys of nodes of which nothing is known.
     """
 
@@ -74,7 +75,7 @@ class _InTime:
     matching: Matching = field(init=False)
 
     def validation(self) -> Validation:
-        """The report."""
+        """Return the report."""
         self.matching = Matching(self.whole)
         self.matching.add_placeholders(self.part)
         self._place_inputs()
@@ -216,7 +217,7 @@ class _InTime:
     def _place_bias(
         self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]
     ) -> tuple[TimePlacement, ...]:
-        """What a product with a bias makes, where the batch has a product and an addition."""
+        """Place a product with a bias, for which the batch has a product and an addition."""
         plain = replace(call, args=call.args[:3], inputs=call.inputs[:2])
         (made,) = placements_in_time(product, plain, reads[:2], self.how.num)
         if not made.is_known:
@@ -236,9 +237,8 @@ class _InTime:
     def _place_multiplied(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> list[TimePlacement]:
-        """A node that only a microbatch's graph has: it makes as many times as much of what it
-        reads as there are microbatches.
-        """
+        """Place a node that only a microbatch's graph has: it multiplies its operand by the number
+        of microbatches."""
         own = node.meta["key"].endswith(TIMES) and node.target is _MULTIPLY
         if not own or len(reads) != 1 or node.args[1] != self.how.num:
             return []
@@ -290,7 +290,7 @@ class _InTime:
     def _compare_returned(
         self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str
     ) -> Iterator[str]:
-        """Compare what is returned of a microbatch with `own`, which is returned of the batch."""
+        """Compare a result of a microbatch with `own`, the batch's result."""
         ref = self.part.ref(node)
         missing = self.matching.missing_between(self.whole.ref(own), self.matching.whole_ref(ref))
         found = self.placed[ref]

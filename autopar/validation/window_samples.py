@@ -1,6 +1,5 @@
-"""Small calls of convolutions and poolings: few samples and channels, and space that windows fit
-into as into the large one.
-"""
+"""Small calls of convolutions and poolings: few samples and channels, and spatial dims that windows
+fit into as into the large ones."""
 
 from __future__ import annotations
 
