@@ -45,6 +45,23 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
     Raises:
         PlanError: for the first decision that is not legal.
     """
+    _check_strategies(trace, index, mesh, accumulates=accumulates)
+    values = dict(_values(trace))
+    _check_borders(trace, index, mesh, accumulates=accumulates)
+    for i in trace.given_back:
+        at = index.chosen[input_key(i.path)].inputs[0]
+        if not at.is_replicated:
+            raise ChangedPlanError(
+                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
+            )
+    for (_, tensor), steps in index.steps.items():
+        for step in steps.values():
+            _check_step(tensor, step, values, mesh)
+    _check_own(trace, index, mesh)
+
+
+def _check_strategies(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
+    """Check the strategies of all compute nodes."""
     uncast = addable_uncast(trace) if accumulates else {}
     for node in trace.graph.nodes:
         if node.op == "call_function":
@@ -53,7 +70,10 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
                     _check_strategy(
                         node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast
                     )
-    values = dict(_values(trace))
+
+
+def _check_borders(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
+    """Check the layouts in which tensors go in and out of the graphs."""
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
         of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (
@@ -69,16 +89,6 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
             raise ChangedPlanError(
                 f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}"
             )
-    for i in trace.given_back:
-        at = index.chosen[input_key(i.path)].inputs[0]
-        if not at.is_replicated:
-            raise ChangedPlanError(
-                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
-            )
-    for (_, tensor), steps in index.steps.items():
-        for step in steps.values():
-            _check_step(tensor, step, values, mesh)
-    _check_own(trace, index, mesh)
 
 
 def _borders(

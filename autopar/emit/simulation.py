@@ -138,6 +138,16 @@ def _phase(
     for step, start_s, end_s in streams.ran:
         assert isinstance(step, fx.Node)
         spans.append((step.meta["key"], "communication", start_s, end_s - start_s))
+    return Simulated(
+        streams.now_s,
+        streams.hidden_s,
+        tuple(sorted(spans, key=lambda span: span[2])),
+        _missing_s(phase, times, plan),
+    )
+
+
+def _missing_s(phase: str, times: Mapping[fx.Node, float], plan: Plan) -> float:
+    """Return the seconds of compute that the plan prices for a phase and its graph does not run."""
     priced_s = sum(
         len(e.instances) * e.time_s
         for e in plan.entries
@@ -154,7 +164,4 @@ def _phase(
         kernel.saved_s
         for kernel in (*(node.meta["kernel"] for node in times if "kernel" in node.meta), *own)
     )
-    missing_s = missing_s if missing_s > _ROUNDING * priced_s else 0.0
-    return Simulated(
-        streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s
-    )
+    return missing_s if missing_s > _ROUNDING * priced_s else 0.0

@@ -18,8 +18,8 @@ from autopar.validation.law import DRAWS
 from autopar.validation.states import invalid
 
 # --------------------------------------------------------------------------------------------------
-# Random numbers by position: draws, steps and seeds must be independent, and a rank's part of a draw
-# must equal that part of the whole draw.
+# Random numbers by position: draws, steps and seeds must be independent, and a rank's part of a
+# draw must equal that part of the whole draw.
 #
 # The functions run on few elements, from fixed states, so that the verdict is always the same. With
 # n numbers the correlation of independent draws exceeds 6 / √n once in 10⁹ times.
