@@ -89,13 +89,25 @@ class Phase(Protocol):
     done: set[tuple[str, bool]]
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
-        """See `autopar.emit.phase.Phase.get`."""
+        """See `autopar.emit.phase.Phase.get`.
+
+        Args:
+            ref, layout, wanted_by: see there.
+        """
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
-        """See `autopar.emit.phase.Phase.define`."""
+        """See `autopar.emit.phase.Phase.define`.
+
+        Args:
+            ref, layout, node: see there.
+        """
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-        """See `autopar.emit.phase.Phase.define_results`."""
+        """See `autopar.emit.phase.Phase.define_results`.
+
+        Args:
+            node, here, strategy: see there.
+        """
 
 
 def product_of(made: fx.Node, step: Communication) -> fx.Node:

@@ -207,7 +207,7 @@ class InGroup:
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """See `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         (mine,) = counts
         theirs = bound_ops.exchange_rows(mine, [1] * self.size, [1] * self.size, self.name)
         leaving, coming = torch.stack((mine, theirs)).tolist()
@@ -216,7 +216,11 @@ class InGroup:
     def there(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.there`."""
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.there`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
         return [
             bound_ops.exchange_rows(
                 tensors.pop()[index[0]],
@@ -227,7 +231,11 @@ class InGroup:
         ]
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.back`."""
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
         return [
             bound_ops.exchange_rows(
                 rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name
@@ -253,7 +261,7 @@ class BetweenPeers:
     tables: Mapping[int, Tensor] = field(default_factory=dict)
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """See `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         shape = self.peers.size, *counts[0].shape
         flat = {rank: mine.flatten() for rank, mine in zip(self.ranks, counts, strict=True)}
         self.tables = count(self.peers, counts[0].numel(), self.most, flat)
@@ -268,11 +276,19 @@ class BetweenPeers:
     def there(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.there`."""
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.there`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
         return self._send_rows(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.back`."""
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
         return self._send_rows(
             BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic]
         )
@@ -304,19 +320,27 @@ class Fake:
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """See `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         evenly = _evenly(num_pairs[0], self.size)
         return [Traffic(evenly, tuple(_evenly(num, counts[0].shape[1]) for num in evenly))]
 
     def there(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.there`."""
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.there`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
         sent = tensors.pop()[index[0]]
         return [sent.new_empty(sum(traffic[0].by_sender), *sent.shape[1:])]
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.back`."""
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
         sent = rows.pop()
         return [sent.new_empty(sum(traffic[0].leaving), *sent.shape[1:])]
 
@@ -338,18 +362,26 @@ class FakePeers:
     by_expert: bool = True
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """See `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         self.tables.append(counts[0].new_empty(self.size, counts[0].numel()))
         return Fake(self.size).count(counts, num_pairs)
 
     def there(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.there`."""
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.there`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
         return [self._alias_held(tensors.pop(), sum(traffic[0].by_sender))]
 
     def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """See `autopar.ops.expert_layers.Exchange.back`."""
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
         return [self._alias_held(rows.pop(), sum(traffic[0].leaving))]
 
     def _alias_held(self, sent: Tensor, length: int) -> Tensor:

@@ -408,7 +408,12 @@ def prepare_scatter(
     letter = terms[2][dim]
 
     def produce(begin: int, rows: int, out: Tensor) -> None:
-        """Multiply these rows, and add their addend."""
+        """Multiply rows, and add their addend.
+
+        Args:
+            begin, rows: the first row and the number of rows. out: their partial product, to be
+                filled.
+        """
         left, right = cut_rows(terms[:2], (a, b), letter, begin, rows)
         multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
         if addend is not None:

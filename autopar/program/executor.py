@@ -145,7 +145,11 @@ class _Gone:
 
     @staticmethod
     def of(graph: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> _Gone:
-        """Classify the nodes of a graph."""
+        """Classify the nodes of a graph.
+
+        Args:
+            graph: a backward graph, or a trace's. tangents, absent: see `without`.
+        """
         found = _Gone()
         for node in graph.nodes:
             if node.op == "placeholder" and node.target in tangents:

@@ -188,12 +188,12 @@ _KINDS: dict[Any, Kind] = {
 
 
 def node_name(node: fx.Node) -> str:
-    """The node in the user's words where it has a key, else its name in the graph."""
+    """Return the node's key, else its name in the graph."""
     return str(node.meta.get("key") or node.name)
 
 
 def moved_name(node: fx.Node) -> str:
-    """As `node_name`, of the collective that a node does."""
+    """Return the key of the collective that a node does, see `node_name`."""
     return str(node.meta["kernel"].key) if "kernel" in node.meta else node_name(node)
 
 

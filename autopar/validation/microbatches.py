@@ -39,16 +39,16 @@ Placements = dict[Ref, TimePlacement]
 def validate_microbatches(
     whole: Trace, part: Trace, how: Microbatches, *, promised: bool = False
 ) -> Validation:
-    """Show that microbatches make the batch's outputs and gradients.
+    """Show that microbatches compute the batch's outputs and gradients.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. how: how a batch is worked
-            through.
-        promised: whether the user promised that samples are independent. What cannot be shown is
-            reported then, and not refused.
+        whole, part: the traces of the batch and of one microbatch. how: how microbatches make up
+            the batch.
+        promised: whether the user promised that samples are independent. Then differences that
+            cannot be excluded are reported instead of raised.
 
     Raises:
-        ValidationError: naming the node at which an output or a gradient departs from the batch's,
+        ValidationError: for the node at which an output or a gradient differs from the batch's,
             with the source line.
     """
     if how.num == 1:
@@ -109,9 +109,8 @@ class _InTime:
             self.placed[o.tangent, 0] = self._tangent(o.path, is_loss=o.is_loss)
 
     def _tangent(self, path: str, *, is_loss: bool) -> TimePlacement:
-        """What backward of a microbatch begins with, as the runtime has it (`Microbatches.weight`
-        and `tangents`).
-        """
+        """Return the placement of a microbatch's tangent, as the runtime passes it
+        (`Microbatches.weight` and `tangents`)."""
         if is_loss:
             weights = {1.0: 0, 1.0 / self.how.num: -1}
             if self.how.weight not in weights:
@@ -126,7 +125,8 @@ class _InTime:
         )
 
     def _count(self, count: Count) -> None:
-        """What is given of the batch has to be the batch's value of the node that it stands for."""
+        """Check that a value which microbatches get from the batch is the batch's value of the node
+        that it matches."""
         graph = copy_graph(count.graph.graph)  # whose placeholders get values here
         named = {b.name: (b.node, 0) for b in self.part.trace.buffers} | {
             i.path: (i.node, 0) for i in self.part.trace.inputs
@@ -165,7 +165,7 @@ class _InTime:
                 )
 
     def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
-        """Place every node of a graph: of the microbatch's, or of one that counts."""
+        """Place every node of a graph: of the microbatch's, or of a count's."""
         for node in nodes.graph.nodes:
             if node.op != "call_function" or nodes.ref(node) != (node.name, 0):
                 continue  # no compute node, or a getitem
@@ -198,7 +198,7 @@ class _InTime:
     def _as_match(
         self, match: Match, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes
     ) -> Sequence[TimePlacement]:
-        """What a node makes, as one of the batch's."""
+        """Return the placements of a node's results, for a match."""
         call, whole = nodes.call(node), self.whole.call(match.node)
         if match.is_one_view:
             whole = replace(whole, inputs=self.whole.call(match.missing[0][0]).inputs)
