@@ -1,9 +1,9 @@
-"""Communications that share a bucket become one collective: pack, the step on the bucket, unpack.
+"""Merge communications that share a bucket into one collective: pack, the collective, unpack.
 
-A bucket of what may be deferred stands where the last of its members stood in the order of the
-graph, and what reads an earlier member stands behind it then; one of what may be prefetched stands
-where the first did. All else keeps its order. The casts around a reduction in a wider dtype are
-done by the two passes.
+A bucket of deferrable steps stands where its last member stood in the graph, and readers of earlier
+members move behind it. A bucket of prefetchable steps stands where its first member stood. All
+other nodes keep their order. The casts around a reduction in a wider dtype are done by pack and
+unpack.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ _OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that their result
 
 
 class WaitingError(ChangedPlanError):
-    """Buckets of which each waits for what another makes; each alone may be legal."""
+    """Raised for buckets that wait for each other's results. Each of them alone may be legal."""
 
 
 def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
-    """Whether a node is a step that may be in a bucket: of a floating tensor of which all ranks
-    have equal parts, and, but at the begin and the end of a step of several microbatches, one that
-    no op waits for, or a gather that waits for none."""
+    """Return whether a node is a step that may be in a bucket.
+
+    The step must move a floating tensor of which all ranks have equal parts. Within a microbatch it
+    must also be deferrable, or a prefetchable all-gather; at the begin and the end of a step of
+    several microbatches any such step qualifies.
+
+    Args:
+        step: a node of an emitted graph. mesh_shape: the sizes of the mesh axes.
+    """
     moved: Moved | None = step.meta.get("moved")
     if moved is None or not may_share(
         step.meta["collective"], moved.shape, moved.source, moved.target, mesh_shape
@@ -50,8 +56,14 @@ def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
 
 
 def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective:
-    """The one collective that does what these steps do, which are all of one kind, axis, dtype
-    and reduction."""
+    """Return the one collective that does what these steps do.
+
+    Args:
+        steps: nodes of one kind, axis, dtype and reduction. mesh_shape: the sizes of the mesh axes.
+
+    Returns:
+        The collective on the packed bucket, with its size in bytes.
+    """
     c: Collective = steps[0].meta["collective"]
     lies = _Lying.of(steps, mesh_shape)
     shapes = tuple(size or (1,) for size in lies.sizes)
@@ -66,11 +78,14 @@ def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective
 
 
 def apply_buckets(program: Program, plan: Plan) -> Program:
-    """The program with the buckets that the plan says.
+    """Return the program with the plan's buckets in place of their members.
+
+    Args:
+        program: the program without buckets. plan: the plan that names the buckets.
 
     Raises:
-        PlanError: where a bucket holds what it may not. WaitingError: where members wait for each
-            other.
+        PlanError: if a bucket holds a step that may not share it. WaitingError: if members wait for
+            each other.
     """
     if not plan.buckets:
         return program
@@ -112,13 +127,13 @@ def apply_buckets(program: Program, plan: Plan) -> Program:
 
 
 def names_of(bucket: Bucket) -> list[tuple[Any, ...]]:
-    """Of its members, as `Moved.name`."""
+    """Return the names of a bucket's members, in the form of `Moved.name`."""
     return [(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
 
 
 def slack_of(step: fx.Node) -> str:
-    """Of a step; at the begin and the end of a step of several microbatches it makes no
-    difference."""
+    """Return a step's slack, empty at the begin and the end of a step of several microbatches,
+    where it makes no difference."""
     return str(step.meta.get("slack", ""))
 
 
@@ -127,8 +142,9 @@ class _Lying:
     """How tensors lie in a bucket.
 
     Attributes:
-        sizes: shapes of all parts together. dims: those that are cut, into `parts`. count: of
-            these, how many are put in.
+        sizes: the tensors' shapes with all parts together. dims: the dim of each that is cut into
+            `parts`.
+        count: the number of these parts that the bucket holds.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -138,6 +154,7 @@ class _Lying:
 
     @staticmethod
     def of(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> _Lying:
+        """Collect the shapes and cut dims of the tensors that these steps move."""
         c: Collective = steps[0].meta["collective"]
         parts = 1 if c.kind == "all_reduce" else mesh_shape[c.axis]
         whole = [
@@ -154,8 +171,13 @@ class _Lying:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """A bucket and its members in a graph: their steps, what each reads and what is read of it,
-    without casts around it."""
+    """A bucket and its members in a graph.
+
+    Attributes:
+        bucket: the plan's bucket. steps: the members' nodes. reads: what each member reads, without
+            a cast before it.
+        made: what readers read of each member, with the cast behind it if there is one.
+    """
 
     bucket: Bucket
     steps: tuple[fx.Node, ...]
@@ -164,7 +186,7 @@ class _Together:
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
-        """All that the bucket takes the place of."""
+        """Iterate over all nodes that the bucket replaces."""
         yield from self.steps
         yield from (
             node for step, node in zip(self.steps, self.made, strict=True) if node is not step
@@ -177,6 +199,15 @@ class _Together:
 
     @staticmethod
     def of(bucket: Bucket, steps: Mapping[Any, fx.Node], mesh_shape: Sequence[int]) -> _Together:
+        """Look up a bucket's members in a graph.
+
+        Args:
+            bucket: the plan's bucket. steps: the graph's steps by `Moved.name`. mesh_shape: the
+                sizes of the mesh axes.
+
+        Raises:
+            PlanError: if the members cannot be one collective.
+        """
         members = tuple(steps[name] for name in names_of(bucket))
         kinds = {
             (c.kind, c.axis, c.dtype, c.reduce_op, slack_of(n))
@@ -198,7 +229,7 @@ class _Together:
 
 
 def _cast_behind(step: fx.Node) -> fx.Node:
-    """The cast behind a step, where that alone reads it, else the step."""
+    """Return the cast behind a step if it is the step's only reader, else the step."""
     users = list(step.users)
     return (
         users[0] if len(users) == 1 and users[0].meta.get("key", "").endswith("/narrow") else step
@@ -206,8 +237,11 @@ def _cast_behind(step: fx.Node) -> fx.Node:
 
 
 def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequence[int]) -> fx.Graph:
-    """The graph with each bucket where its last member stood, or its first, or as soon after it
-    as all that it reads is there."""
+    """Return the graph with its buckets.
+
+    Each bucket stands where its first or last member stood, or as soon after it as all that it
+    reads is computed.
+    """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     at = dict(place)  # a node, or all that a bucket takes the place of → where it stands
@@ -244,7 +278,7 @@ def _write_in_order(
     buckets: Mapping[int, _Together],
     mesh_shape: Sequence[int],
 ) -> fx.Graph:
-    """In the order of the numbers, as far as what is waited for allows."""
+    """Write the nodes in the order of their numbers, as far as their operands allow."""
     found, made = fx.Graph(), dict[fx.Node, fx.Node]()
     ready = list(waits.get_ready())
     heapq.heapify(ready)
@@ -263,7 +297,7 @@ def _write_in_order(
 def _write(
     graph: fx.Graph, made: dict[fx.Node, fx.Node], each: _Together, mesh_shape: Sequence[int]
 ) -> None:
-    """Pack, the step, unpack, and what each member's readers read."""
+    """Write a bucket: pack, the collective, unpack, and the result for each member's readers."""
     c, lies, first = each.bucket.collective, _Lying.of(each.steps, mesh_shape), each.steps[0].meta
     wide = getattr(torch, c.dtype)
     about = {name: first[name] for name in ("module", "phase", "source", "slack") if name in first}

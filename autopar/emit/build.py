@@ -1,5 +1,9 @@
-"""A plan into its program: legality, the two graphs, steps of several microbatches, buckets,
-what runs beside compute."""
+"""Turn a plan into its program.
+
+`emit` checks that the plan is legal, writes the forward and the backward graph, adds the graphs at
+the begin and the end of a step of several microbatches, merges buckets, and orders communication
+beside compute. `emit_staged` does so for each stage of a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,9 @@ from autopar.stages import Cut
 # --------------------------------------------------------------------------------------------------
 # The graphs at the begin and at the end of a step of several microbatches.
 #
-# ``begin`` takes the local parameters as they rest and returns them as microbatches read them;
-# ``end`` takes the sums of gradients and returns gradients as parameters rest, in the parameters'
-# dtypes.
+# ``begin`` takes the local parameters as they rest and returns them as microbatches read them.
+# ``end`` takes the sums of gradients and returns gradients in the layouts and dtypes in which
+# parameters rest.
 
 PHASE = "step"
 _cast = torch.ops.aten._to_copy.default
@@ -60,10 +64,13 @@ _Emitted = list[tuple[str, str, Collective]]
 
 
 def with_step(program: Program, trace: Trace, index: PlanIndex) -> Program:
-    """The program of a microbatch with what comes before the first and after the last.
+    """Add the graphs that run before the first microbatch and after the last one.
+
+    Args:
+        program: the program of one microbatch. trace: its trace. index: the decisions of its plan.
 
     Raises:
-        EmissionError: where the plan has no collectives that lead from one layout to another.
+        EmissionError: if the plan has no collectives that lead from one layout to the other.
     """
     emitted: _Emitted = []
     begin, end = [], []
@@ -99,8 +106,13 @@ def with_step(program: Program, trace: Trace, index: PlanIndex) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Passing:
-    """A tensor on its way: `result` 0 is a parameter, 1 the sum of its gradients. `dtype`: what
-    it is cast to at the end, if anything."""
+    """A tensor that a graph converts from one layout to another.
+
+    Attributes:
+        p: the parameter. result: 0 for the parameter itself, 1 for the sum of its gradients.
+        source, target: the layouts before and after. dtype: the dtype that it is cast to at the
+            end, if any.
+    """
 
     p: Parameter
     result: int
@@ -119,7 +131,7 @@ class _Graph:
     graph: fx.Graph = field(default_factory=fx.Graph)
 
     def module(self, passing: Sequence[_Passing]) -> fx.GraphModule:
-        """The graph in which all of these pass on."""
+        """Return the graph that converts all of these tensors."""
         here = [
             self.graph.placeholder(f"sum_{each.p.node}" if each.result else each.p.node)
             for each in passing
@@ -129,11 +141,11 @@ class _Graph:
                 key=storage_key(each.p.name), module=each.p.name, phase=PHASE, source=""
             )
         self.graph.output(
-            tuple(self._passed(node, each) for node, each in zip(here, passing, strict=True))
+            tuple(self._pass_on(node, each) for node, each in zip(here, passing, strict=True))
         )
         return LazyGraphModule({}, self.graph)
 
-    def _passed(self, node: fx.Node, each: _Passing) -> fx.Node:
+    def _pass_on(self, node: fx.Node, each: _Passing) -> fx.Node:
         if each.p.is_narrowed and not each.result:
             node = self._cast(node, each.p.compute_dtype, each.p.name, CAST)
             node.meta["on_host"] = each.source.host
@@ -159,7 +171,7 @@ class _Graph:
         return node
 
     def _chain(self, each: _Passing) -> list[Communication]:
-        """The plan's collectives, the last first."""
+        """Return the plan's collectives between the two layouts, the last one first."""
         key = storage_key(each.p.name)
         steps = self.index.steps.get((PHASE, (key, each.result)), {})
         chain: list[Communication] = []
@@ -178,7 +190,7 @@ class _Graph:
         return chain
 
     def _length(self, p: Parameter, step: Communication) -> dict[str, int]:
-        """How long the dim is that a step joins, where its parts differ in length."""
+        """Return the whole length of the dim that a step joins, if its parts differ in length."""
         c = step.collective
         uneven = c.kind in ("all_gather", "all_to_all") and p.view[c.dim] % step.source.num_shards(
             c.dim, self.mesh_shape
@@ -190,15 +202,14 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
     """Turn a plan into a program with local shapes and explicit collectives.
 
     Args:
+        trace: the traced model. plan: the decisions, made for this trace.
         accumulates: whether gradients are added to sums that are held through a step of several
             microbatches.
-        named: whether the program says of which plan it is (`Program.plan_hash`); one that is only
-            looked at need not.
+        named: whether the program names its plan (`Program.plan_hash`).
 
     Raises:
-        PlanError: where the plan speaks of other nodes than the trace, or of strategies that are
-            not legal.
-        EmissionError: where it asks for a layout that nothing makes.
+        PlanError: if the plan names other nodes than the trace, or strategies that are not legal.
+        EmissionError: if the plan asks for a layout that nothing makes.
     """
     index = PlanIndex.of(plan)
     index.check(trace)
@@ -230,6 +241,7 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
     trace, chosen = job.trace, job.index.chosen
 
     def tensor(p: Parameter, key: str) -> ProgramTensor:
+        """Return a parameter or a buffer as the program takes it."""
         has_gradient = p.gradient is not None
         layout = chosen[key].outputs[0]
         return ProgramTensor(
@@ -284,7 +296,7 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
 
 
 # --------------------------------------------------------------------------------------------------
-# `emit_staged`: a plan with a pipeline into the programs of its stages.
+# Plans with a pipeline.
 
 
 def emit_staged(
@@ -293,12 +305,13 @@ def emit_staged(
     """Turn a plan with a pipeline into one program per stage.
 
     Args:
-        part: the trace of one microbatch. cut: the same in stages. how: how microbatches make the
-            batch. named: as `emit`.
+        part: the trace of one microbatch. cut: the same trace in stages. how: how microbatches make
+            up the batch.
+        plan: the plan, with a pipeline. named: see `emit`.
 
     Raises:
-        PlanError, EmissionError: as `emit`; where neighbours do not agree on the layout in which
-            something crosses.
+        PlanError, EmissionError: see `emit`; also if neighbouring stages disagree on the layout of
+            a tensor that crosses between them.
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
@@ -331,7 +344,7 @@ def emit_staged(
 
 
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
-    """How a program works through microbatches; arguments as of `emit_staged`."""
+    """Return how a program processes microbatches. For the arguments see `emit_staged`."""
     outputs = {path: (label.joined, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     counts = (
@@ -342,7 +355,11 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
 
 
 def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
-    """What a call of several stages returns; arguments as of `emit_staged`."""
+    """Return what a call of several stages returns.
+
+    Args:
+        part, how: see `emit_staged`. outputs: the outputs that the user asked for.
+    """
     microbatches = microbatches_of(part, how)
     kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
     return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))

@@ -1,5 +1,5 @@
-"""What the emission of one plan works on: the trace, the mesh and the plan by keys, and what was
-emitted so far."""
+"""The state of the emission of one plan: the trace, the mesh, the plan indexed by keys, and what
+was emitted so far."""
 
 from __future__ import annotations
 
@@ -23,43 +23,48 @@ from autopar.plans import Communication, Plan
 from autopar.rules import Call, Length, Operand, Start, Starts, localize
 
 # --------------------------------------------------------------------------------------------------
-# A plan, looked up by node and tensor: what emission asks of it.
+# A plan, indexed by node and tensor.
 #
-# Keys. Compute nodes have the trace's own keys; placeholders and outputs are keyed by what the
-# user calls them: ``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. What
-# crosses between stages lies as its gradient does: the decision on an input that crosses is also
-# on its gradient, that on an output other than the loss also on its tangent.
+# Keys. Compute nodes have the trace's own keys. Placeholders and outputs are keyed by their names
+# in the model: ``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. A tensor that
+# crosses between stages has the layout of its gradient: the decision on an input that crosses also
+# holds for its gradient, the decision on an output other than the loss also for its tangent.
 #
-# ``NAME/parameter`` is what a microbatch reads, and how its gradient is added up. Where a
-# parameter rests otherwise between steps, ``NAME/storage`` says how; of that key, result 0 moves
-# at the begin of a step to what microbatches read, and result 1, the sum of gradients, at its end
-# to storage, both in phase ``step``.
+# ``NAME/parameter`` is the layout in which a microbatch reads the parameter and adds up its
+# gradient. If the parameter rests in another layout between steps, ``NAME/storage`` is that layout.
+# Result 0 of that key moves at the begin of a step to the layout that microbatches read. Result 1,
+# the sum of gradients, moves at the end of the step to storage. Both are in phase ``step``.
 
 TensorKey = tuple[str, int]  # node key, result index
 
 
 def parameter_key(name: str) -> str:
+    """Return the key of a parameter as microbatches read it."""
     return f"{name}/parameter"
 
 
 def storage_key(name: str) -> str:
+    """Return the key of a parameter as it rests between steps, if that layout is another one."""
     return f"{name}/storage"
 
 
 def buffer_key(name: str) -> str:
+    """Return the key of a buffer, by its name."""
     return f"{name}/buffer"
 
 
 def input_key(path: str) -> str:
+    """Return the key of an input, by its path in the batch."""
     return f"{path}/input"
 
 
 def output_key(path: str) -> str:
+    """Return the key of an output, by its path, or of a mutated buffer, by its name."""
     return f"{path}/output"
 
 
 def placeholder_keys(trace: Trace) -> dict[str, str]:
-    """Placeholder node name → its key."""
+    """Return the key of each placeholder of the trace, by its node's name."""
     keys = {p.node: parameter_key(p.name) for p in trace.parameters}
     keys |= {b.node: buffer_key(b.name) for b in trace.buffers}
     keys |= {i.node: input_key(i.path) for i in trace.inputs}
@@ -76,8 +81,8 @@ class PlanIndex:
     Attributes:
         chosen, again: node key → strategy in its own phase, and when backward runs it again.
         steps: (phase, tensor) → target layout → the collective that makes it.
-        own: (phase, node key) → the collectives that the node does by itself there.
         kept: tensor → layouts kept for backward.
+        own: (phase, node key) → the collectives that the node does itself in that phase.
     """
 
     chosen: dict[str, Strategy]
@@ -88,6 +93,7 @@ class PlanIndex:
 
     @staticmethod
     def of(plan: Plan) -> PlanIndex:
+        """Expand the entries and communications of a plan."""
         steps: dict[tuple[str, TensorKey], dict[Layout, Communication]] = {}
         own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, c in plan.steps():
@@ -100,16 +106,16 @@ class PlanIndex:
         )
 
     def storage(self, parameter: str) -> Layout:
-        """Where a parameter rests between steps."""
+        """Return the layout in which a parameter rests between steps."""
         return self.chosen.get(
             storage_key(parameter), self.chosen[parameter_key(parameter)]
         ).outputs[0]
 
     def check(self, trace: Trace) -> None:
-        """That plan and trace speak of the same nodes.
+        """Check that plan and trace name the same nodes.
 
         Raises:
-            PlanError: naming the first entries that are missing on either side.
+            PlanError: if entries are missing on either side; names the first ones.
         """
         keys = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
         keys |= set(placeholder_keys(trace).values()) | {output_key(o.path) for o in trace.outputs}
@@ -133,24 +139,31 @@ class PlanIndex:
 
 
 def compute_nodes(trace: Trace, phase: str) -> list[fx.Node]:
-    """The trace's compute nodes of a phase, in order."""
+    """Return the trace's compute nodes of a phase, in order."""
     return [n for n in trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
 
 
 Ref = tuple[str, int]  # trace node name, result index
 CAST = "/cast"
-"""Ends the key of the node that casts a parameter to the dtype in which it is read."""
+"""The suffix of the key of a node that casts a parameter to the dtype in which it is read."""
 
 
 def rests(node: fx.Node) -> bool:
-    """Whether a node of a program is there from the start of its phase: what the graph is given,
-    and casts of it."""
+    """Return whether a node of a program is available from the start of its phase: a placeholder,
+    or a cast of one."""
     return node.op == "placeholder" or node.meta.get("key", "").endswith(CAST)
 
 
 @dataclass
 class Job:
-    """What both phases share."""
+    """What both phases share.
+
+    Attributes:
+        placeholder_keys: placeholder node name → its key. nodes: the trace's nodes by name.
+        output: the trace's output node. emitted: (phase, key, collective) of the steps emitted so
+            far.
+        crossing: the inputs that come from another stage.
+    """
 
     trace: Trace
     mesh: Mesh
@@ -159,7 +172,7 @@ class Job:
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     output: fx.Node | None = None
     emitted: list[tuple[str, str, Collective]] = field(default_factory=list)
-    crossing: frozenset[str] = field(init=False)  # the inputs that come from another stage
+    crossing: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.crossing = frozenset(i.node for i in self.trace.inputs if i.crosses)
@@ -169,27 +182,31 @@ class Job:
                 self.output = node
 
     def results(self) -> list[fx.Node]:
+        """Return the nodes that the trace returns."""
         assert self.output is not None
         return list(self.output.args[0])  # type: ignore[arg-type]
 
     def value(self, ref: Ref) -> torch.Tensor:
-        """The traced value, a fake tensor."""
+        """Return the traced value of a tensor, a fake tensor of global shape."""
         value = self.nodes[ref[0]].meta["val"]
         return value[ref[1]] if isinstance(value, tuple | list) else value
 
     def dtype(self, ref: Ref) -> torch.dtype:
+        """Return the dtype of a tensor of the trace."""
         return self.value(ref).dtype
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
+        """Return the global shape of a tensor of the trace."""
         return tuple(self.value(ref).shape)
 
     def key(self, ref: Ref) -> TensorKey:
+        """Return the key of a tensor's node and its result index."""
         name, result = ref
         return self.placeholder_keys.get(name) or self.nodes[name].meta["key"], result
 
 
 # --------------------------------------------------------------------------------------------------
-# The call that each kind of collective is emitted as, and what a step says that it moves.
+# The call that each kind of collective is emitted as, and the record of what a step moves.
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +214,8 @@ class Moved:
     """What the node of a communication of the plan moves.
 
     Attributes:
-        node, result: the tensor. shape: global. source, target: its layouts before and after.
+        phase: the graph that it is in. node, result: the tensor. shape: its global shape.
+        source, target: its layouts before and after.
     """
 
     phase: str
@@ -209,7 +227,7 @@ class Moved:
 
     @property
     def name(self) -> tuple[str, str, int, Layout]:
-        """Of all communications of a plan it is the only one of this name."""
+        """Phase, tensor and target layout, which identify the communication in its plan."""
         return self.phase, self.node, self.result, self.target
 
 
@@ -233,8 +251,8 @@ CALLS: dict[str, Callable[[Collective, Layout], tuple[Callable[..., Any], tuple[
 
 
 # --------------------------------------------------------------------------------------------------
-# A call's local arguments as graph nodes: operands put in, positions turned into steps that know
-# the rank.
+# A call's local arguments as graph nodes: operands are inserted, and positions become steps that
+# compute them from the rank.
 
 
 def local_call(
@@ -244,10 +262,18 @@ def local_call(
     mesh_shape: Sequence[int],
     operands: Sequence[fx.Node],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Target, args and kwargs of the node that one rank runs."""
+    """Return target, args and kwargs of the node that one rank runs.
+
+    Args:
+        graph: receives the nodes that compute positions from the rank. call: the call on global
+            tensors.
+        strategy: the layouts of its operands and results. mesh_shape: the sizes of the mesh axes.
+        operands: the nodes of the local operands, in order.
+    """
     local = localize(call, strategy, mesh_shape)
 
     def resolve(value: Any) -> Any:
+        """Return the node or literal that stands for an argument."""
         if isinstance(value, Operand):
             return operands[value.index]
         if isinstance(value, Start | Length):
@@ -272,5 +298,5 @@ def local_call(
 def _splitters(
     token: Start | Length | Starts, mesh_shape: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """(axis, its size) of those that split the token's dim, outermost first."""
+    """Return (axis, axis size) of the axes that split the token's dim, outermost first."""
     return tuple((axis, mesh_shape[axis]) for axis in token.layout.splitters(token.dim))

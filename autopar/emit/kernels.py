@@ -1,9 +1,9 @@
-"""Products that do a collective at their border themselves, where the plan says so
+"""Products that do a collective at their border themselves, as the plan asks
 (`autopar.cost.kernels`).
 
-A kernel that gathers stands where the first reader wants what is gathered: at its product's own
-place, or before it. One that scatters a sum of which its product is a part stands where the sum
-would be made, and so does one that norms what its product is added to.
+A kernel that gathers stands at the first reader of the gathered tensor: at its product's own place,
+or before it. A kernel that scatters a sum stands where the sum would be computed. So does a kernel
+that also norms the sum.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ Ref = tuple[str, int]  # trace node name, result index
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """What a kernel's node does beside its product: the collective, the key that its node would
-    have, how long it takes alone, what is saved, the tensor that ranks share, and the keys of other
-    nodes that it does as well: what adds others to the product, or norms it."""
+    """What a kernel's node does besides its product.
+
+    Attributes:
+        collective: the collective. key: the key that its own node would have.
+        time_s: seconds of the collective alone. saved_s: seconds that the kernel saves.
+        shards: the tensor that ranks share.
+        others: keys of other nodes that the kernel replaces: the addition to the product, and the
+            norm.
+    """
 
     collective: Collective
     key: str
@@ -47,7 +53,7 @@ class KernelStep:
 
     @property
     def num_bytes(self) -> int:
-        """What a rank holds of what is shared."""
+        """Bytes that a rank holds of the shared tensor."""
         return (
             self.shards.gather_bytes
             if self.collective.kind == "all_gather"
@@ -56,22 +62,25 @@ class KernelStep:
 
 
 class Job(Protocol):
-    """What both phases share (`autopar.emit.phase`)."""
+    """What both phases share (`autopar.emit.context.Job`)."""
 
     index: PlanIndex
     mesh: Mesh
     nodes: dict[str, fx.Node]
     emitted: list[tuple[str, str, Collective]]
 
-    def key(self, ref: Ref) -> TensorKey: ...
+    def key(self, ref: Ref) -> TensorKey:
+        """Return the key of a tensor's node and its result index."""
 
-    def shape(self, ref: Ref) -> tuple[int, ...]: ...
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        """Return the global shape of a tensor of the trace."""
 
-    def dtype(self, ref: Ref) -> torch.dtype: ...
+    def dtype(self, ref: Ref) -> torch.dtype:
+        """Return the dtype of a tensor of the trace."""
 
 
 class Phase(Protocol):
-    """One phase's graph while it is built (`autopar.emit.phase`)."""
+    """One phase's graph while it is built (`autopar.emit.phase.Phase`)."""
 
     job: Any  # a Job, which is invariant
     phase: str
@@ -79,21 +88,39 @@ class Phase(Protocol):
     have: dict[Ref, dict[Layout, fx.Node]]
     done: set[tuple[str, bool]]
 
-    def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node: ...
+    def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
+        """See `autopar.emit.phase.Phase.get`.
 
-    def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None: ...
+        Args:
+            ref, layout, wanted_by: see there.
+        """
 
-    def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None: ...
+    def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
+        """See `autopar.emit.phase.Phase.define`.
+
+        Args:
+            ref, layout, node: see there.
+        """
+
+    def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
+        """See `autopar.emit.phase.Phase.define_results`.
+
+        Args:
+            node, here, strategy: see there.
+        """
 
 
 def product_of(made: fx.Node, step: Communication) -> fx.Node:
-    """The product that does a collective of what a node made.
+    """Return the product that does a collective of a node's result.
 
-    A gather: of the nodes of the kernel's pattern the first that reads what is gathered. Else what
-    made it, or was added last.
+    For a gather it is the first reader of the gathered tensor that has the kernel's pattern. For a
+    scatter it is the node itself, or the product that was added last.
+
+    Args:
+        made: the node of the trace whose result is moved. step: the communication.
 
     Raises:
-        EmissionError: where none of them reads it, or makes it.
+        EmissionError: if no such product reads the tensor, or makes it.
     """
     pattern, gathers, place = (
         _kernel(step).node,
@@ -111,7 +138,16 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
 def emit_kernel(
     phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool
 ) -> bool:
-    """Emit a product together with a collective at its border; whether there is one."""
+    """Emit a product together with a collective at its border, if the plan asks for it.
+
+    Args:
+        phase: the graph that is built. node: the product in the trace. strategy: its chosen
+            strategy.
+        refs: the tensors that it reads. again: whether backward runs it again.
+
+    Returns:
+        Whether the product is emitted by a kernel, here or later.
+    """
     job: Job = phase.job
     for operand, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
         step = job.index.steps.get((phase.phase, job.key(ref)), {}).get(layout)
@@ -135,7 +171,7 @@ def emit_kernel(
 
 
 def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
-    """Whether a product is taken where it is added to others, and they are scattered."""
+    """Return whether a product is emitted later, with the addition whose sum is scattered."""
     total = next(iter(node.users), node)
     place = product_added(total)
     if place is None or total.args[place] is not node:
@@ -147,7 +183,7 @@ def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
 def _scatter_step(
     phase: Phase, made: fx.Node, strategy: Strategy, again: bool
 ) -> Communication | None:
-    """The step by which a kernel scatters what a node makes."""
+    """Return the step by which a kernel scatters a node's result, if there is one."""
     for step in phase.job.index.steps.get(
         (phase.phase, phase.job.key((made.name, 0))), {}
     ).values():
@@ -229,7 +265,7 @@ def _scatter(
 def _bias(
     phase: Phase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]
 ) -> dict[str, Any]:
-    """The bias of a product and who adds it, as keywords; nothing where there is none."""
+    """Return the bias of a product and the ranks that add it, as keywords; empty if it has none."""
     _, (*_, bias), named = local_call(
         phase.graph, call_of(product), strategy, phase.job.mesh.shape, operands
     )
@@ -244,7 +280,10 @@ def _norm(
     place: int,
     step: Communication,
 ) -> None:
-    """A sum of what a kernel scatters, `refs[place]`, and its norm."""
+    """Emit the kernel that scatters a product, adds a residual and norms the sum.
+
+    The product is `refs[place]`.
+    """
     c, product, chosen = step.collective, phase.job.nodes[refs[place][0]], phase.job.index.chosen
     after = normed_after(product)
     if after is None or after.total is not node:

@@ -1,8 +1,8 @@
-"""Whether what a plan says is legal, whoever wrote it.
+"""Check that a plan is legal, whoever wrote it.
 
-Emission would turn an illegal strategy into a program that runs and computes something else. So
-every strategy must be one that the op's rule offers, every border must be split evenly, and every
-collective must lead from the layout that it names to the other.
+Emission would turn an illegal strategy into a program that runs and computes something else.
+Therefore every strategy must be one that the op's rule offers, every border must be split evenly,
+and every collective must lead from its source layout to its target layout.
 """
 
 from __future__ import annotations
@@ -36,14 +36,32 @@ _Value = tuple[torch.Size, torch.dtype]
 
 
 def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
-    """Every decision of the plan against the traced graph.
+    """Check every decision of the plan against the traced graph.
 
     Args:
+        trace: the traced model. index: the plan's decisions. mesh: the plan's mesh.
         accumulates: whether gradients are added to sums, which may be partial sums over ranks.
 
     Raises:
-        PlanError: naming the first that is not legal.
+        PlanError: for the first decision that is not legal.
     """
+    _check_strategies(trace, index, mesh, accumulates=accumulates)
+    values = dict(_values(trace))
+    _check_borders(trace, index, mesh, accumulates=accumulates)
+    for i in trace.given_back:
+        at = index.chosen[input_key(i.path)].inputs[0]
+        if not at.is_replicated:
+            raise ChangedPlanError(
+                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
+            )
+    for (_, tensor), steps in index.steps.items():
+        for step in steps.values():
+            _check_step(tensor, step, values, mesh)
+    _check_own(trace, index, mesh)
+
+
+def _check_strategies(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
+    """Check the strategies of all compute nodes."""
     uncast = addable_uncast(trace) if accumulates else {}
     for node in trace.graph.nodes:
         if node.op == "call_function":
@@ -52,7 +70,10 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
                     _check_strategy(
                         node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast
                     )
-    values = dict(_values(trace))
+
+
+def _check_borders(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
+    """Check the layouts in which tensors go in and out of the graphs."""
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
         of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (
@@ -68,23 +89,13 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
             raise ChangedPlanError(
                 f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}"
             )
-    for i in trace.given_back:
-        at = index.chosen[input_key(i.path)].inputs[0]
-        if not at.is_replicated:
-            raise ChangedPlanError(
-                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
-            )
-    for (_, tensor), steps in index.steps.items():
-        for step in steps.values():
-            _check_step(tensor, step, values, mesh)
-    _check_own(trace, index, mesh)
 
 
 def _borders(
     trace: Trace, index: PlanIndex
 ) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor, bool]]:
-    """What goes in or out: its key, its layouts in the plan, its value, and whether the graph
-    returns it."""
+    """Iterate over the tensors that the graphs take or return: key, layouts in the plan, traced
+    value, and whether the graph returns it."""
     nodes = {node.name: node for node in trace.graph.nodes}
     for name, key in placeholder_keys(trace).items():
         yield key, index.chosen[key].outputs, nodes[name].meta["val"], False
@@ -119,7 +130,7 @@ def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh, *, may_be_unc
 
 
 def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
-    """What nodes move by themselves is what their strategies say."""
+    """Check that the collectives that nodes do themselves are those of their strategies."""
     left = dict(index.own)
     for node in trace.graph.nodes:
         key = node.meta.get("key", "")
@@ -143,8 +154,7 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
 
 
 def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
-    """Shape and dtype of every tensor, and of sums of gradients, which are as wide as where they
-    rest."""
+    """Iterate over shape and dtype of every tensor, and of the sums of gradients, by key."""
     keys = placeholder_keys(trace)
     for node in trace.graph.nodes:
         value = node.meta.get("val")

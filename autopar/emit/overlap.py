@@ -1,5 +1,8 @@
-"""Communication beside compute: the orders in which a program may run (`autopar.emit.overlap`),
-tried before one of them is written."""
+"""The order of a program's steps: communication starts early and finishes late, beside compute.
+
+`Orders` computes the order for an overlap, and the smallest overlap that gives the same order.
+`apply_overlap` writes such an order into a program's graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,41 +24,43 @@ from autopar.program.reorder import without_idle_starts, write_order
 # --------------------------------------------------------------------------------------------------
 # Room for early steps: how many bytes they may hold, by place in a phase.
 #
-# A place is that of a node of the spine (`autopar.emit.overlap`), counted from 0; placeholders
-# are at the first node's.
+# A place is the number of a node of the spine, counted from 0. Placeholders have the place of the
+# first node.
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Of one phase.
+    """How many bytes early steps may hold in one phase, by place.
 
     Attributes:
-        most_bytes: everywhere. pieces: from a place on, so many bytes, where that is less; sorted
-            by place.
+        most_bytes: the limit at every place. pieces: (place, bytes), sorted by place: from that
+            place on the limit is so many bytes, if that is less.
     """
 
     most_bytes: int
     pieces: tuple[Piece, ...] = ()
 
     def at(self, place: int) -> int:
-        """Bytes at a place."""
+        """Return the bytes that are allowed at a place."""
         return self.least(place, place)
 
     def least(self, first: int, last: int) -> int:
-        """Bytes at each of these places."""
+        """Return the bytes that are allowed at every place from `first` to `last`."""
         begin = max(bisect_right(self.pieces, first, key=lambda piece: piece[0]) - 1, 0)
         pieces = itertools.takewhile(lambda piece: piece[0] <= last, self.pieces[begin:])
         return min([self.most_bytes, *(size for _, size in pieces)])
 
 
 def follows(node: fx.Node) -> bool:
-    """Whether it belongs to steps that have slack alone, which may run elsewhere; all other
-    nodes are the spine."""
+    """Return whether a node belongs only to steps that have slack, so that it may run elsewhere.
+
+    All other nodes are the spine.
+    """
     return node.op == "call_function" and node.meta.get("slack", "critical") != "critical"
 
 
 def places(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """The nodes of the spine, in order, each with its place."""
+    """Iterate over the nodes of the spine, in order, each with its place."""
     place = -1
     for node in graph.nodes:
         if not follows(node):
@@ -64,47 +69,48 @@ def places(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Communication beside compute: steps with slack are started early and finished late, on the order
-# of an emitted graph.
+# The order of one phase.
 #
-# Terms. An *early* step has slack (`autopar.solve.moves`) and is communication. A *follower* is
-# what belongs to such steps alone: slices among them, the casts around a reduction in a wider
-# dtype, and what packs and unpacks buckets. All other nodes are the *spine*: they keep their
-# order. `work` is seconds of compute as it takes alone; a second of communication beside compute
-# takes 1 − s of it (`autopar.core.streams`).
+# Terms. An *early* step has slack (`autopar.solve.moves`) and is communication. A *follower* is a
+# node that belongs only to such steps: a slice among them, a cast around a reduction in a wider
+# dtype, or the pack or unpack of a bucket. All other nodes are the *spine*, which keeps its order.
+# `work` is compute in seconds without communication beside it. During a second of communication
+# beside compute, 1 − s seconds of work are done (`autopar.core.streams`).
 #
 # The stream of early steps is fed just in time. Before each node of the spine, while the stream
-# would run dry during it, a step is started: the next prefetchable one if it would come too late
-# otherwise, else a deferrable one whose input is there. The latest start of a prefetchable step
-# is that of a walk backwards, start ≤ min(next start, need) − duration: hidden at the least
-# lifetime. It is finished where it is read first; a deferrable one as soon as it has been done
-# for as long as it took, at the latest at the end of the phase.
+# would run empty during it, a step is started: the next prefetchable one if it would come too late
+# otherwise, else a deferrable one whose input is available. The latest starts of prefetchable steps
+# come from a backward pass, start ≤ min(next start, need) − duration, so that each is hidden with
+# the shortest lifetime. A prefetchable step is finished at its first reader. A deferrable step is
+# finished as soon as it was done for as long as it took, at the latest at the end of the phase.
 #
-# Nothing is started that would make what early steps hold more than the plan allows before it is
-# finished (`autopar.emit.overlap`): it stays where it was, as does every step whose start would
-# stand right before its finish; deferrable steps are finished where less begins to be allowed
-# than they hold. All ranks emit the same order, so they issue their steps in the same order.
+# A step is not started if early steps would then hold more than the plan allows. It stays at its
+# place, as does every step whose start would stand right before its finish. Deferrable steps are
+# finished at a place that allows less than they hold. All ranks emit the same order, so they issue
+# their steps in the same order.
 
 
 def is_early(node: fx.Node) -> bool:
-    """Whether a step may run beside compute."""
+    """Return whether a node is a step that may run beside compute."""
     return follows(node) and "collective" in node.meta and node.meta["collective"].kind != "slice"
 
 
 def _feeds(node: fx.Node) -> bool:
-    """Whether it makes what an early step sends, and nothing else: it runs right before that."""
+    """Return whether a node computes only what an early step sends, so that it runs right before
+    the step."""
     return follows(node) and node.meta["key"].endswith(("/widen", "/pack"))
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseWork:
-    """What is known of a phase whatever the room.
+    """What is known of a phase for any room.
 
     Attributes:
-        spine: its nodes, each with its place. times: seconds of nodes.
-        latest: the work after which each prefetchable step must have been started, in the order in
-            which they are read.
-        needed: the place at which each of them is read.
+        spine: its nodes, each with its place. times: seconds of nodes. mesh_shape: the sizes of the
+            mesh axes. slowdown: the share of its speed that compute loses beside communication.
+        latest: prefetchable step → the seconds of compute after which it must have been started, in
+            the order in which the steps are read.
+        needed: prefetchable step → the place at which it is read.
     """
 
     spine: tuple[tuple[fx.Node, int], ...]
@@ -121,6 +127,13 @@ class PhaseWork:
         mesh_shape: tuple[int, ...],
         slowdown: float,
     ) -> PhaseWork:
+        """Compute the latest starts of a phase's prefetchable steps.
+
+        Args:
+            graph: the phase's emitted graph. times: seconds of its nodes. mesh_shape: the sizes of
+                the mesh axes. slowdown: the share of its speed that compute loses beside
+                communication.
+        """
         spine, total, place = tuple(places(graph)), 0.0, 0
         before, read, needed = dict[fx.Node, float](), dict[fx.Node, int](), dict[fx.Node, int]()
         for node, place in spine:
@@ -143,14 +156,15 @@ class PhaseWork:
 
 @dataclass
 class Schedule:
-    """One phase's order in the making.
+    """Builds one phase's order.
 
     Attributes:
-        room: for what early steps hold. most_held: the most that they did.
-        place: of the node of the spine that runs.
-        there: the nodes whose results are there. started: early steps on their way, in order, with
-            what they hold.
-        waiting: deferrable steps whose input is there, with what they hold.
+        room: the bytes that early steps may hold. order: the actions so far. held: the bytes that
+            early steps hold now. most_held: the most that they held.
+        place: the place of the spine's current node. work_s: seconds of the spine's compute so far.
+        there: the nodes whose results are available. started: early steps that are not finished, in
+            order, with the bytes that each holds.
+        waiting: deferrable steps whose input is available, with the bytes that each holds.
         pending: prefetchable steps that are not started, with the latest start of each.
     """
 
@@ -173,14 +187,15 @@ class Schedule:
         self.pending = dict(self.phase.latest)
 
     def within(self, limit: int) -> Schedule:
-        """Another, not run, where early steps may hold no more than this."""
+        """Return a new schedule of the phase in which early steps may hold no more than `limit`
+        bytes."""
         return Schedule(self.phase, Room(limit, self.room.pieces))
 
     def run(self) -> list[Action]:
-        """The order, which ends with the graph's output."""
+        """Return the order, which ends with the graph's output."""
         for node, place in self.phase.spine:
             self.place = place
-            self._shed()
+            self._finish_excess()
             if node.op == "output":
                 for step in (*self.started, *self.waiting):
                     self._demand(step)
@@ -191,9 +206,11 @@ class Schedule:
             self._retire()
         return without_idle_starts(self.order)
 
-    def _shed(self) -> None:
-        """Finish deferrable steps until no more is held than is allowed here; the others were
-        started only where they fit to their end."""
+    def _finish_excess(self) -> None:
+        """Finish deferrable steps until early steps hold no more than is allowed here.
+
+        Prefetchable steps need no check: they start only if they fit until they are read.
+        """
         limit = self.room.at(self.place)
         if self.held > limit:
             for step in [
@@ -204,7 +221,7 @@ class Schedule:
                     self._demand(step)
 
     def _feed(self, time_s: float) -> None:
-        """Start what should run beside the next `time_s` of work."""
+        """Start the steps that should run beside the next `time_s` seconds of compute."""
         while self.streams.backlog_s * (1.0 - self.slowdown) < time_s:
             step = self._next(time_s)
             if step is None:
@@ -212,6 +229,7 @@ class Schedule:
             self._start(step)
 
     def _next(self, time_s: float) -> fx.Node | None:
+        """Return the step to start next, if any, before the next `time_s` seconds of compute."""
         queued_s = self.work_s + self.streams.backlog_s * (1.0 - self.slowdown)
         deferred = next(iter(self.waiting), None)
         for step, latest_s in self.pending.items():
@@ -227,10 +245,11 @@ class Schedule:
         return deferred
 
     def _is_ready(self, step: fx.Node) -> bool:
-        """Whether a prefetchable step could run at once: no step before it is on its way, or
-        still to come."""
+        """Return whether a prefetchable step could run at once, because no step before it is
+        unfinished."""
 
         def is_there(node: fx.Node) -> bool:
+            """Return whether the node's result is available, or could be computed at once."""
             done = node in self.there or node in self.streams.done_s
             return done or (follows(node) and not is_early(node) and self._is_ready(node))
 
@@ -248,7 +267,7 @@ class Schedule:
         self.streams.start(step, self.times[step])
 
     def _demand(self, node: fx.Node) -> None:
-        """Have a node's result there, now."""
+        """Make a node's result available now."""
         if node in self.there:
             return
         assert follows(node), (
@@ -258,7 +277,7 @@ class Schedule:
             self.streams.finish(node)
             self.order.append(("finish", node))
             self.held -= self.started.pop(node)
-            self._made(node)
+            self._add_result(node)
             return
         for operand in node.all_input_nodes:
             self._demand(operand)
@@ -269,7 +288,7 @@ class Schedule:
         self._run(node)
 
     def _run(self, node: fx.Node) -> None:
-        """Run a node where it stands; nobody works beside a collective that is not early."""
+        """Run a node at its place. Nothing runs beside a collective that is not early."""
         time_s = self.times.get(node, 0.0)
         self.order.append(("run", node))
         self.streams.block(blocked_s(node))
@@ -278,11 +297,14 @@ class Schedule:
         else:
             self.streams.compute(time_s)
             self.work_s += 0.0 if follows(node) else time_s
-        self._made(node)
+        self._add_result(node)
 
-    def _made(self, node: fx.Node) -> None:
-        """A result is there: what can be deferred may wait from now on. Out of a bucket come all
-        its tensors, so that none is held longer than it is read."""
+    def _add_result(self, node: fx.Node) -> None:
+        """Record that a result is available, so that deferrable steps that read it may wait from
+        now on.
+
+        All tensors of a bucket are unpacked at once, so that none is held longer than it is read.
+        """
         self.there.add(node)
         for part in node.users if node.target is from_bucket else ():
             self._demand(part)
@@ -308,7 +330,7 @@ class Schedule:
             self.waiting[step] = self._hold(size)
 
     def _retire(self) -> None:
-        """Finish deferrable steps that have been done for as long as they took."""
+        """Finish deferrable steps that were done for as long as they took."""
         for step in [
             s for s in self.started if s.meta["slack"] == "deferrable" and s in self.streams.done_s
         ]:
@@ -316,8 +338,11 @@ class Schedule:
                 self._demand(step)
 
     def _bytes(self, step: fx.Node) -> int:
-        """What a step holds until it is finished: what comes, and what is sent, which is there
-        anyway where a parameter is gathered."""
+        """Return the bytes that a step holds until it is finished: what it receives and what it
+        sends.
+
+        A parameter that is gathered rests on the device anyway, so it does not count as sent.
+        """
         c: Collective = step.meta["collective"]
         if c.kind in HOST_KINDS:  # one of the two is on the host
             return c.bytes
@@ -335,29 +360,35 @@ class Schedule:
         return size
 
 
-_ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # times what early steps hold
+_ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # multiples of what early steps hold
 
 
 def apply_overlap(program: Program, plan: Plan) -> tuple[Program, Overlap]:
-    """The program with its communication beside its compute, as far as `plan.overlap` says, and
-    what early steps hold in it at most; with
-    that little room alone they may come in another order."""
+    """Order a program's communication beside its compute, as `plan.overlap` allows.
+
+    Args:
+        program: in no other order yet. plan: the plan, with the seconds of the nodes.
+
+    Returns:
+        The program, and the overlap with the bytes that early steps hold in it at most. With only
+            that
+        much room the order may differ.
+    """
     found, held = Orders(program, plan).within(plan.overlap)
     return write_order(found), held
 
 
 def least_overlap(program: Program, plan: Plan) -> Overlap:
-    """As `Orders.least`, of the overlap that the plan says."""
+    """Return `Orders.least` of the plan's overlap."""
     return Orders(program, plan).least(plan.overlap)
 
 
 @dataclass
 class Orders:
-    """The orders in which a program may run, of which `plan` says what its nodes take; its graphs
-    stay as they are.
+    """The orders in which a program may run. The program's graphs are not changed.
 
     Args:
-        program: in no other order yet.
+        program: in no other order yet. plan: the plan, with the seconds of the nodes.
     """
 
     program: Program
@@ -365,8 +396,12 @@ class Orders:
     _phases: dict[str, PhaseWork] = field(default_factory=dict)
 
     def within(self, overlap: Overlap) -> tuple[Program, Overlap]:
-        """The program in the order that an overlap gives (`Program.orders`), and what early
-        steps hold in it at most."""
+        """Order the program within an overlap.
+
+        Returns:
+            The program with `Program.orders`, and the overlap with the bytes that early steps hold
+                at most.
+        """
         orders: dict[str, list[Action]] = {}
         held = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
@@ -377,9 +412,11 @@ class Orders:
         return replace(self.program, orders=orders), _allow_bytes(overlap, held)
 
     def least(self, overlap: Overlap) -> Overlap:
-        """The overlap that gives the same program with few bytes allowed: what early steps hold at
-        most, or where with so little room they
-        would come in another order, some multiple of that."""
+        """Return the overlap that gives the same program with few bytes allowed.
+
+        That is what early steps hold at most. If the order would change with so little room, it is
+        some multiple of that.
+        """
         held = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
             order, most, limit = schedule.run(), schedule.most_held, schedule.room.most_bytes
@@ -391,7 +428,7 @@ class Orders:
         return _allow_bytes(overlap, held)
 
     def _schedules(self, overlap: Overlap) -> dict[str, Schedule]:
-        """By phase, where early steps are allowed to hold something."""
+        """Return the schedules of the phases in which early steps may hold anything."""
         limits = {
             "forward": Room(overlap.forward_bytes, overlap.forward_room),
             "backward": Room(overlap.backward_bytes, overlap.backward_room),

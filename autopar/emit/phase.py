@@ -1,10 +1,10 @@
-"""The forward or the backward graph while it is built.
+"""Write the forward or the backward graph.
 
-One invariant: a tensor is asked for in a layout and a phase (`Phase.get`), and whatever is needed
+One invariant: a tensor is requested in a layout and a phase (`Phase.get`), and whatever is needed
 to have it there is emitted on the way: the collective whose target it is (and before that, its
 source), the saved value, or the node that backward runs again. Collectives that shrink what they
-read are issued as soon as their input exists, the others as late as their first reader;
-recomputation happens when backward first asks for it, so a layer is recomputed when its own
+read are issued as soon as their input exists, the others as late as their first reader.
+Recomputation happens when backward first requests it, so a layer is recomputed when its own
 backward comes.
 """
 
@@ -44,13 +44,17 @@ from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 # --------------------------------------------------------------------------------------------------
-# Nodes of a program that write their result into an operand, as the trace lets them, where
-# nothing else in the program has it.
+# Nodes that write their result into an operand. The trace must allow it, and nothing else in the
+# program may read the operand.
 
 
 def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-    """Say which argument a node of the program is to write its result into, where strategy and
-    trace let it: the two are split alike."""
+    """Mark which operand a node of the program may be written into.
+
+    Args:
+        node: the node of the trace. here: the program's node, which gets the mark. strategy: its
+            layouts. The operand and the result must be split alike.
+    """
     place = operand_written(node)
     if place is not None:
         operand = strategy.inputs[operands_of(node).index(node.args[place])]  # type: ignore[arg-type]
@@ -58,11 +62,13 @@ def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
 
 
 def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]) -> None:
-    """Let a node write into the operand that it is marked for, if that may go; else take its mark
-    away.
+    """Let a node write into the operand that it is marked for, if that is safe; else remove its
+    mark.
 
     Args:
-        saved: forward node → the placeholder that stands for it in this graph.
+        node: a node of the program. saved: forward node → the placeholder that stands for it in
+            this graph.
+        mesh_shape: the sizes of the mesh axes.
     """
     place = node.meta.pop(IN_PLACE, None)
     form = None if place is None else in_place_form(node.target)  # type: ignore[arg-type]
@@ -73,8 +79,10 @@ def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[
 
 
 def _may_go(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]) -> bool:
-    """Whether a tensor has no other reader and lies where nothing else does: a step along an
-    axis of one device hands on what it reads."""
+    """Return whether a tensor has no other reader and shares its memory with no other tensor.
+
+    A step along an axis of one device returns its operand, so its result shares memory.
+    """
     source = next((source for source, placeholder in saved.items() if placeholder is node), node)
     views = (
         user for user in source.users if user.op == "call_function" and not has_own_memory(user)
@@ -94,46 +102,45 @@ _OF_STEPS = (
     "moved",
 )  # meta of steps that their results do not have
 _AT_ONCE = ("reduce_scatter", "all_reduce", "store")
-"""What shrinks what it reads, or lets a device be without it."""
+"""Collectives that shrink their operand or free its memory on the device."""
 Have = dict[Ref, dict[Layout, fx.Node]]
 
 
 @dataclass
 class Phase:
-    """One phase's graph while it is built."""
+    """One phase's graph while it is built.
+
+    Attributes:
+        phase: ``forward`` or ``backward``. have: tensor → layout → the node that holds it.
+        earlier: for backward, the forward graph. saved: forward node → backward placeholder.
+        done: names of nodes that were emitted, and whether they run again.
+        in_progress: the tensors and layouts for which steps are being emitted.
+        sums: parameter → the node that its gradients are added to.
+        wide: sums of a narrower tensor, in the dtype of the reduction.
+        copied: placeholders of parameters that are cast here to the dtype in which they are read.
+    """
 
     job: Job
     phase: str
     graph: fx.Graph = field(default_factory=fx.Graph)
     have: Have = field(default_factory=dict)
     earlier: Phase | None = None
-    saved: dict[fx.Node, fx.Node] = field(
-        default_factory=dict
-    )  # forward node → backward placeholder
-    done: set[tuple[str, bool]] = field(
-        default_factory=set
-    )  # names of nodes that were emitted, and whether to run again
-    in_progress: set[tuple[Ref, Layout]] = field(
-        default_factory=set
-    )  # what steps are being emitted for
-    sums: dict[str, fx.Node] = field(
-        default_factory=dict
-    )  # parameter → what its gradients are added to
-    wide: dict[tuple[Ref, Layout], fx.Node] = field(
-        default_factory=dict
-    )  # sums of a narrower tensor, as they were reduced
-    copied: set[str] = field(
-        default_factory=set
-    )  # placeholders of parameters that are cast here to what they are read in
+    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    done: set[tuple[str, bool]] = field(default_factory=set)
+    in_progress: set[tuple[Ref, Layout]] = field(default_factory=set)
+    sums: dict[str, fx.Node] = field(default_factory=dict)
+    wide: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
 
     def placeholders(
         self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...], *, casts: bool
     ) -> None:
-        """What the graph is given.
+        """Write the placeholders of the graph.
 
         Args:
-            casts: whether parameters come in the dtype in which they rest, and are cast here to
-                that in which they are read.
+            parameters, buffers: those of the trace.
+            casts: whether parameters come in the dtype in which they rest, and are cast here to the
+                dtype in which they are read.
         """
         chosen = self.job.index.chosen
         narrowed = {p.node: p.compute_dtype for p in parameters if p.is_narrowed and casts}
@@ -154,7 +161,7 @@ class Phase:
             self.define((node, 0), chosen[key].outputs[0], read)
 
     def tangents(self) -> list[fx.Node]:
-        """One placeholder per output that has a tangent."""
+        """Write one placeholder per output that has a tangent."""
         found = []
         for o in self.job.trace.differentiable:
             key = self.job.placeholder_keys[o.tangent]
@@ -165,8 +172,8 @@ class Phase:
         return found
 
     def hold_sums(self) -> None:
-        """One placeholder per parameter that has a gradient: what it is added to, as soon as it
-        is there."""
+        """Write one placeholder per parameter that has a gradient: the sum that the gradient is
+        added to as soon as it is computed."""
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 here = self.graph.placeholder(f"sum_{p.node}")
@@ -174,7 +181,7 @@ class Phase:
                 self.sums[p.name] = here
 
     def add_up(self, made: str) -> None:
-        """Add what this node of the trace made to the sums of the parameters whose gradient it
+        """Add the result of this node of the trace to the sums of the parameters whose gradient it
         is."""
         nodes = self.job.results()
         for p in self.job.trace.parameters if self.sums else ():
@@ -190,8 +197,12 @@ class Phase:
                     )
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
-        """The tensor is at hand in this layout; shrinking collectives from it are issued at
-        once."""
+        """Record the node that holds a tensor in a layout, and issue the collectives that shrink it
+        at once.
+
+        Args:
+            ref: the tensor in the trace. layout: its layout. node: the program's node.
+        """
         node.meta.setdefault("holds", (ref, layout))  # what `verify` compares it with
         self.have.setdefault(ref, {})[layout] = node
         for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
@@ -203,7 +214,15 @@ class Phase:
                 self._step(ref, node, step)
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
-        """The tensor in a layout; emits whatever is needed for it."""
+        """Return the node of a tensor in a layout, after emitting whatever it needs.
+
+        Args:
+            ref: the tensor in the trace. layout: the requested layout. wanted_by: the key of its
+                reader, for the error.
+
+        Raises:
+            PlanError: if nothing in the plan makes the tensor in this layout.
+        """
         at_hand = self.have.get(ref, {})
         if layout in at_hand:
             return at_hand[layout]
@@ -244,8 +263,8 @@ class Phase:
         )
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
-        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs
-        that cross no stage)."""
+        """Return the placeholder of a value of forward, if backward may read it: it is kept by the
+        plan, or it rests anyway (parameters, buffers, inputs that cross no stage)."""
         if self.earlier is None:
             return None
         held = ref[0] in self.job.crossing or ref[0] in self.earlier.copied
@@ -295,7 +314,7 @@ class Phase:
         return node
 
     def _length(self, ref: Ref, step: Communication) -> dict[str, int]:
-        """How long the dim is that a step joins, where its parts differ in length."""
+        """Return the whole length of the dim that a step joins, if its parts differ in length."""
         c = step.collective
         if c.kind not in ("all_gather", "all_to_all"):
             return {}
@@ -307,8 +326,12 @@ class Phase:
         )
 
     def compute(self, node: fx.Node, *, again: bool = False) -> None:
-        """Emit one compute node with its chosen strategy; one that stands where a kernel's
-        collective was wanted is there already."""
+        """Emit one compute node with its chosen strategy, unless it was emitted before, such as for
+        a kernel.
+
+        Args:
+            node: the node of the trace. again: whether backward runs it again.
+        """
         if (node.name, again) in self.done:
             return
         self.done.add((node.name, again))
@@ -356,7 +379,12 @@ class Phase:
         self.define_results(node, here, strategy)
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-        """What a node made is at hand."""
+        """Record the nodes that hold the results of a node.
+
+        Args:
+            node: the node of the trace. here: the program's node. strategy: the layouts of its
+                results.
+        """
         if not isinstance(node.meta["val"], tuple | list):  # a list of one is a list
             self.define((node.name, 0), strategy.outputs[0], here)
             return
@@ -366,22 +394,25 @@ class Phase:
             self.define((node.name, result), layout, part)
 
     def _alias(self, node: fx.Node, again: bool) -> None:
-        """A getitem of the trace stands for one result of its operand."""
+        """Let a getitem of the trace stand for one result of its operand."""
         strategy = (self.job.index.again if again else self.job.index.chosen)[node.meta["key"]]
         source = self.get(_reads(node)[0], strategy.inputs[0], node.meta["key"])
         self.define((node.name, 0), strategy.outputs[0], source)
 
     def results(self) -> list[fx.Node]:
-        """The model's outputs in the layouts that the plan gives them, then the new values of
-        mutated buffers."""
+        """Return the model's outputs in the plan's layouts, then the new values of buffers."""
         nodes, chosen = self.job.results(), self.job.index.chosen
         wanted = [(output_key(o.path), nodes[i]) for i, o in enumerate(self.job.trace.outputs)]
         wanted += [(output_key(name), nodes[i]) for name, i in self.job.trace.mutated.items()]
         return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
 
     def gradients(self) -> list[fx.Node]:
-        """One gradient per parameter that has one, as the parameter reads it, or the sum that it
-        was added to; then one per input that has one, whole, or, where it crosses, as it lies."""
+        """Return the gradients.
+
+        First come those of parameters, as the parameter reads them, or the sums that they were
+        added to. Then come those of inputs: whole, or as they lie if the input crosses between
+        stages.
+        """
         nodes, chosen = self.job.results(), self.job.index.chosen
         found = []
         for p in self.job.trace.parameters:
@@ -399,7 +430,7 @@ class Phase:
         return self._apart(found)
 
     def _apart(self, gradients: list[fx.Node]) -> list[fx.Node]:
-        """Each in memory of its own, as autograd gives them: clipping and the next backward
+        """Give each gradient memory of its own, as autograd does: clipping and the next backward
         write into every one of them."""
         owners, found = set[fx.Node](self.sums.values()), []
         for gradient in gradients:
@@ -423,8 +454,15 @@ class Phase:
         return found
 
     def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
-        """Write the output node and drop what nobody reads; the forward nodes whose values are
-        saved."""
+        """Write the output node and remove what nobody reads.
+
+        Args:
+            results: the graph's results. tangents: the placeholders of tangents; saved values come
+                before them.
+
+        Returns:
+            The forward nodes whose values are saved.
+        """
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         for node in self.graph.nodes:

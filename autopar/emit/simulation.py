@@ -1,5 +1,5 @@
-"""The time of an emitted program, by simulation of its two streams (`autopar.core.streams`),
-node by node in the order of its graphs."""
+"""Predict the time of an emitted program, by simulation of its two streams
+(`autopar.core.streams`), node by node in the order of its graphs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from autopar.program.program import Action, Program
 from autopar.program.reorder import order_of
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of the nodes of an emitted graph, as the plan predicts them; of what a node moves by
-# itself, beside them.
+# Seconds of the nodes of an emitted graph, as the plan predicts them. The collectives that a node
+# does itself are counted apart (`blocked_s`).
 #
-# A kernel's node takes the time of its collective, beside which nothing runs, and of its product
-# what is left of it beyond what the kernel saves. That part is counted as compute: what saves
-# more than the product takes, would save part of the collective. Likewise of what a node's own
-# rows save by their route.
+# A kernel's node takes the time of its collective, beside which nothing else runs, and the time of
+# its product less what the kernel saves. That difference is counted as compute; it is negative if
+# the kernel saves more than the product takes. The same holds for what a node saves by routing its
+# rows.
 
 
 def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
-    """Seconds by node: of steps their own, of an entry for the first of its nodes that the graph
-    runs, and again where it runs again.
+    """Return the predicted seconds of a graph's nodes.
 
-    Copies of what crosses go by its key, and take none of the time that it takes to cross.
+    A step has its own time. The time of a plan's entry goes to the first of its nodes that the
+    graph runs, and again if it is recomputed. Copies of what crosses between stages are found by
+    its key; they do not include the time of the transfer.
+
+    Args:
+        graph: an emitted graph. plan: the plan that it was emitted from.
     """
     computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
     owner = {
@@ -59,8 +63,8 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
 
 
 def blocked_s(node: fx.Node) -> float:
-    """Seconds of communication in a node beside which nothing runs but its own product: of a
-    kernel, and what the node moves by itself."""
+    """Return the seconds of communication in a node beside which nothing but its own product runs:
+    that of a kernel, and that of the collectives that the node does itself."""
     own_s = sum(c.time_s for c in node.meta.get("own", ()))
     return own_s + (node.meta["kernel"].time_s if "kernel" in node.meta else 0.0)
 
@@ -73,13 +77,12 @@ Span = tuple[
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """One phase.
+    """The simulation of one phase.
 
     Attributes:
-        time_s: from its start to its end. hidden_s: of this, how long compute and communication
-            both ran.
-        spans: what ran when; a hidden second stretches compute. missing_s: compute that the plan
-            prices and the graph does not run.
+        time_s: from its start to its end. hidden_s: how long compute and communication ran at once.
+        spans: what ran when; a hidden second stretches compute.
+        missing_s: compute that the plan prices and the graph does not run.
     """
 
     time_s: float
@@ -89,8 +92,10 @@ class Simulated:
 
 
 def simulate_program(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
-    """Forward and backward; of the plan's entries those that are run in neither graph, such as
-    the optimizer's, are in neither."""
+    """Simulate forward and backward.
+
+    Entries of the plan that run in neither graph, such as the optimizer's, are in neither result.
+    """
     forward, backward = (
         _phase(
             phase, order_of(program, phase), node_times(getattr(program, phase).graph, plan), plan
@@ -133,6 +138,16 @@ def _phase(
     for step, start_s, end_s in streams.ran:
         assert isinstance(step, fx.Node)
         spans.append((step.meta["key"], "communication", start_s, end_s - start_s))
+    return Simulated(
+        streams.now_s,
+        streams.hidden_s,
+        tuple(sorted(spans, key=lambda span: span[2])),
+        _missing_s(phase, times, plan),
+    )
+
+
+def _missing_s(phase: str, times: Mapping[fx.Node, float], plan: Plan) -> float:
+    """Return the seconds of compute that the plan prices for a phase and its graph does not run."""
     priced_s = sum(
         len(e.instances) * e.time_s
         for e in plan.entries
@@ -149,7 +164,4 @@ def _phase(
         kernel.saved_s
         for kernel in (*(node.meta["kernel"] for node in times if "kernel" in node.meta), *own)
     )
-    missing_s = missing_s if missing_s > _ROUNDING * priced_s else 0.0
-    return Simulated(
-        streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s
-    )
+    return missing_s if missing_s > _ROUNDING * priced_s else 0.0

@@ -1,8 +1,8 @@
-"""Emitted graphs for one rank: process groups and coordinates in place of mesh axes."""
+"""Bind emitted graphs to one rank: process groups and coordinates replace mesh axes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,72 +33,81 @@ from autopar.kernels.collectives import (
 def bind(
     graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None
 ) -> fx.GraphModule:
-    """A copy of the graph module whose steps name process groups and coordinates instead of mesh
+    """Return a copy of a graph whose steps name process groups and coordinates instead of mesh
     axes.
 
-    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead,
-    where one is given, and on a GPU norms and softmaxes are kernels of one pass
-    (`autopar.kernels.rows`). Steps along axes of size 1 vanish (but for `halo`, which pads there)
-    and `local_start` becomes a literal. Tensors held by the module are shared.
+    Graphs are captured on the CPU. In the copy, ops that name a device make their tensors on
+    `device`, and on a GPU norms and softmaxes are kernels of one pass (`autopar.kernels.rows`).
+    Steps along axes of size 1 are removed, except `halo`, which pads there, and `local_start`
+    becomes a literal.
+
+    Args:
+        graph_module: an emitted graph; the copy shares its tensors. groups: this rank's group along
+            each mesh axis.
+        device: the type of the device that the graph runs on; None leaves devices as they are.
     """
     graph = fx.Graph()
     result = graph.graph_copy(graph_module.graph, {})
     graph.output(result)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in PLACES:
-            size, splitters = node.args
-            _replace(
-                node,
-                range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[
-                    PLACES.index(node.target)
-                ],
-            )
-        elif node.op == "call_function" and node.target in STEPS:
-            _bind_step(node, groups)
-        elif node.op == "call_function" and node.target in COPIES:
-            node.target, node.args = (
-                getattr(host, node.target.__name__),
-                (node.args[0], device or "cpu"),
-            )
-        elif node.op == "call_function" and node.target in PARTS and node.args[1] in HOST_KINDS:
-            parts = bound_ops.STARTS if node.target is start else bound_ops.FINISHES
-            node.target, node.args = parts[node.args[1]], (node.args[0], device or "cpu")
-        elif node.op == "call_function" and node.target in PARTS:
-            _bind_part(node, groups)
-        elif node.op == "call_function" and node.target in fused.BOUND:
-            _bind_kernel(node, groups)
-        elif node.op == "call_function" and node.target in dispatched.BOUND:
-            *operands, split, most, axis, routed = node.args
-            starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
-            settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
-            node.target, node.args = (
-                dispatched.BOUND[node.target],
-                (*operands, starts, most, *settings),
-            )
-        elif device == "cuda" and node.target in rows.ON_GPU:
-            node.target = rows.ON_GPU[node.target]
-        elif device == "cuda" and node.meta.get("on_host"):
-            node.kwargs = {
-                **node.kwargs,
-                "pin_memory": True,
-            }  # else copies from it are not beside anything
-        elif device is not None and node.kwargs.get("device") is not None:
-            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+        if node.op != "call_function" or not _bind_call(node, groups, device):
+            _place_on_device(node, device)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (host.store, host.finish_store):
             node.args = (*node.args, _is_read_by_host(node))
     return fx.GraphModule(graph_module, graph)
 
 
+def _bind_call(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> bool:
+    """Bind a node that names mesh axes or copies between memories; return whether it is one."""
+    for targets, bind_node in _BINDERS:
+        if node.target in targets:
+            bind_node(node, groups, device)
+            return True
+    return False
+
+
+def _place_on_device(node: fx.Node, device: str | None) -> None:
+    """Let an op run on `device`: by a kernel of one pass, or with its results there."""
+    if device == "cuda" and node.target in rows.ON_GPU:
+        node.target = rows.ON_GPU[node.target]  # type: ignore[index]
+    elif device == "cuda" and node.meta.get("on_host"):
+        # Copies from memory that is not page-locked do not run beside compute.
+        node.kwargs = {**node.kwargs, "pin_memory": True}
+    elif device is not None and node.kwargs.get("device") is not None:
+        node.kwargs = {**node.kwargs, "device": torch.device(device)}
+
+
 def _is_read_by_host(stored: fx.Node) -> bool:
-    """Whether an op on the host reads what is stored: its copy may not have come yet."""
+    """Return whether an op on the host reads a stored tensor, so that its copy must be awaited
+    first."""
     return any(
         user.op == "call_function" and user.target not in (host.fetch, host.start_fetch)
         for user in stored.users
     )
 
 
-def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+def _bind_place(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
+    """Replace a rank's first index or length by a literal."""
+    size, splitters = node.args
+    place = range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])  # type: ignore[arg-type, union-attr]
+    _replace(node, place[PLACES.index(node.target)])  # type: ignore[arg-type]
+
+
+def _bind_copy(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
+    target: Any = node.target
+    node.target, node.args = getattr(host, target.__name__), (node.args[0], device or "cpu")
+
+
+def _bind_experts(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
+    *operands, split, most, axis, routed = node.args
+    starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
+    settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
+    node.target = dispatched.BOUND[node.target]  # type: ignore[index]
+    node.args = (*operands, starts, most, *settings)
+
+
+def _bind_step(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
     x, *rest, axis = positional(node)
     group = groups[axis]
     if group.size == 1 and node.target is not halo:
@@ -116,14 +125,17 @@ def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
         node.target, node.args, node.kwargs = _BOUND[node.target], (x, *settings), {}
 
 
-def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
-    """Bind a `start` or a `finish`; along an axis of size 1 both vanish, but for `halo`."""
+def _bind_part(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
+    """Bind a `start` or a `finish`. Along an axis of size 1 both are removed, except for `halo`."""
     x, kind, *settings = node.args
+    parts = bound_ops.STARTS if node.target is start else bound_ops.FINISHES
+    if kind in HOST_KINDS:
+        node.target, node.args = parts[kind], (x, device or "cpu")
+        return
     group = groups[settings[-1]]
     if group.size == 1 and kind != "halo":
         _replace(node, x)
         return
-    parts = bound_ops.STARTS if node.target is start else bound_ops.FINISHES
     node.target, node.args, node.kwargs = (
         parts[kind],
         (x, *bound_settings(kind, settings, node.kwargs.get("length"), group)),
@@ -131,7 +143,7 @@ def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
     )
 
 
-def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
     node.target, place = fused.BOUND[node.target]  # type: ignore[index]
     group = groups[node.args[place]]  # type: ignore[index]
     node.args = (
@@ -144,7 +156,7 @@ def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
 
 
 def _replace(node: fx.Node, value: Any) -> None:
-    """Put `value`, a node or a literal, wherever `node` is used, and erase the node."""
+    """Replace `node` by `value`, a node or a literal, in all its users, and erase it."""
     for user in list(node.users):
         user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
         user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
@@ -159,3 +171,12 @@ _BOUND: dict[Any, Callable[..., Tensor]] = {
     swap: bound_ops.swap,
     halo: bound_ops.halo,
 }
+_BINDERS: tuple[tuple[Collection[Any], Callable[..., None]], ...] = (
+    (PLACES, _bind_place),
+    (STEPS, _bind_step),
+    (COPIES, _bind_copy),
+    (PARTS, _bind_part),
+    (fused.BOUND, _bind_kernel),
+    (dispatched.BOUND, _bind_experts),
+)
+"""Functions that a node may call, and what binds the node."""

@@ -1,10 +1,10 @@
-"""The bound forms of the communication steps: process groups and coordinates in place of mesh axes.
+"""The bound forms of the communication steps, with process groups and coordinates for mesh axes.
 
-They call torch's functional collectives, so `torch.compile` sees operators alone. Each step is a
-*start*, which makes what is sent ready and issues it, and a *finish*, which waits for it and does
-the rest; both take all of the step's settings. What lies between them is one list, which the finish
-empties, so that nothing holds what was sent longer than it must be held. Helpers take temporaries
-as arguments, so that nothing holds them longer than the docstring of `autopar.kernels.collectives`
+They call torch's functional collectives, so `torch.compile` sees only operators. Each step consists
+of a *start*, which prepares what is sent and issues it, and a *finish*, which waits for the result
+and does the rest. Both take all of the step's settings. Between them the state is one list, which
+the finish empties, so that nothing holds what was sent longer than necessary. For the same reason
+helpers take temporaries as arguments: memory is as the docstring of `autopar.kernels.collectives`
 says. An empty group name makes a step fake: it allocates what the real one does and moves nothing.
 """
 
@@ -28,10 +28,10 @@ needs it; only the operand along an axis of size 1."""
 
 
 def part_of(length: int, size: int) -> int:
-    """The length of all parts but the last, which is not longer, and not empty.
+    """Return the length of all parts of a dim but the last, which may be shorter but not empty.
 
     Raises:
-        LayoutError: where it would be empty.
+        LayoutError: if the last part would be empty.
     """
     part = -(-length // size)
     if part * (size - 1) >= length:
@@ -43,13 +43,24 @@ def part_of(length: int, size: int) -> int:
 
 
 def all_gather(x: Tensor, dim: int, size: int, name: str, length: int | None = None) -> Tensor:
-    """The parts along `dim`, joined in order of the ranks."""
+    """Join the ranks' parts along `dim`, in order of the ranks.
+
+    Args:
+        x: this rank's part. dim: the dim that is joined. size: the number of ranks. name: the
+            process group's name.
+        length: the whole length of `dim`, if its parts differ in length.
+    """
     return finish_all_gather(start_all_gather(x, dim, size, name, length), dim, size, name, length)
 
 
 def start_all_gather(
     x: Tensor, dim: int, size: int, name: str, length: int | None = None
 ) -> Started:
+    """Issue an `all_gather`.
+
+    Args:
+        x, dim, size, name, length: see `all_gather`.
+    """
     if size == 1:
         return [x]
     if length is not None:
@@ -60,6 +71,11 @@ def start_all_gather(
 def finish_all_gather(
     started: Started, dim: int, size: int, name: str, length: int | None = None
 ) -> Tensor:
+    """Wait for an `all_gather` and return its result.
+
+    Args:
+        started: what `start_all_gather` returned. dim, size, name, length: see `all_gather`.
+    """
     return (
         _itself(started)
         if size == 1
@@ -70,7 +86,14 @@ def finish_all_gather(
 def reduce_scatter(
     x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int
 ) -> Tensor:
-    """This rank's part along `dim` of the reduced tensor."""
+    """Return this rank's part along `dim` of the reduced tensor.
+
+    Args:
+        x: this rank's partial result, whole. dim: the dim that is split. reduce_op: ``sum``,
+            ``max``, ``min`` or ``product``.
+        size: the number of ranks. name: the process group's name. coordinate: this rank's place in
+            it.
+    """
     started = start_reduce_scatter(x, dim, reduce_op, size, name, coordinate)
     return finish_reduce_scatter(started, dim, reduce_op, size, name, coordinate)
 
@@ -78,6 +101,11 @@ def reduce_scatter(
 def start_reduce_scatter(
     x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int
 ) -> Started:
+    """Issue a `reduce_scatter`.
+
+    Args:
+        x, dim, reduce_op, size, name, coordinate: see `reduce_scatter`.
+    """
     if size == 1:
         return [x]
     own = part_range(x.shape[dim], [size], [coordinate])[1]
@@ -92,6 +120,12 @@ def start_reduce_scatter(
 def finish_reduce_scatter(
     started: Started, dim: int, reduce_op: str, size: int, name: str, coordinate: int
 ) -> Tensor:
+    """Wait for a `reduce_scatter` and return its result.
+
+    Args:
+        started: what `start_reduce_scatter` returned. dim, reduce_op, size, name, coordinate: see
+            `reduce_scatter`.
+    """
     if size == 1:
         return _itself(started)
     own = started.pop()
@@ -99,11 +133,21 @@ def finish_reduce_scatter(
 
 
 def all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
-    """The reduced tensor."""
+    """Return the reduced tensor, in new memory.
+
+    Args:
+        x: this rank's partial result. reduce_op: see `reduce_scatter`. size: the number of ranks.
+            name: the process group's name.
+    """
     return finish_all_reduce(start_all_reduce(x, reduce_op, size, name), reduce_op, size, name)
 
 
 def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
+    """Issue an `all_reduce`.
+
+    Args:
+        x, reduce_op, size, name: see `all_reduce`.
+    """
     if size == 1:
         return [x]
     come = (
@@ -118,6 +162,11 @@ def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started
 
 
 def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) -> Tensor:
+    """Wait for an `all_reduce` and return its result.
+
+    Args:
+        started: what `start_all_reduce` returned. reduce_op, size, name: see `all_reduce`.
+    """
     return _itself(started) if size == 1 else _await_received(started, name)
 
 
@@ -130,7 +179,14 @@ def all_to_all(
     coordinate: int,
     length: int | None = None,
 ) -> Tensor:
-    """Split along `to_dim`, joined along `dim`."""
+    """Split a tensor along `to_dim` and join what the ranks send along `dim`.
+
+    Args:
+        x: this rank's part along `dim`. dim: the dim that is joined. to_dim: the dim that is split.
+        size: the number of ranks. name: the process group's name. coordinate: this rank's place in
+            it.
+        length: the whole length of `dim`, if its parts differ in length.
+    """
     started = start_all_to_all(x, dim, to_dim, size, name, coordinate, length)
     return finish_all_to_all(started, dim, to_dim, size, name, coordinate, length)
 
@@ -144,6 +200,11 @@ def start_all_to_all(
     coordinate: int,
     length: int | None = None,
 ) -> Started:
+    """Issue an `all_to_all`.
+
+    Args:
+        x, dim, to_dim, size, name, coordinate, length: see `all_to_all`.
+    """
     if size == 1 or dim == to_dim:
         return [x]
     own = part_range(x.shape[to_dim], [size], [coordinate])[1]
@@ -164,6 +225,12 @@ def finish_all_to_all(
     coordinate: int,
     length: int | None = None,
 ) -> Tensor:
+    """Wait for an `all_to_all` and return its result.
+
+    Args:
+        started: what `start_all_to_all` returned. dim, to_dim, size, name, coordinate, length: see
+            `all_to_all`.
+    """
     if size == 1 or dim == to_dim:
         return _itself(started)
     own = started.pop()
@@ -182,8 +249,18 @@ def halo(
     name: str,
     coordinate: int,
 ) -> Tensor:
-    """The first `after` elements go to the rank before, the last `before` ones to the rank
-    behind."""
+    """Extend this rank's part along `dim` by elements of its neighbours.
+
+    The first `after` elements go to the previous rank, the last `before` elements to the next one.
+    Beyond the ends of the whole tensor the values are those of `autopar.core.placements.beyond`.
+
+    Args:
+        x: this rank's part. dim: the dim that is split. before, after: the elements to add on each
+            side.
+        lowest: whether to pad with the dtype's lowest value instead of zeros.
+        size: the number of ranks. name: the process group's name. coordinate: this rank's place in
+            it.
+    """
     started = start_halo(x, dim, before, after, lowest, size, name, coordinate)
     return finish_halo(started, dim, before, after, lowest, size, name, coordinate)
 
@@ -198,6 +275,11 @@ def start_halo(
     name: str,
     coordinate: int,
 ) -> Started:
+    """Issue a `halo`.
+
+    Args:
+        x, dim, before, after, lowest, size, name, coordinate: see `halo`.
+    """
     if size == 1:
         return [x]
     has_previous, has_next = coordinate > 0, coordinate < size - 1
@@ -226,6 +308,12 @@ def finish_halo(
     name: str,
     coordinate: int,
 ) -> Tensor:
+    """Wait for a `halo` and return its result.
+
+    Args:
+        started: what `start_halo` returned. dim, before, after, lowest, size, name, coordinate: see
+            `halo`.
+    """
     x, around = started.pop(), Halo(dim, before, after, lowest)
     if size == 1:
         return torch.cat([beyond(x, around, before), x, beyond(x, around, after)], dim=dim)
@@ -248,12 +336,22 @@ def finish_halo(
 
 
 def swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Tensor:
-    """The second half goes to the rank that is as far from the end as this one from the begin,
-    whose second half takes its place."""
+    """Exchange the second half of this rank's part with the rank at the mirrored place.
+
+    Args:
+        x: this rank's part. dim: the dim that is split. size: the number of ranks. name: the
+            process group's name. coordinate: this rank's place in it; rank i exchanges with rank
+            size − 1 − i.
+    """
     return finish_swap(start_swap(x, dim, size, name, coordinate), dim, size, name, coordinate)
 
 
 def start_swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Started:
+    """Issue a `swap`.
+
+    Args:
+        x, dim, size, name, coordinate: see `swap`.
+    """
     if size == 1:
         return [x]
     half = x.shape[dim] // 2
@@ -263,6 +361,11 @@ def start_swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> St
 
 
 def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: int) -> Tensor:
+    """Wait for a `swap` and return its result.
+
+    Args:
+        started: what `start_swap` returned. dim, size, name, coordinate: see `swap`.
+    """
     if size == 1:
         return _itself(started)
     x = started.pop()
@@ -271,7 +374,12 @@ def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: in
 
 
 def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
-    """This rank's part along `dim`, a contiguous copy."""
+    """Return this rank's part along `dim`, a contiguous copy.
+
+    Args:
+        x: the whole tensor. dim: the dim that is split. size: the number of ranks. coordinate: this
+            rank's place among them.
+    """
     if size == 1:
         return x
     part_of(x.shape[dim], size)
@@ -281,25 +389,34 @@ def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, leaving: list[int], coming: list[int], name: str) -> Tensor:
-    """So many rows for every rank, one after another → as many from every rank as come."""
+    """Send rows to every rank and receive rows from every rank, in numbers that may differ.
+
+    Args:
+        rows: the rows to send, those for rank 0 first. leaving: the number of rows for each rank.
+        coming: the number of rows from each rank. name: the process group's name.
+
+    Returns:
+        The received rows, those from rank 0 first.
+    """
     return _await_received(
         [_functional.all_to_all_single(rows.contiguous(), coming, leaving, name), rows], name
     )
 
 
 def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
-    """Filled up with zeros at the end of `dim`."""
+    """Pad the end of `dim` with zeros up to `length`."""
     missing = length - x.shape[dim]
     return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
 
 
 def _whole_parts(x: Tensor, dim: int, size: int) -> Tensor:
-    """Filled up so that all parts of `dim` are equally long."""
+    """Pad `dim` with zeros so that all its parts have equal length."""
     return _pad_dim(x, dim, part_of(x.shape[dim], size) * size)
 
 
 def _cut_dim(x: Tensor, dim: int, length: int | None) -> Tensor:
-    """The first `length` of `dim`, in memory of its own; all of it where none is said."""
+    """Return the first `length` elements of `dim` in memory of their own; all of `x` if `length` is
+    None."""
     return (
         x
         if length is None or x.shape[dim] == length
@@ -308,7 +425,7 @@ def _cut_dim(x: Tensor, dim: int, length: int | None) -> Tensor:
 
 
 def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
-    """[.., d, ..] → [size, .., d / size, ..], contiguous; a view where `dim` is leading and `x`
+    """[.., d, ..] → [size, .., d / size, ..], contiguous; a view if `dim` is leading and `x`
     contiguous."""
     return x.unflatten(dim, (size, part_of(x.shape[dim], size))).movedim(dim, 0).contiguous()
 
@@ -320,28 +437,30 @@ def _join_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def _start_gather(x: Tensor, size: int, name: str) -> Started:
-    """[..] of every rank → [size, ..]."""
+    """Issue [..] of every rank → [size, ..]."""
     if not name:
         return [x.new_empty((size, *x.shape)), x]
     return [_functional.all_gather_into_tensor(_sendable(x).unsqueeze(0), size, name), x]
 
 
 def _start_scatter(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
-    """[size, ..] → [1, ..], the reduced tensor at this rank's index."""
+    """Issue [size, ..] → [1, ..], the reduced tensor at this rank's index."""
     if not name:
         return [x.new_empty((1, *x.shape[1:])), x]
     return [_functional.reduce_scatter_tensor(_summable(x), reduce_op, size, name), x]
 
 
 def _start_exchange(x: Tensor, size: int, name: str) -> Started:
-    """[size, ..]: part i goes to rank i; the result's part i came from rank i."""
+    """Issue an exchange of [size, ..]: part i goes to rank i; the result's part i came from rank
+    i."""
     if not name:
         return [x.new_empty(x.shape), x]
     return [_functional.all_to_all_single(_sendable(x), [1] * size, [1] * size, name), x]
 
 
 def _start_flat(x: Tensor, out_splits: list[int], in_splits: list[int], name: str) -> Started:
-    """Elements for every rank, one after another → elements from every rank."""
+    """Issue an exchange of elements: those for every rank, one after another → those from every
+    rank."""
     if not name:
         return [x.new_empty(sum(out_splits)), x]
     return [_functional.all_to_all_single(_sendable(x), out_splits, in_splits, name), x]
@@ -363,18 +482,18 @@ _SENDABLE = frozenset(
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """In a dtype that process groups know."""
+    """View a tensor in a dtype that process groups move."""
     return x if x.dtype in _SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _summable(x: Tensor) -> Tensor:
-    """As process groups add it up: of complex numbers both parts, which not every one of them
-    knows."""
+    """View a tensor as process groups add it up: not every one of them knows complex numbers."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _await_received(started: Started, name: str) -> Tensor:
-    """What came, in the dtype that was sent; what was sent is let go."""
+    """Wait for what a step receives and return it in the dtype that was sent. What was sent is
+    released."""
     come, sent = started
     started.clear()
     come = _functional.wait_tensor(come) if name else come

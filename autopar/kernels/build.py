@@ -1,20 +1,19 @@
 """Compile the kernels of `autopar_csrc`: at first use, or ahead by ``python -m
 autopar.kernels.build``.
 
-Every ``*.cu`` of the folder goes into one library per kind: *host* by the C++ compiler (``$CXX`` or
-g++), *cuda* by nvcc (``$NVCC`` or the one on the path). A library lies in the cache
-(``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is a
-hash of sources, headers, command and compiler; so a changed source is compiled anew and an old
-library is never loaded for it. It is compiled beside its place and renamed into it under a lock:
-processes that build at once compile once, and none sees half a library. Beside each library lie
-what the compiler said (``.log``; for cuda ptxas's report of registers and spills) and its checksum
-(``.sha256``). A library that is not as it was written is compiled again. Libraries are code: a
-cache that another user can write to is not used.
+All ``*.cu`` files of the folder are compiled into one library per kind: *host* by the C++ compiler
+(``$CXX`` or g++), *cuda* by nvcc (``$NVCC`` or the one on the path). A library is stored in the
+cache (``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is
+a hash of sources, headers, command and compiler. So a changed source is compiled anew, and an old
+library is never loaded for it. A library is compiled in a temporary folder and moved to its name
+under a lock: processes that build at the same time compile once, and none sees half a library. Next
+to each library are the compiler's output (``.log``; for cuda with ptxas's report of registers and
+spills) and its checksum (``.sha256``). A library that does not match its checksum is compiled
+again. Libraries are code: a cache that another user can write to is not used.
 
-Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``);
-of the host alone ``thread``, for ThreadSanitizer, and ``emulated``, in which the device's code runs
-on the CPU (``include/emulated.h``), or ``emulated-thread``, likewise for ThreadSanitizer: for
-tests.
+Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``).
+For tests, of the host only: ``thread``, for ThreadSanitizer; ``emulated``, in which the device's
+code runs on the CPU (``include/emulated.h``); ``emulated-thread``, both.
 """
 
 from __future__ import annotations
@@ -84,8 +83,12 @@ _CUDA = (
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A compiled library or program: where it is, what the compiler said, and the seconds it
-    took, 0 where it was in the cache."""
+    """A compiled library or program.
+
+    Attributes:
+        path: its file. report: the compiler's output. build_s: the seconds that it took, 0 if it
+            was in the cache.
+    """
 
     path: Path
     report: str
@@ -124,22 +127,23 @@ def cache_folder() -> Path:
 
 
 def _unwritable(error: OSError) -> KernelError:
-    """The error of a folder of libraries that cannot be made or written to."""
+    """Return the error for a cache folder that cannot be made or written to."""
     return KernelError(
         f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}"
     )
 
 
 def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
-    """The kernels' files, in the order of their names."""
+    """Return the kernels' files, sorted by name."""
     return tuple(sorted(folder.glob("*.cu")))
 
 
 def compiler(kind: str) -> list[str]:
-    """The command of the compiler for ``host`` or ``cuda``: its path, and what its variable adds.
+    """Return the command of the compiler for ``host`` or ``cuda``: its path, and the flags of its
+    variable.
 
     Raises:
-        KernelError: where there is none.
+        KernelError: if there is no such compiler.
     """
     variable, default = COMPILERS[kind]
     name, *flags = shlex.split(os.environ.get(variable) or default)
@@ -153,7 +157,7 @@ def compiler(kind: str) -> list[str]:
 
 
 def has_compiler(kind: str) -> bool:
-    """Whether there is a compiler for ``host`` or ``cuda``."""
+    """Return whether there is a compiler for ``host`` or ``cuda``."""
     try:
         return bool(compiler(kind))
     except KernelError:
@@ -166,15 +170,15 @@ def build_library(
     architectures: Sequence[str] = ARCHITECTURES,
     folder: Path = SOURCES,
 ) -> Built:
-    """The library of all kernels in `folder`, from the cache or compiled now.
+    """Return the library of all kernels in `folder`, from the cache or compiled now.
 
     Args:
         kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`.
-        architectures: of the device, for ``cuda``: ``80`` stands for sm_80.
+        architectures: of the device, for ``cuda``: ``80`` stands for sm_80. folder: the sources.
 
     Raises:
-        KernelError: without a compiler, or where it fails; the message holds the command and what
-            the compiler said.
+        KernelError: if there is no compiler, or it fails; the message has the command and the
+            compiler's output.
     """
     if kind == "cuda" and variant in HOST_ONLY:
         raise KernelError(
@@ -199,11 +203,14 @@ def build_library(
 
 
 def build_program(main: Path, variant: str = "release", folder: Path = SOURCES) -> Built:
-    """An executable for the host of the kernels in `folder` and the C++ file `main`, which may
-    include their headers.
+    """Build an executable for the host from the kernels in `folder` and a C++ file.
+
+    Args:
+        main: the C++ file, which may include the kernels' headers. variant: a name of `VARIANTS`.
+        folder: the kernels' sources.
 
     Raises:
-        KernelError: as `build_library`.
+        KernelError: see `build_library`.
     """
     command = [*compiler("host"), *VARIANTS[variant], *_HOST, f"-I{folder.resolve()}"]
     return _build(f"{main.stem}-{variant}", command, (*sources(folder), main), folder, "")
@@ -243,7 +250,7 @@ def _build(
 
 
 def _read_cached(place: Path, stem: str) -> str | None:
-    """What the compiler said of a library in the cache; None if it has to be compiled."""
+    """Return the compiler's output for a library in the cache; None if it has to be compiled."""
     try:
         if not (reason := find_foreign(place)):
             report, wanted = (
@@ -267,7 +274,7 @@ def _digest(path: Path) -> str:
 
 
 def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
-    """A hash of all that decides what is compiled."""
+    """Return a hash of everything that determines the result of the compilation."""
     said = subprocess.run(
         [command[0], "--version"], capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
@@ -301,8 +308,8 @@ def _compile(
 
 
 def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
-    """The exit status of the compiler and what it said; on the terminal what is going on, where
-    it takes long."""
+    """Return the exit status and the output of the compiler. If it takes long, say so on the
+    terminal."""
     # In a group of its own, so that a compiler that is given up takes the programs with it that it
     # has started.
     with subprocess.Popen(
@@ -335,14 +342,14 @@ def _end_process(process: subprocess.Popen[str], limit_s: float) -> tuple[int, s
 
 @contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Hold the lock of that file; another process that holds it is waited for."""
+    """Hold the lock of a file, after waiting for any other process that holds it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; without --host and --cuda it builds what there is a compiler for."""
+    """Run the command. Without --host and --cuda it builds for every compiler that is installed."""
     parser = argparse.ArgumentParser(
         prog="python -m autopar.kernels.build", description=(__doc__ or "").splitlines()[0]
     )

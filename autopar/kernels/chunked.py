@@ -1,10 +1,9 @@
-"""The protocols of the overlapped products, as phases that any provider of `autopar.kernels.peers`
-carries out.
+"""The protocols of the overlapped products, and products in chunks.
 
-A tensor is seen as [outer, rows, row] along the dim that is sharded, as in
-`autopar_csrc/include/shards.h`; the protocols stand at the top of
-`autopar_csrc/all_gather_matmul.cu` and `autopar_csrc/matmul_reduce_scatter.cu`. What is computed
-per chunk is the caller's.
+The protocols are lists of phases that any provider of `autopar.kernels.peers` can run. They see a
+tensor as [outer, rows, row] along the sharded dim, as `autopar_csrc/include/shards.h` does, and are
+described at the top of `autopar_csrc/all_gather_matmul.cu` and
+`autopar_csrc/matmul_reduce_scatter.cu`. The caller says what is computed per chunk.
 """
 
 from __future__ import annotations
@@ -34,8 +33,12 @@ REDUCIBLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A whole tensor [outer, rows, row of `row_bytes`], its rows over `size` ranks, each rank's
-    in `num_chunks` chunks."""
+    """A whole tensor [outer, rows, row], whose rows are split over ranks and chunks.
+
+    Attributes:
+        row_bytes: bytes of a row. size: the number of ranks. num_chunks: the chunks of each rank's
+            rows.
+    """
 
     outer: int
     rows: int
@@ -47,24 +50,31 @@ class Shards:
     def of(
         shape: Sequence[int], dim: int, dtype: torch.dtype, size: int, num_chunks: int
     ) -> Shards:
-        """Of a whole tensor of `shape` along `dim`."""
+        """Return the shards of a whole tensor.
+
+        Args:
+            shape: its shape. dim: the sharded dim. dtype: its dtype. size: the number of ranks.
+                num_chunks: the chunks of each rank's rows.
+        """
         return Shards(
             prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks
         )
 
     def seen_by(self, rank: int) -> library.NativeShards:
-        """As the C functions take them."""
+        """Return the C struct for a rank."""
         return library.NativeShards(
             self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks
         )
 
     def gathered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Position, chunk, first row and number of rows: the own shard, then those of the next
+        """Iterate over the chunks in the order in which `gather` multiplies them: position, chunk,
+        first row and number of rows. The rank's own shard comes first, then those of the next
         ranks."""
         return self._order(rank)
 
     def scattered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """As `gathered_order`: the rows of the next ranks, the own ones last."""
+        """Iterate over the chunks as `gathered_order`, but from the next rank's rows to the own
+        rows."""
         return self._order(rank + 1)
 
     def _order(self, first: int) -> Iterator[tuple[int, int, int, int]]:
@@ -79,26 +89,27 @@ class Shards:
 
     @property
     def slot_bytes(self) -> int:
-        """Room for any rank's shard."""
+        """Bytes of a slot, which has room for any rank's shard."""
         return _rounded_up(self.outer * -(-self.rows // self.size) * self.row_bytes)
 
     @property
     def num_flag_words(self) -> int:
+        """Number of 64-bit words of a rank's flags."""
         return (1 + self.size + self.size * self.num_chunks) * _FLAG_WORDS
 
     @property
     def gather_bytes(self) -> int:
-        """What a rank holds for `gather`: two slots for its shard, and flags."""
+        """Bytes that a rank shares for `gather`: two slots for its shard, and flags."""
         return 2 * self.slot_bytes + _WORD_BYTES * self.num_flag_words
 
     @property
     def scatter_bytes(self) -> int:
-        """What a rank holds for `scatter`: two slots for each rank's part of its rows, and
+        """Bytes that a rank shares for `scatter`: two slots for each rank's part of its rows, and
         flags."""
         return 2 * self.size * self.slot_bytes + _WORD_BYTES * self.num_flag_words
 
     def inbox_offset(self, epoch: int, rank: int) -> int:
-        """Where in an inbox the part that comes from `rank` begins."""
+        """Return the offset in bytes, in an inbox, of the part that comes from `rank`."""
         return (epoch % 2 * self.size + rank) * self.slot_bytes
 
 
@@ -111,8 +122,9 @@ class Gather:
     """A rank's part in `gather`.
 
     Attributes:
-        shard: its own, contiguous. gathered: the whole tensor, contiguous, to be filled.
-        consume: called with first row and number of rows when these are in `gathered`.
+        shard: its own shard, contiguous. gathered: the whole tensor, contiguous, to be filled.
+        consume: called with the first row and the number of rows as soon as these are in
+            `gathered`.
     """
 
     shard: Tensor
@@ -121,12 +133,17 @@ class Gather:
 
 
 def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
-    """all_gather_matmul for the ranks of `jobs`: with `VirtualRanks` all of them, in a rank's
-    own thread or process that one."""
+    """Run all_gather_matmul for some ranks.
+
+    Args:
+        peers: the provider. shards: how the tensor is split. jobs: rank → its part: of all ranks
+            with `VirtualRanks`, of one rank in its own thread or process.
+    """
     regions = gather_regions(peers, shards)
     epochs = {rank: regions.begin(rank) for rank in jobs}
 
     def publish(lane: Lane, rank: int) -> None:
+        """Copy the rank's shard to memory that its peers read."""
         job = jobs[rank]
         own = regions.data[rank].data_ptr(), job.gathered.data_ptr(), regions.flags[rank].data_ptr()
         lane.call(
@@ -138,6 +155,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
         )
 
     def pull(lane: Lane, rank: int) -> None:
+        """Copy the peers' shards into the gathered tensor."""
         all_ranks = addresses(regions.data), addresses(regions.flags)
         peers.move(
             lane,
@@ -149,6 +167,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
         )
 
     def consume(lane: Lane, rank: int) -> None:
+        """Multiply the rank's own rows, then each chunk as it arrives."""
         own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
         _whole(
             shards, rank, jobs[rank].consume
@@ -163,7 +182,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
 
 
 def gather_regions(peers: Peers, shards: Shards) -> Regions:
-    """What `gather` shares: per rank two slots for its shard."""
+    """Return the memory that `gather` shares: two slots per rank for its shard."""
     return peers.regions(
         ("all_gather_matmul", shards), 2 * shards.slot_bytes, shards.num_flag_words
     )
@@ -174,14 +193,14 @@ class Scatter:
     """A rank's part in `scatter`.
 
     Attributes:
-        partial: room for the whole partial product, contiguous; its own rows are not used.
+        partial: room for the whole partial product, contiguous; the rank's own rows are not used.
         out: this rank's rows of the sum, contiguous, to be filled.
-        produce: called with first row, number of rows and where the partial product of these rows
-            goes.
-        add_up: called when all ranks' parts of this rank's rows are there, with these in order of
-            the ranks, each like `out`: fills `out`, and whatever else is made of them in the same
-            pass. The parts are there until it returns or, on a GPU, until what it enqueued has run.
-            Where it is None they are added up.
+        produce: called with the first row, the number of rows, and the tensor for their partial
+            product.
+        add_up: called when all ranks' parts of this rank's rows have arrived, with these parts in
+            order of the ranks, each like `out`. It fills `out` and whatever else it computes in the
+            same pass. The parts are valid until it returns or, on a GPU, until what it enqueued has
+            run. If it is None the parts are summed.
     """
 
     partial: Tensor
@@ -191,11 +210,18 @@ class Scatter:
 
 
 def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter]) -> None:
-    """matmul_reduce_scatter along `dim`, for the ranks of `jobs` as in `gather`."""
+    """Run matmul_reduce_scatter for some ranks.
+
+    Args:
+        peers: the provider. shards: how the product's result is split. dim: the dim that is
+            scattered.
+        jobs: rank → its part, see `gather`.
+    """
     regions = scatter_regions(peers, shards)
     epochs = {rank: regions.begin(rank) for rank in jobs}
 
     def produce(lane: Lane, rank: int) -> None:
+        """Compute the partial products of the other ranks' rows, then those of the own rows."""
         job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
         mine = _slot(shards, regions, rank, epochs[rank], job.out, rank)
         for position, chunk, begin, length in shards.scattered_order(rank):
@@ -208,6 +234,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
         )  # no one waits for pieces of the own rows
 
     def push(lane: Lane, rank: int) -> None:
+        """Copy each chunk to the rank that owns it, as soon as it is computed."""
         all_ranks = addresses(regions.data), addresses(regions.flags)
         peers.move(
             lane,
@@ -219,6 +246,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
         )
 
     def add_up(lane: Lane, rank: int) -> None:
+        """Sum the parts of the rank's own rows."""
         out, flags, then = jobs[rank].out, regions.flags[rank].data_ptr(), jobs[rank].add_up
         lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
         if then is not None:
@@ -241,7 +269,8 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
 
 def scatter_regions(peers: Peers, shards: Shards) -> Regions:
-    """What `scatter` shares: per rank two slots for each rank's part of its rows."""
+    """Return the memory that `scatter` shares: two slots per rank for each rank's part of its
+    rows."""
     return peers.regions(
         ("matmul_reduce_scatter", shards),
         2 * shards.size * shards.slot_bytes,
@@ -252,7 +281,7 @@ def scatter_regions(peers: Peers, shards: Shards) -> Regions:
 def _slot(
     shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor, sender: int
 ) -> Tensor:
-    """The part from `sender` in the rank's inbox, with shape and dtype of `out`."""
+    """Return the part from `sender` in the rank's inbox, with shape and dtype of `out`."""
     begin = shards.inbox_offset(epoch, sender)
     return (
         regions.data[rank][begin : begin + out.numel() * out.element_size()]
@@ -262,24 +291,24 @@ def _slot(
 
 
 def _whole(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> None:
-    """The product of the rank's own rows."""
+    """Multiply the rank's own rows at once."""
     begin, length = part_range(shards.rows, (shards.size,), (rank,))
     if length > 0:
         multiply(begin, length)
 
 
 # --------------------------------------------------------------------------------------------------
-# Products of two tensors by Einstein's convention, taken in chunks along one letter (see
-# `autopar.kernels.overlapped`).
+# Products of two tensors in chunks along one letter of an Einstein summation
+# (`autopar.kernels.overlapped`).
 
 T = TypeVar("T")
 
 
 def terms_of(equation: str) -> tuple[str, str, str]:
-    """Left operand, right operand, result.
+    """Split an equation into its left operand, right operand and result.
 
     Raises:
-        ValueError: where these are not three.
+        ValueError: if there are not three terms.
     """
     terms = tuple(term.strip() for side in equation.split("->") for term in side.split(","))
     if len(terms) != 3:
@@ -288,8 +317,14 @@ def terms_of(equation: str) -> tuple[str, str, str]:
 
 
 def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
-    """Raises:
-    ValueError: where the product cannot be taken in so many chunks along the letter.
+    """Check that a product can be computed in chunks along a letter.
+
+    Args:
+        equation: the product. letter: the letter of the dim that is cut. num_chunks: the number of
+            chunks of a shard.
+
+    Raises:
+        ValueError: if the letter is not in the result and an operand, or there are no chunks.
     """
     left, right, result = terms_of(equation)
     if letter not in result or letter not in left + right:
@@ -303,9 +338,13 @@ def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
-    """An equation as one `mm` of views, for contiguous tensors: whether the right operand comes
-    first, how many dims of the first one are rows, and whether the second one is transposed. None
-    where it is no such product."""
+    """Return how an equation is one `mm` of views of contiguous tensors; None if it is not.
+
+    Returns:
+        Whether the right operand comes first, how many dims of the first operand are rows, and
+            whether the
+        second operand is transposed.
+    """
     left, right, result = terms_of(equation)
     inner = "".join(letter for letter in left if letter not in result)
     for swapped, first, second in ((False, left, right), (True, right, left)):
@@ -319,15 +358,24 @@ def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
 
 
 def multiply(equation: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """``a · b``, with a bias as `autopar.ops.dot` adds it."""
+    """Return ``a · b``, with a bias added as by `autopar.ops.dot`.
+
+    Args:
+        equation: the product. a, b: its factors. bias: the bias, or None.
+    """
     return torch.einsum(equation, a, b) if bias is None else dot(equation, a, b, bias)
 
 
 def multiply_into(
     equation: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> None:
-    """``out = a · b``, with a bias: written by the vendor's matmul itself where that can be,
-    else copied."""
+    """Compute ``out = a · b``, with a bias. Torch's matmul writes into `out` itself if it can; else
+    the result is copied.
+
+    Args:
+        equation: the product. a, b: its factors. out: the result, to be filled. bias: the bias, or
+            None.
+    """
     form = _as_mm(equation)
     if form is None or not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous()):
         out.copy_(multiply(equation, a, b, bias))
@@ -350,21 +398,35 @@ def multiply_into(
 
 
 def result_shape(equation: str, a: Tensor, b: Tensor) -> list[Any]:
-    """The product's shape; lengths may be symbols."""
+    """Return the product's shape, whose lengths may be symbols.
+
+    Args:
+        equation: the product. a, b: its factors.
+    """
     left, right, result = terms_of(equation)
     sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
     return [sizes[letter] for letter in result]
 
 
 def in_order(which: int, mine: T, other: T) -> tuple[T, T]:
-    """The operands as the equation names them."""
+    """Return two values in the order of the equation's operands.
+
+    Args:
+        which: the place of `mine`, 0 or 1. mine, other: the values.
+    """
     return (mine, other) if which == 0 else (other, mine)
 
 
 def cut_bias(
     bias: Tensor | None, equation: str, letter: str, begin: int, length: int
 ) -> Tensor | None:
-    """Of a bias what `cut` leaves of a result."""
+    """Return the part of a bias that belongs to some rows of the result, as `cut_rows` does for
+    operands.
+
+    Args:
+        bias: the bias, or None. equation: the product. letter: the letter of the rows. begin,
+            length: the rows.
+    """
     return (
         None
         if bias is None
@@ -375,7 +437,12 @@ def cut_bias(
 def cut_rows(
     terms: Sequence[str], tensors: Sequence[Tensor], letter: str, begin: int, length: int
 ) -> list[Tensor]:
-    """Of each tensor that has the letter these rows; the others as they are."""
+    """Return the given rows of each tensor that has the letter, and the other tensors unchanged.
+
+    Args:
+        terms: the tensors' letters. tensors: the tensors. letter: the letter of the rows. begin,
+            length: the rows.
+    """
     return [
         x.narrow(term.index(letter), begin, length) if letter in term else x
         for term, x in zip(terms, tensors, strict=True)

@@ -51,8 +51,12 @@ from autopar.kernels import bound_ops, host
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """This rank's process group along one mesh axis; `name` is torch's group name, empty for a
-    fake group."""
+    """This rank's process group along one mesh axis.
+
+    Attributes:
+        name: torch's name of the group, empty for a fake group. size: the number of its ranks.
+        coordinate: this rank's place in it.
+    """
 
     name: str
     size: int
@@ -65,7 +69,7 @@ _current: ContextVar[Groups | None] = ContextVar("autopar_groups", default=None)
 
 @contextmanager
 def use_groups(groups: Sequence[AxisGroup]) -> Iterator[None]:
-    """Make `groups`, one per mesh axis, those of the steps that run inside (in this thread)."""
+    """Make `groups`, one per mesh axis, the groups of the steps that run inside, in this thread."""
     token = _current.set(tuple(groups))
     try:
         yield
@@ -74,7 +78,7 @@ def use_groups(groups: Sequence[AxisGroup]) -> Iterator[None]:
 
 
 def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
-    """Groups without processes, seen from `coordinate` (by default the origin)."""
+    """Return groups without processes, as seen from `coordinate`, by default the origin."""
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh.shape)
     return tuple(
         AxisGroup("", size, index) for size, index in zip(mesh.shape, coordinate, strict=True)
@@ -82,41 +86,73 @@ def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
 
 
 def all_gather(x: Tensor, dim: int, axis: int, length: int | None = None) -> Tensor:
-    """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts
-    joined in order."""
+    """Shard(dim) → Replicate on `axis`: the parts joined in order.
+
+    Args:
+        x: this rank's part. dim: the dim that is joined. axis: the mesh axis, which must be the
+            innermost splitter of `dim`.
+        length: the whole length of `dim`, if its parts differ in length.
+    """
     group = group_of(axis)
     return bound_ops.all_gather(x, dim, group.size, group.name, length)
 
 
 def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
-    """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor."""
+    """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor.
+
+    Args:
+        x: this rank's partial result. dim: the dim that is split. reduce_op: ``sum``, ``max``,
+            ``min`` or ``product``.
+        axis: the mesh axis.
+    """
     group = group_of(axis)
     return bound_ops.reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
 
 
 def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
-    """Partial(reduce_op) → Replicate on `axis`; a new tensor."""
+    """Partial(reduce_op) → Replicate on `axis`; a new tensor.
+
+    Args:
+        x: this rank's partial result. reduce_op: see `reduce_scatter`. axis: the mesh axis.
+    """
     group = group_of(axis)
     return bound_ops.all_reduce(x, reduce_op, group.size, group.name)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int, length: int | None = None) -> Tensor:
-    """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and
-    becomes that of `to_dim`."""
+    """Shard(dim) → Shard(to_dim) on `axis`.
+
+    Args:
+        x: this rank's part. dim, to_dim: the dim that is joined and the dim that is split.
+        axis: the mesh axis, which must be the innermost splitter of `dim` and becomes that of
+            `to_dim`.
+        length: the whole length of `dim`, if its parts differ in length.
+    """
     group = group_of(axis)
     return bound_ops.all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
 
 
 def halo(x: Tensor, dim: int, before: int, after: int, lowest: bool, axis: int) -> Tensor:
-    """Shard(dim) → `Halo` on `axis`, which alone splits `dim`: with the neighbours' elements, and
-    beyond the ends with zeros or the lowest value."""
+    """Shard(dim) → `Halo` on `axis`: the part with its neighbours' elements.
+
+    Args:
+        x: this rank's part. dim: the dim that is split. before, after: the elements to add on each
+            side.
+        lowest: whether the padding beyond the ends is the dtype's lowest value instead of zeros.
+        axis: the mesh axis, the only one that splits `dim`.
+    """
     group = group_of(axis)
     return bound_ops.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
 
 
 def swap(x: Tensor, dim: int, axis: int) -> Tensor:
-    """Shard(dim) → `Mirrored`, or back, on `axis`, which alone splits `dim`: with the second
-    half of the mirror image's part."""
+    """Shard(dim) → `Mirrored`, or back, on `axis`: the second half comes from the rank at the
+    mirrored place.
+
+    Args:
+        x: this rank's part. dim: the dim that is split. axis: the mesh axis, the only one that
+            splits `dim`.
+    """
     group = group_of(axis)
     return bound_ops.swap(x, dim, group.size, group.name, group.coordinate)
 
@@ -126,19 +162,22 @@ def shard(x: Tensor, dim: int, axis: int) -> Tensor:
 
     A view would be free, but it would hold all of `x` alive: a gradient or a kept value that was
     sliced would then cost `size` times what the plan says.
+
+    Args:
+        x: the whole tensor. dim: the dim that is split. axis: the mesh axis.
     """
     group = group_of(axis)
     return bound_ops.shard(x, dim, group.size, group.coordinate)
 
 
 def fetch(x: Tensor) -> Tensor:
-    """From the host's memory, which is that of a CPU; a graph that is bound for a GPU copies to
-    it."""
+    """Copy from the host's memory. On a CPU that is the same memory; a graph that is bound for a
+    GPU copies to it."""
     return host.fetch(x)
 
 
 def store(x: Tensor) -> Tensor:
-    """To the host's memory; likewise."""
+    """Copy to the host's memory, see `fetch`."""
     return host.store(x)
 
 
@@ -154,7 +193,7 @@ def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bo
 def finish(
     started: bound_ops.Started, kind: str, *settings: Any, length: int | None = None
 ) -> Tensor:
-    """Wait for what was started with the same settings; the step's result."""
+    """Wait for a step that was started with the same settings and return its result."""
     if kind in HOST_KINDS:
         return bound_ops.FINISHES[kind](started)
     return bound_ops.FINISHES[kind](
@@ -165,19 +204,28 @@ def finish(
 def bound_settings(
     kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup
 ) -> tuple[Any, ...]:
-    """Settings with the axis replaced by its group, in the order of the bound form's arguments."""
+    """Return the settings of a step's bound form: the axis is replaced by its group.
+
+    Args:
+        kind: the step. settings: its settings, the axis last. length: the length of the joined dim,
+            if its parts differ. group: this rank's group along the axis.
+    """
     known = {"coordinate": group.coordinate, "length": length}
     return (*settings[:-1], group.size, group.name, *(known[name] for name in _FURTHER[kind]))
 
 
 def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
-    """The first global index of this rank's part of a dim of `size`, split by (axis, axis size),
-    outermost first."""
+    """Return the first global index of this rank's part of a dim.
+
+    Args:
+        size: the dim's length. splitters: (axis, axis size) of the axes that split it, outermost
+            first.
+    """
     return _own_range(size, splitters)[0]
 
 
 def local_length(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
-    """The length of this rank's part; arguments as of `local_start`."""
+    """Return the length of this rank's part of a dim. For the arguments see `local_start`."""
     return _own_range(size, splitters)[1]
 
 
@@ -213,8 +261,8 @@ _ARGUMENTS = {
 
 
 def positional(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a step, or of one's start or finish, in order, however the node passes
-    them; not `length` and not the kind."""
+    """Return the arguments of a step, or of its start or finish, in order, without `length` and the
+    kind."""
     if node.target in PARTS:
         x, _, *settings = node.args
         return (x, *settings)
@@ -223,12 +271,12 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
 
 
 def group_of(axis: int) -> AxisGroup:
-    """This rank's group along an axis, of those that are current."""
+    """Return this rank's current group along an axis."""
     return current_groups()[axis]
 
 
 def current_groups() -> Groups:
-    """This rank's groups, one per axis, that are current."""
+    """Return this rank's current groups, one per axis."""
     groups = _current.get()
     if groups is None:
         raise RuntimeStateError(
@@ -244,7 +292,12 @@ def current_groups() -> Groups:
 def range_of(
     size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]
 ) -> tuple[int, int]:
-    """First index and length of a part of a dim of `size`, split by (axis, axis size)."""
+    """Return first index and length of a part of a dim.
+
+    Args:
+        size: the dim's length. splitters: see `local_start`. coordinates: the part's place on each
+            of these axes.
+    """
     return part_range(size, [axis_size for _, axis_size in splitters], coordinates)
 
 
@@ -263,17 +316,18 @@ _FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients of this dtype add up: fp32, or a wider one as it is."""
+    """Return the dtype in which gradients of this dtype add up: fp32, or the dtype itself if it is
+    wider."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def add_to(total: Tensor, x: Tensor) -> Tensor:
-    """Add `x`, of any dtype, to `total` in place, in the dtype of `total`; returns `total`."""
+    """Add `x`, of any dtype, to `total` in place, in the dtype of `total`; return `total`."""
     return total.add_(x)
 
 
 def write_to(total: Tensor, x: Tensor) -> Tensor:
-    """What `add_to` makes of a `total` of zeros, whatever is in it."""
+    """Write into `total` what `add_to` makes of zeros, whatever it holds; return `total`."""
     return total.copy_(x)
 
 

@@ -1,26 +1,26 @@
 """Experts whose tokens are dispatched along a mesh axis (`autopar.ops.expert_layers`), as steps of
 emitted graphs.
 
-As the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind` puts a
-process group in its place. Rows go by all-to-alls of as many as there are, which processes first
-tell each other; so the host waits once for the device, to know the sizes. In a step that is
-*routed*, as its last argument says, ranks write rows into each other's memory instead, where they
-reach it: at once from the tokens to where experts read them, and from what these made to where it
-is added up. Where ranks do not reach each other's memory, the log says once that rows go by
-all-to-alls.
+Like the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind`
+replaces it by a process group. Rows go by all-to-alls of exactly as many rows as there are, after
+the ranks have exchanged these numbers; so the host waits once for the device, to know the sizes. In
+a *routed* step, as its last argument says, ranks write rows into each other's memory instead, if
+they reach it: directly from the tokens to where experts read them, and from the experts' results to
+where they are added up. If ranks do not reach each other's memory, the log says once that rows go
+by all-to-alls.
 
-Memory. Beside operands and results live, of the r rows that go and those that come, which are as
-many in a fake group, as where all experts are picked alike,
-    by all-to-alls  in forward the rows that go, until they are sent, those that come, until experts
-                    made as many of them, those that come
-                    back, and for each pair its place; in backward likewise, rows of tokens and of
-                    results' gradients at once
-    routed          in forward what experts make, until it is back, and for each pair its place; in
-                    backward likewise, and the tokens beside
-                    their results' gradients, until they are sent. What comes, there and back, lies
-                    in memory that peers write, with room for all pairs of all ranks; it is kept for
-                    the next use (`autopar.kernels.routed.shared_regions`)
-Not counted is what the linears and the sums hold meanwhile. In a fake group a routed step goes both
+Memory. In addition to operands and results live, of the r rows that are sent and received (equally
+many in a fake group, as if all experts were chosen equally often),
+    by all-to-alls  in forward the rows that are sent, until they are sent, those received, until
+                    experts have computed as many of them, those that come back, and for each pair
+                    its place; in backward likewise, rows of tokens and of results' gradients at
+                    once
+    routed          in forward the experts' results, until they are back, and for each pair its
+                    place; in backward likewise, and the tokens with their results' gradients, until
+                    they are sent. What is received lies in memory that peers write, with room for
+                    all pairs of all ranks; it is kept for the next use
+                    (`autopar.kernels.routed.shared_regions`)
+Temporaries of the linears and the sums are not counted. In a fake group a routed step runs both
 ways, so that the larger is counted.
 """
 
@@ -63,8 +63,14 @@ def experts(
     axis: int,
     routed: bool,
 ) -> Tensor:
-    """What tokens [t, h] of this rank get from the experts of all ranks of the axis: [t, d].
-    Operands as of `ops.experts`, of this rank."""
+    """Return what this rank's tokens [t, h] get from the experts of all ranks of the axis: [t, d].
+
+    Args:
+        x, ids, gates, up, down, act: this rank's operands, see `ops.experts`. size: the number of
+            experts.
+        split: the experts' dim and the axes that split it. most: the most pairs of any rank.
+        axis: the mesh axis. routed: whether ranks write into each other's memory.
+    """
     groups = current_groups()
     return experts_bound(
         x,
@@ -94,14 +100,24 @@ def experts_backward(
     axis: int,
     routed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of this rank's x and gates, and of its experts' up and down, whole."""
+    """Return the gradients of this rank's x and gates, and of its experts' up and down, whole.
+
+    Args:
+        grad: the gradient of the result of `experts`.
+        x, ids, gates, up, down, act, size, split, most, axis, routed: see `experts`.
+    """
     groups = current_groups()
     settings = starts_of(split, axis, groups), most, *settings_of(groups[axis], routed)
     return experts_backward_bound(grad, x, ids, gates, up, down, act, size, *settings)
 
 
 def starts_of(split: Split, axis: int, groups: Groups) -> list[int]:
-    """The first expert of each rank of this rank's group along `axis`."""
+    """Return the first expert of each rank of this rank's group along an axis.
+
+    Args:
+        split: the number of experts and the axes that split them. axis: the mesh axis. groups: this
+            rank's groups.
+    """
     num, splitters = split
     own = {of: groups[of].coordinate for of, _ in splitters}
     places = ({**own, axis: place} for place in range(groups[axis].size))
@@ -109,32 +125,35 @@ def starts_of(split: Split, axis: int, groups: Groups) -> list[int]:
 
 
 def settings_of(group: AxisGroup, routed: bool) -> tuple[int, str, int, bool]:
-    """What stands in the place of the axis in a process group; the last arguments."""
+    """Return the last arguments of a bound step: the group that replaces the axis, and `routed`."""
     return group.size, group.name, group.coordinate, routed
 
 
 def with_routes(args: tuple[Any, ...], routed: bool) -> tuple[Any, ...]:
-    """A step's arguments, with `routed` instead of what they say."""
+    """Return a step's arguments with another value of `routed`."""
     return *args[:-1], routed
 
 
 def experts_bound(*operands: Any) -> Tensor:
-    """As `experts`, in a process group: operands, its starts, `most` pairs, `settings_of` the
-    group. A compiler sees one operator."""
+    """Run `experts` in a process group; under a compiler it is one operator.
+
+    Args:
+        operands: the operands, the experts' starts, `most`, and `settings_of` the group.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts(*operands)
     return _run(dispatched_experts, *operands)  # type: ignore[no-any-return]
 
 
 def experts_backward_bound(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `experts_backward`, in a process group."""
+    """Run `experts_backward` in a process group, see `experts_bound`."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts_backward(*operands)
     return _run(dispatched_experts_backward, *operands)  # type: ignore[no-any-return]
 
 
 def _run(together: Callable[[Sequence[Operands], Exchange], list[Any]], *operands: Any) -> Any:
-    """What `together` makes for this rank."""
+    """Run an op over all ranks of an exchange, for this rank alone."""
     *args, most, size, name, coordinate, routed = operands
     if routed and counts_memory(AxisGroup(name, size, coordinate)):
         together([tuple(args)], FakePeers(size, tuple(x for x in args if isinstance(x, Tensor))))
@@ -158,8 +177,13 @@ TOGETHER: Mapping[Callable[..., Any], Callable[[Sequence[Operands], Exchange], l
 def exchange_of(
     x: Tensor, most: int, size: int, name: str, coordinate: int, routed: bool
 ) -> Exchange:
-    """Of a process group, or of a fake one, for ranks of no more than `most` pairs, whose
-    tensors are where `x` is."""
+    """Return how the ranks of a process group, or of a fake one, exchange rows.
+
+    Args:
+        x: a tensor on the device that the rows are on. most: the most pairs of any rank. size,
+            name, coordinate: the group.
+        routed: whether ranks write into each other's memory, if they reach it.
+    """
     if not name:
         return Fake(size)
     if not routed:
@@ -176,13 +200,14 @@ def exchange_of(
 
 @dataclass(frozen=True, slots=True)
 class InGroup:
-    """One rank of a process group, whose all-to-alls have as many rows as there are."""
+    """The exchange of one rank of a process group, by all-to-alls of as many rows as there are."""
 
     size: int
     name: str
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         (mine,) = counts
         theirs = bound_ops.exchange_rows(mine, [1] * self.size, [1] * self.size, self.name)
         leaving, coming = torch.stack((mine, theirs)).tolist()
@@ -191,6 +216,11 @@ class InGroup:
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
         return [
             bound_ops.exchange_rows(
                 tensors.pop()[index[0]],
@@ -201,6 +231,11 @@ class InGroup:
         ]
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
         return [
             bound_ops.exchange_rows(
                 rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name
@@ -210,12 +245,13 @@ class InGroup:
 
 @dataclass(slots=True)
 class BetweenPeers:
-    """Ranks that reach each other's memory (`autopar.kernels.routed`): they write rows where these
-    are used, the experts' and the senders'.
+    """The exchange of ranks that reach each other's memory (`autopar.kernels.routed`): they write
+    rows to where the experts and the senders use them.
 
     Attributes:
-        ranks: those that are worked for. most: pairs of any rank. tables: by rank, how many pairs
-            each rank has for each expert.
+        peers: the provider. ranks: the ranks whose work this process does. most: the most pairs of
+            any rank.
+        tables: by rank, how many pairs each rank has for each expert.
     """
 
     peers: Peers
@@ -225,6 +261,7 @@ class BetweenPeers:
     tables: Mapping[int, Tensor] = field(default_factory=dict)
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         shape = self.peers.size, *counts[0].shape
         flat = {rank: mine.flatten() for rank, mine in zip(self.ranks, counts, strict=True)}
         self.tables = count(self.peers, counts[0].numel(), self.most, flat)
@@ -239,17 +276,27 @@ class BetweenPeers:
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        return self._sent(what, tensors, index, [sum(each.by_sender) for each in traffic])
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
+        return self._send_rows(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return self._sent(
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
+        return self._send_rows(
             BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic]
         )
 
-    def _sent(
+    def _send_rows(
         self, name: str, rows: list[Tensor], index: Sequence[Tensor | None], lengths: Sequence[int]
     ) -> list[Tensor]:
-        """Views of what came."""
+        """Send rows and return views of the rows that were received."""
         width, dtype = rows[0].shape[1], rows[0].dtype
         every = zip(self.ranks, rows, index, strict=True)
         jobs = {
@@ -266,35 +313,47 @@ class BetweenPeers:
 
 @dataclass(frozen=True, slots=True)
 class Fake:
-    """One rank of a fake group: it gets as many rows as it sends, of all experts alike, and
-    nothing moves."""
+    """The exchange of one rank of a fake group: it receives as many rows as it sends, equally many
+    of each expert, and nothing moves."""
 
     size: int
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         evenly = _evenly(num_pairs[0], self.size)
         return [Traffic(evenly, tuple(_evenly(num, counts[0].shape[1]) for num in evenly))]
 
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
         sent = tensors.pop()[index[0]]
         return [sent.new_empty(sum(traffic[0].by_sender), *sent.shape[1:])]
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+
+        Args:
+            what, rows, traffic: see there.
+        """
         sent = rows.pop()
         return [sent.new_empty(sum(traffic[0].leaving), *sent.shape[1:])]
 
 
 @dataclass(frozen=True, slots=True)
 class FakePeers:
-    """As `Fake`, where ranks reach each other's memory: what comes lies there, and takes none of
-    its own.
+    """The exchange of a fake group whose ranks reach each other's memory: what is received lies
+    there and takes no memory of its own.
 
     Attributes:
-        held: tensors that live through the step, of the dtypes of all that travels. tables: as of
-            `BetweenPeers`, of this rank.
+        size: the number of ranks. held: tensors that live through the step, of the dtypes of all
+            rows.
+        tables: as of `BetweenPeers`, of this rank.
     """
 
     size: int
@@ -303,19 +362,30 @@ class FakePeers:
     by_expert: bool = True
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
         self.tables.append(counts[0].new_empty(self.size, counts[0].numel()))
         return Fake(self.size).count(counts, num_pairs)
 
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        return [self._shared(tensors.pop(), sum(traffic[0].by_sender))]
+        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+
+        Args:
+            what, tensors, index, traffic: see there.
+        """
+        return [self._alias_held(tensors.pop(), sum(traffic[0].by_sender))]
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return [self._shared(rows.pop(), sum(traffic[0].leaving))]
+        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
 
-    def _shared(self, sent: Tensor, length: int) -> Tensor:
-        """As many rows, in the memory of a tensor that is there anyway."""
+        Args:
+            what, rows, traffic: see there.
+        """
+        return [self._alias_held(rows.pop(), sum(traffic[0].leaving))]
+
+    def _alias_held(self, sent: Tensor, length: int) -> Tensor:
+        """Return `length` rows in the memory of a tensor that lives through the step."""
         return next(x for x in self.held if x.dtype == sent.dtype).as_strided(
             (length, sent.shape[1]), (0, 0)
         )

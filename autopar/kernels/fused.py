@@ -1,13 +1,12 @@
-"""Products that do the collective at their border as well, one of them a norm besides: steps of
-emitted graphs that plans ask for by name.
+"""Products that do the collective at their border, one of them also a norm: the steps of emitted
+graphs that plans ask for by name.
 
-As the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` puts process
-groups in their place. What they give is that of the collective, of the product and of the norm, one
-after the other, but for how often it is rounded. So they run where ranks do not reach each other's
-memory (`autopar.kernels.overlapped` and `autopar.kernels.normed`, which say what memory both ways
-take). Whether they do is known only at run time: a plan counts what the kernels share with their
-peers and keep, and of what lives meanwhile the larger of both ways, so that one after the other
-takes no more.
+Like the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` replaces
+these by process groups. Their results are those of the collective, the product and the norm one
+after the other, except for how often they are rounded. So they also run if ranks do not reach each
+other's memory (`autopar.kernels.overlapped` and `autopar.kernels.normed` say what memory both ways
+take). Whether they do is known only at run time. A plan therefore counts what the kernels share
+with their peers and keep, and of the temporaries the larger of both ways.
 """
 
 from __future__ import annotations
@@ -45,12 +44,13 @@ def all_gather_matmul(
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """A factor of a product, gathered, and the product.
+    """Gather a factor of a product, and multiply.
 
     Args:
-        a, b: its factors; `operand` (0 or 1) says which of them is split along `dim` on the axis.
-        num_chunks: in which each rank's part goes.
-        bias, starts: of the product.
+        a, b: the factors; one of them is this rank's part. equation: the product, see `ops.dot`.
+        operand: which factor is gathered, 0 or 1. dim: its dim that is split. axis: the mesh axis.
+        num_chunks: the chunks in which each rank's part is sent. bias, starts: of the product, see
+            `ops.dot`.
 
     Returns:
         The whole factor, and ``ops.dot(equation, …)`` of it.
@@ -82,11 +82,14 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
-    """This rank's part along `dim` of a product's result, to which each rank's `addend` is added,
-    summed over the ranks of the axis.
+    """Return this rank's part of a product's result, summed over the ranks of the axis.
 
     Args:
-        bias, starts: of the product, as of ``ops.dot``.
+        a, b: the factors. addend: added to this rank's product before the sum, or None.
+        equation: the product, see `ops.dot`. dim: the result's dim that is split. axis: the mesh
+            axis.
+        num_chunks: the chunks in which each rank's part is sent. bias, starts: of the product, see
+            `ops.dot`.
     """
     group = collectives.group_of(axis)
     return scatter_bound(
@@ -119,12 +122,14 @@ def matmul_reduce_add_rmsnorm(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`matmul_reduce_scatter`, what `residual` is with it, ``ops.square_sum(…, dtype)`` of that,
+    """Return `matmul_reduce_scatter` added to a residual, ``ops.square_sum(…, dtype)`` of this sum,
     and ``ops.rms_norm`` of both.
 
     Args:
-        n, eps, dtype, rounded, out: of the norm; `autopar.kernels.normed.norms` says which dtypes
-            there are.
+        a, b, equation, dim, axis, num_chunks: see `matmul_reduce_scatter`. residual: like this
+            rank's part of the result. weight: of the norm.
+        n, eps, dtype, rounded, out: of the norm; for the possible dtypes see
+            `autopar.kernels.normed.norms`.
     """
     group = collectives.group_of(axis)
     settings = (
@@ -156,7 +161,12 @@ def gather_bound(
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """As `all_gather_matmul`, in a process group."""
+    """Run `all_gather_matmul` in a process group.
+
+    Args:
+        a, b, equation, operand, dim, num_chunks, bias, starts: see `all_gather_matmul`. size, name,
+            coordinate: the process group.
+    """
     group = collectives.AxisGroup(name, size, coordinate)
     return all_gather_dot(
         equation,
@@ -183,7 +193,12 @@ def scatter_bound(
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
-    """As `matmul_reduce_scatter`, in a process group."""
+    """Run `matmul_reduce_scatter` in a process group.
+
+    Args:
+        a, b, addend, equation, dim, num_chunks, bias, starts: see `matmul_reduce_scatter`. size,
+            name, coordinate: the process group.
+    """
     group = collectives.AxisGroup(name, size, coordinate)
     return dot_reduce_scatter(
         equation, (a, b), dim, group, num_chunks, ops.dot, addend, None if any(starts) else bias
@@ -207,7 +222,12 @@ def norm_bound(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `matmul_reduce_add_rmsnorm`, in a process group."""
+    """Run `matmul_reduce_add_rmsnorm` in a process group.
+
+    Args:
+        a, b, residual, weight, equation, dim, num_chunks, n, eps, dtype, rounded, out: see
+            `matmul_reduce_add_rmsnorm`. size, name, coordinate: the process group.
+    """
     group, norm = collectives.AxisGroup(name, size, coordinate), (n, eps, dtype, rounded, out)
     return dot_reduce_add_rmsnorm(
         equation, (a, b), residual, weight, dim, group, num_chunks, *norm, ops.dot
@@ -230,12 +250,15 @@ BOUND: Mapping[Callable[..., Any], tuple[Callable[..., Any], int]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# All ranks' part in an op of `autopar_csrc`, in one call, with a provider of peers that has them
-# all: for tests and benchmarks.
+# All ranks' parts in an op, in one call: for tests and benchmarks.
 
 
 def shards_of(x: Tensor, dim: int, size: int) -> list[Tensor]:
-    """All ranks' shards, contiguous; the last ones may be shorter, or empty."""
+    """Return all ranks' shards, contiguous; the last ones may be shorter, or empty.
+
+    Args:
+        x: the whole tensor. dim: the dim that is split. size: the number of ranks.
+    """
     return [
         x.narrow(dim, *part_range(x.shape[dim], (size,), (rank,))).contiguous()
         for rank in range(size)
@@ -253,8 +276,16 @@ def gather_all(
     num_chunks: int,
     biases: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, Tensor]]:
-    """all_gather_matmul: of every rank the gathered operand and the product. Arguments as of
-    `overlapped.all_gather_dot`, by rank."""
+    """Run all_gather_matmul for all ranks.
+
+    Args:
+        peers: a provider that has all ranks. equation, which, dim, num_chunks: see
+            `overlapped.all_gather_dot`.
+        shards, others, biases: each rank's operands and bias. length: of the whole dim.
+
+    Returns:
+        Each rank's gathered operand and product.
+    """
     shape = [*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]]
     jobs: dict[int, Gather] = {}
     products = []
@@ -276,7 +307,16 @@ def scatter_all(
     addends: Sequence[Tensor | None] = (),
     biases: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """matmul_reduce_scatter: of every rank its part of the sum."""
+    """Run matmul_reduce_scatter for all ranks.
+
+    Args:
+        peers: a provider that has all ranks. equation, dim, num_chunks: see
+            `overlapped.dot_reduce_scatter`.
+        pairs, addends, biases: each rank's operands, addend and bias.
+
+    Returns:
+        Each rank's part of the sum.
+    """
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
     none = [None] * len(pairs)
@@ -299,7 +339,16 @@ def scatter_norm_all(
     eps: float,
     rounded: bool,
 ) -> list[Made]:
-    """matmul_reduce_add_rmsnorm: of every rank y, squares and normed."""
+    """Run matmul_reduce_add_rmsnorm for all ranks.
+
+    Args:
+        peers: a provider that has all ranks. equation, dim, num_chunks, eps, rounded: see
+            `normed.dot_reduce_add_rmsnorm`.
+        pairs, residuals, weights: each rank's operands.
+
+    Returns:
+        Each rank's y, squares and normed.
+    """
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
     made = []
@@ -315,7 +364,15 @@ def scatter_norm_all(
 def dispatch_all(
     peers: Peers, xs: Sequence[Tensor], experts: Sequence[Tensor], num_experts: int, most: int
 ) -> list[Dispatch]:
-    """moe_dispatch: of every rank its job, with rows, table and position filled."""
+    """Run moe_dispatch for all ranks.
+
+    Args:
+        peers: a provider that has all ranks. xs, experts: each rank's operands. num_experts, most:
+            see `autopar.kernels.routed`.
+
+    Returns:
+        Each rank's job, with rows, table and position filled.
+    """
     jobs = {
         rank: Dispatch.of(x, chosen, num_experts, most, len(xs))
         for rank, (x, chosen) in enumerate(zip(xs, experts, strict=True))
@@ -327,8 +384,15 @@ def dispatch_all(
 def combine_all(
     peers: Peers, parts: Sequence[tuple[Tensor, Tensor, Tensor]], weights: Sequence[Tensor]
 ) -> list[Combine]:
-    """moe_combine of every rank's rows, table and position: of every rank its job, with y
-    filled."""
+    """Run moe_combine for all ranks.
+
+    Args:
+        peers: a provider that has all ranks. parts: each rank's rows, table and position. weights:
+            each rank's weights.
+
+    Returns:
+        Each rank's job, with y filled.
+    """
     size, rows = len(parts), parts[0][0]
     jobs = {rank: Combine.of(*part, weights[rank]) for rank, part in enumerate(parts)}
     combine(

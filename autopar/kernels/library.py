@@ -1,12 +1,12 @@
-"""The compiled kernels, loaded by ctypes: the one place where their C signatures are declared.
+"""The compiled kernels, loaded by ctypes; this module alone declares their C signatures.
 
-``host()`` and ``cuda()`` give the library, which they build where it is not in the cache, or None;
-then ``why_not(kind)`` says why, and an op runs its reference in torch. `launch` calls a kernel by
-its name without ``_host`` or ``_cuda``.
+``host()`` and ``cuda()`` return the library, which they build if it is not in the cache, or None.
+In that case ``why_not(kind)`` returns the reason, and ops run their references in torch. `launch`
+calls a kernel by its name without ``_host`` or ``_cuda``.
 
-``AUTOPAR_KERNELS=reference`` in the environment runs the references everywhere; ``debug`` loads the
-variant in which waits have a time-out; ``emulated`` runs the device's code of kernels on the CPU,
-slowly: for tests.
+The environment variable ``AUTOPAR_KERNELS`` selects a variant: ``reference`` runs the references
+everywhere; ``debug`` loads the variant in which waits have a time-out; ``emulated`` runs the
+device's code of kernels on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -123,27 +123,28 @@ _LOG = logging.getLogger(__name__)
 
 
 def host() -> ctypes.CDLL | None:
-    """The library for the CPU, or None."""
+    """Return the library for the CPU, or None."""
     return _load_library("host", _variant())[0]
 
 
 def cuda() -> ctypes.CDLL | None:
-    """The library for CUDA devices, or None."""
+    """Return the library for CUDA devices, or None."""
     return _load_library("cuda", _variant())[0]
 
 
 def why_not(kind: str = "host") -> str:
-    """Why there is no library for ``host`` or ``cuda``; empty where there is one."""
+    """Return why there is no library for ``host`` or ``cuda``; empty if there is one."""
     return _load_library(kind, _variant())[1]
 
 
 def forget() -> None:
-    """Look for libraries again at the next call: the environment has changed."""
+    """Look for libraries again at the next call, because the environment has changed."""
     _load_library.cache_clear()
 
 
 def has(device: torch.device) -> bool:
-    """Whether kernels for tensors on `device` are there; where not, the reason is logged once."""
+    """Return whether there are kernels for tensors on `device`; if not, the reason is logged
+    once."""
     return (
         device.type in ("cpu", "cuda")
         and _load_library("host" if device.type == "cpu" else "cuda", _variant())[0] is not None
@@ -151,11 +152,11 @@ def has(device: torch.device) -> bool:
 
 
 def launch(kernel: str, device: torch.device, *arguments: object) -> None:
-    """Call ``kernel_host``, with the number of torch's threads last, or ``kernel_cuda``, with the
-    current stream last.
+    """Call ``kernel_host``, with the number of torch's threads as last argument, or
+    ``kernel_cuda``, with the current stream as last argument.
 
     Raises:
-        KernelError: where the kernel returns another status than that it is well.
+        KernelError: if the kernel returns an error.
     """
     if device.type == "cpu" and _variant() == "emulated":
         status = function("host", f"{kernel}_cuda")(*arguments, None)
@@ -170,11 +171,15 @@ def launch(kernel: str, device: torch.device, *arguments: object) -> None:
 
 
 def step(kind: str, name: str, stream: int | None = None) -> Callable[..., None]:
-    """A piece of a protocol (`autopar.kernels.peers`), for the host or enqueued on `stream`; it
-    checks the status.
+    """Return a function of a protocol (`autopar.kernels.peers`), which raises if its status is an
+    error.
+
+    Args:
+        kind: ``host`` or ``cuda``. name: the C function's name without ``ap_`` and its suffix.
+            stream: the CUDA stream that it is enqueued on.
 
     Raises:
-        KernelError: as `function` and `check`.
+        KernelError: see `function` and `check`.
     """
     native = function(kind, f"ap_{name}_{'cuda' if on_device(kind) else 'host'}")
     last = (stream,) if on_device(kind) else ()
@@ -182,10 +187,10 @@ def step(kind: str, name: str, stream: int | None = None) -> Callable[..., None]
 
 
 def function(kind: str, name: str) -> Callable[..., int]:
-    """A C function of the library for ``host`` or ``cuda``.
+    """Return a C function of the library for ``host`` or ``cuda``.
 
     Raises:
-        KernelError: where there is no library.
+        KernelError: if there is no library.
     """
     library, reason = _load_library(kind, _variant())
     if library is None:
@@ -194,23 +199,23 @@ def function(kind: str, name: str) -> Callable[..., int]:
 
 
 def on_device(kind: str) -> bool:
-    """Whether it is the device's code that runs, if only emulated."""
+    """Return whether the device's code runs, possibly emulated."""
     return kind == "cuda" or _variant() == "emulated"
 
 
 def num_refused(kind: str) -> int:
-    """How many signals and waits of streams took a kernel so far, since the driver did not take
-    them as operations of the stream."""
+    """Return how many signals and waits of streams ran as kernels so far, because the driver
+    refused them as operations of the stream."""
     count = ctypes.c_uint64()
     check(function(kind, "ap_epoch_refused_cuda")(ctypes.byref(count)), "epoch_refused")
     return count.value
 
 
 def check(status: int, kernel: str) -> None:
-    """Raise what a status means.
+    """Raise the error of a C function's status.
 
     Raises:
-        KernelError: where it is not 0.
+        KernelError: if the status is not 0.
     """
     if status:
         file = (
@@ -223,10 +228,10 @@ def check(status: int, kernel: str) -> None:
 
 
 def code_of(dtype: torch.dtype) -> int:
-    """The number that the C side has for `dtype`.
+    """Return the number of `dtype` on the C side.
 
     Raises:
-        KernelError: where it has none.
+        KernelError: if it has none.
     """
     if dtype not in DTYPES:
         raise KernelError(
@@ -236,12 +241,13 @@ def code_of(dtype: torch.dtype) -> int:
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:
-    """What kernels compute in: fp32, or fp64 where one of `dtypes` is."""
+    """Return the dtype that kernels compute in: fp32, or fp64 if one of `dtypes` is."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def table(rows: Iterable[int], device: torch.device) -> Tensor:
-    """Whole numbers, such as addresses, as a 1-d int64 tensor that kernels on `device` can read."""
+    """Return whole numbers, such as addresses, as a 1-d int64 tensor that kernels on `device` can
+    read."""
     made = torch.tensor(list(rows), dtype=torch.int64)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
@@ -255,7 +261,7 @@ _LEAST = (8, 0)  # of the architectures that are compiled for; PTX serves later 
 
 @cache
 def _load_library(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
-    """The library and an empty reason, or None and why."""
+    """Return the library and an empty reason, or None and the reason."""
     if variant == "reference":
         return None, "AUTOPAR_KERNELS=reference asks for the references in torch"
     if (

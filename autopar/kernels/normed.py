@@ -1,10 +1,10 @@
-"""``reduce_add_rmsnorm``: the sum over peers' partial results, the residual and the norm after it,
-in one pass; and its gradient.
+"""The sum over peers' partial results, the residual and the norm after it, in one pass.
 
-The formulas, the dtypes that they are computed in and the order of all sums are at the top of
-``autopar_csrc/reduce_add_rmsnorm.cu``; `reference_forward` and `reference_backward` say the same in
-plain torch, equal to the last bit on the CPU. The peers' parts are a list of tensors: those of
-virtual ranks in one process, or views of memory that peers share. Rows are all dims but the last.
+`reduce_add_rmsnorm` takes the parts as tensors: those of virtual ranks in one process, or views of
+memory that peers share. `dot_reduce_add_rmsnorm` also does the product and the reduce-scatter. The
+formulas, the dtypes that they are computed in and the order of all sums are at the top of
+``autopar_csrc/reduce_add_rmsnorm.cu``; `reference_forward` and `reference_backward` are the same in
+plain torch, equal to the last bit on the CPU. Rows are all dims but the last.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ FLOATS = library.FLOATS
 def reduce_add_rmsnorm(
     parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``y = residual + Σ parts``, added in the order of `parts`, ``squares = Σ y²`` of each row,
-    and ``normed = y · rstd · weight``.
+    """Compute ``y = residual + Σ parts``, added in the order of `parts`, ``squares = Σ y²`` of each
+    row, and ``normed = y · rstd · weight``.
 
     Args:
         parts: one tensor per peer, each like `residual`. residual: [..., hidden]. weight: [hidden];
             all of one floating dtype.
-        rounded: whether y · rstd is rounded to their dtype before the weight, as some models do.
+        eps: the ε of rstd. rounded: whether y · rstd is rounded to their dtype before it is
+            multiplied by the weight, as some models do.
 
     Returns:
         y, like `residual`; squares [...] in fp32, or fp64 where they are, through which no gradient
-        flows; normed, like `residual`.
+            flows;
+        normed, like `residual`.
 
     Raises:
-        KernelError: where shapes or dtypes differ.
+        KernelError: if shapes or dtypes differ.
     """
     return forward_op(list(parts), residual, weight, eps, rounded)
 
@@ -54,7 +56,11 @@ def reduce_add_rmsnorm(
 def reference_forward(
     parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `reduce_add_rmsnorm` is, in plain torch."""
+    """Compute `reduce_add_rmsnorm` in plain torch.
+
+    Args:
+        parts, residual, weight, eps, rounded: see there.
+    """
     wide = library.wide(residual.dtype)
     total = torch.zeros_like(residual, dtype=wide)
     for part in parts:
@@ -71,8 +77,13 @@ def reference_forward(
 def reference_backward(
     grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the residual, which is that of every part, and of the weight, in plain torch;
-    no rounding is differentiated."""
+    """Compute the gradients of the residual, which is also that of every part, and of the weight,
+    in plain torch; no rounding is differentiated.
+
+    Args:
+        grad_y, grad_normed: the gradients of y and normed. y, squares: results of the forward.
+            weight, eps: see `reduce_add_rmsnorm`.
+    """
     wide = library.wide(y.dtype)
     hidden = y.shape[-1]
     n, values, scale = grad_normed.to(wide), y.to(wide), _rstd(squares, hidden, eps)
@@ -96,7 +107,7 @@ def _rstd(squares: Tensor, hidden: int, eps: float) -> Tensor:
 
 
 def _one_by_one(x: Tensor) -> Tensor:
-    """The sum over the first dim, from zero, one after the other."""
+    """Return the sum over the first dim, added one after the other from zero."""
     total = torch.zeros_like(x[0]) if x.shape[0] else x.new_zeros(x.shape[1:])
     for row in x:
         total = total + row
@@ -127,7 +138,7 @@ def _forward(
 
 
 def with_room(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and squares and normed to be filled."""
+    """Return y, and room for squares and normed."""
     return y, y.new_empty(y.shape[:-1], dtype=library.wide(y.dtype)), y.new_empty(y.shape)
 
 
@@ -139,10 +150,14 @@ def forward_into(
     eps: float,
     rounded: bool,
 ) -> None:
-    """Fill y, squares and normed by the kernel; all tensors are contiguous.
+    """Fill y, squares and normed by the kernel.
 
-    On a device the parts' addresses lie in memory that its current stream gives to others only
-    after the kernel.
+    On a device the parts' addresses are in memory that its current stream reuses only after the
+    kernel.
+
+    Args:
+        made: y, squares and normed. parts, residual, weight, eps, rounded: see
+            `reduce_add_rmsnorm`; all contiguous.
     """
     y, squares, normed = made
     table = library.table((part.data_ptr() for part in parts), y.device)
@@ -170,8 +185,14 @@ def _backward(
 
 
 def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
-    """Raises KernelError where `like` are not of the shape and dtype of `x` [..., hidden], or
-    the weight is not [hidden]."""
+    """Check the operands of a norm.
+
+    Args:
+        like: tensors that must be like `x`. x: [..., hidden]. weight: [hidden].
+
+    Raises:
+        KernelError: if shapes, dtypes or devices differ.
+    """
     if (
         x.dtype not in FLOATS
         or x.dim() == 0
@@ -224,20 +245,20 @@ backward_op = torch.ops.autopar.reduce_add_rmsnorm_backward.default
 
 
 # --------------------------------------------------------------------------------------------------
-# A product whose partial sums are scattered, added to a residual and normed: one op that makes
-# all of it.
+# A product whose partial sums are scattered, added to a residual and normed, as one op.
 #
-# y = residual + Σ a · b over all ranks: this rank's part along `dim` of the product's result,
-# whose rows are whole squares = Σ y² of each row normed = y · rstd · weight with rstd =
-# 1/√(squares/n + ε)
+#     y       = residual + Σ a · b over all ranks: this rank's part along `dim` of the product's
+#               result, whose rows are whole
+#     squares = Σ y² of each row
+#     normed  = y · rstd · weight, with rstd = 1/√(squares/n + ε)
 #
-# The product's chunks go to their owners as in `autopar.kernels.overlapped.dot_reduce_scatter`.
-# What adds up the parts that came is `autopar.kernels.normed`, which adds the residual and norms
-# in the same pass: the sum by itself is neither written nor rounded.
-# `matmul_reduce_add_rmsnorm_reference` defines the op, over the list of all ranks' operands.
+# The product's chunks are sent as in `autopar.kernels.overlapped.dot_reduce_scatter`. The kernel
+# that sums the received parts adds the residual and norms in the same pass, so the sum by itself is
+# neither written nor rounded. `matmul_reduce_add_rmsnorm_reference` defines the op, over the list
+# of all ranks' operands.
 #
-# Memory. As of matmul_reduce_scatter in `autopar.kernels.overlapped`, with which it shares what
-# peers write, and a word for each rank. In a fake group both ways are gone, as there.
+# Memory: that of matmul_reduce_scatter (`autopar.kernels.overlapped`), with which it shares the
+# memory that peers write, and a word for each rank. A fake group runs both ways, as there.
 
 Made = tuple[Tensor, Tensor, Tensor]
 """y, squares and normed."""
@@ -258,21 +279,22 @@ def dot_reduce_add_rmsnorm(
     out: torch.dtype,
     dot: Dot,
 ) -> Made:
-    """y, squares and normed of this rank's part, along `dim` of the result, of the sum of all
-    ranks' products.
+    """Return y, squares and normed of this rank's part, along `dim` of the result, of the sum of
+    all ranks' products.
 
-    Where the kernels do not run, the steps run one after the other, and round each: the product,
-    `bound.reduce_scatter`, the sum with the residual, `autopar.ops.square_sum` and
+    If the kernels do not run, the steps run one after the other, and each of them rounds: the
+    product, `bound_ops.reduce_scatter`, the sum with the residual, `autopar.ops.square_sum` and
     `autopar.ops.rms_norm`.
 
     Args:
-        operands, group, num_chunks, dot: as of `autopar.kernels.overlapped.dot_reduce_scatter`.
-        residual, weight: as of `autopar.kernels.normed.reduce_add_rmsnorm`.
-        n, eps, dtype, rounded, out: as of `autopar.ops.rms_norm`; `norms` says which are taken, and
-            n is a whole row's.
+        equation, operands, dim, group, num_chunks, dot: see
+            `autopar.kernels.overlapped.dot_reduce_scatter`.
+        residual, weight: see `reduce_add_rmsnorm`.
+        n, eps, dtype, rounded, out: see `autopar.ops.rms_norm`; for the possible dtypes see
+            `norms`. `n` is a whole row's length.
 
     Raises:
-        KernelError: for other settings of the norm. ValueError: as of `dot_reduce_scatter`.
+        KernelError: for other settings of the norm. ValueError: see `dot_reduce_scatter`.
     """
     check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
@@ -303,9 +325,15 @@ def norms(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> bool:
-    """Whether the kernel's norm of what is held in `x` is `autopar.ops.rms_norm` with these dtypes:
-    it has a weight, held in `x` too, squares in at least fp32, rounds before the weight to `x` or
-    not at all, and gives `x`."""
+    """Return whether the kernel computes `autopar.ops.rms_norm` with these dtypes.
+
+    It needs a weight in `x`'s dtype and squares in at least fp32, rounds before the weight to `x`'s
+    dtype or not at all, and returns `x`'s dtype.
+
+    Args:
+        x, weight: dtypes of the operands; None for no weight. dtype, rounded, out: see
+            `autopar.ops.rms_norm`.
+    """
     wide = library.wide(x)
     return x in FLOATS and weight == out == x and dtype == wide and rounded in (x, wide)
 
@@ -319,8 +347,15 @@ def matmul_reduce_add_rmsnorm_reference(
     eps: float,
     rounded: bool,
 ) -> list[Made]:
-    """The definition: of every rank, `normed.reference_forward` of all ranks' products' parts
-    along `dim`, in order of the ranks."""
+    """Define the op over the list of all ranks' operands.
+
+    Args:
+        equation: the product. pairs, residuals, weights: each rank's operands. dim, eps, rounded:
+            see `matmul_reduce_add_rmsnorm`.
+
+    Returns:
+        Of each rank `reference_forward` of the parts of all ranks' products, in order of the ranks.
+    """
     products = [torch.einsum(equation, a, b) for a, b in pairs]
     made = []
     for rank, (residual, weight) in enumerate(zip(residuals, weights, strict=True)):
@@ -345,8 +380,14 @@ def matmul_reduce_add_rmsnorm(
     eps: float,
     rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, squares and normed; `residual` is like this rank's part along `dim` of the product's
-    result."""
+    """Return y, squares and normed of this rank.
+
+    Args:
+        a, b, equation, dim, size, name, coordinate, num_chunks: see
+            `autopar.kernels.overlapped.matmul_reduce_scatter`.
+        residual: like this rank's part along `dim` of the result. weight, eps, rounded: see
+            `reduce_add_rmsnorm`.
+    """
     _check(equation, a, b, residual, weight, dim, size, coordinate)
     peers, reason = peers_of(AxisGroup(name, size, coordinate), a.device)
     a, b, residual, weight = (x.contiguous() for x in (a, b, residual, weight))
@@ -376,8 +417,15 @@ def prepare_norm(
     eps: float,
     rounded: bool,
 ) -> tuple[Scatter, list[int], Made]:
-    """A rank's part in matmul_reduce_add_rmsnorm, the shape of its whole product, and what it
-    fills. All tensors are contiguous."""
+    """Prepare a rank's part in matmul_reduce_add_rmsnorm. All tensors are contiguous.
+
+    Args:
+        equation, a, b, residual, weight, dim, size, eps, rounded: see `matmul_reduce_add_rmsnorm`.
+        rank: this rank's place in the group.
+
+    Returns:
+        The part, the shape of the whole product, and the tensors that it fills.
+    """
     job, shape = prepare_scatter(equation, a, b, None, dim, size, rank)
     made = with_room(job.out)
     return (
@@ -400,8 +448,8 @@ def _alone(
     eps: float,
     rounded: bool,
 ) -> None:
-    """Allocate what a rank does in matmul_reduce_add_rmsnorm beside what it shares: of all
-    chunks its own rows need the most."""
+    """Allocate what a rank allocates in matmul_reduce_add_rmsnorm, except for what it shares. Of
+    all chunks its own rows need the most."""
     held = a.contiguous(), b.contiguous(), residual.contiguous(), weight.contiguous()
     job, shape, _made = prepare_norm(
         equation, *held, dim, group.size, group.coordinate, eps, rounded
@@ -420,8 +468,8 @@ def _check(
     size: int,
     coordinate: int,
 ) -> None:
-    """Raises KernelError where rows are not whole, or the residual is not like the rank's part
-    of the product."""
+    """Raise KernelError if rows are split, or the residual is not like the rank's part of the
+    product."""
     part = result_shape(equation, a, b)
     if not 0 <= dim < len(part) - 1:
         raise KernelError(

@@ -61,12 +61,15 @@ from autopar.kernels.collectives import AxisGroup, sum_dtype
 from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
 
 # --------------------------------------------------------------------------------------------------
-# The gradients of the overlapped products (`autopar.kernels.overlapped`): each op's is the other
-# op.
+# The gradients: each op's gradient is the other op.
 
 
 def keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """What all_gather_matmul's gradient needs: the other operand and the gathered one."""
+    """Save what the gradient of all_gather_matmul needs: the other operand and the gathered one.
+
+    Args:
+        ctx, inputs, output: see `torch.library.register_autograd`.
+    """
     _, other, *ctx.settings, bias = inputs
     ctx.bias_shape = None if bias is None else bias.shape
     ctx.set_materialize_grads(False)
@@ -76,7 +79,12 @@ def keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def all_gather_matmul_backward(
     ctx: Any, d_whole: Tensor | None, dy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """dx = reduce_scatter(dy · other + d_whole), d_other = gathered · dy, d_bias = Σ dy."""
+    """Compute dx = reduce_scatter(dy · other + d_whole), d_other = gathered · dy, d_bias = Σ dy.
+
+    Args:
+        ctx: what `keep_gathered` saved. d_whole, dy: gradients of the gathered operand and the
+            product.
+    """
     other, whole = ctx.saved_tensors
     equation, which, dim, _, size, name, coordinate, num_chunks = ctx.settings
     terms = terms_of(equation)
@@ -93,19 +101,24 @@ def all_gather_matmul_backward(
 
 
 def _bias_gradient(ctx: Any, dy: Tensor) -> Tensor | None:
-    """The sum of a product's gradient over all dims that a bias lacks."""
+    """Return the sum of a product's gradient over all dims that the bias lacks."""
     return dy.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[-1] else None
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What matmul_reduce_scatter's gradient needs: both operands."""
+    """Save what the gradient of matmul_reduce_scatter needs: both operands.
+
+    Args:
+        ctx, inputs, output: see `torch.library.register_autograd`.
+    """
     a, b, _, *ctx.settings, bias = inputs
     ctx.bias_shape = None if bias is None else bias.shape
     ctx.save_for_backward(a, b)
 
 
 def matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """d_addend = the gathered gradient, of which d_bias is the sum."""
+    """Compute the gradients of operands, addend and bias. That of the addend is the gathered
+    gradient."""
     d_operands, g = scattered_gradients(dy, ctx.saved_tensors, ctx.settings, ctx.needs_input_grad)
     return *d_operands, g if ctx.needs_input_grad[2] else None, *(None,) * 6, _bias_gradient(ctx, g)
 
@@ -113,14 +126,16 @@ def matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None,
 def scattered_gradients(
     dy: Tensor, operands: tuple[Tensor, Tensor], settings: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[tuple[Tensor | None, Tensor | None], Tensor]:
-    """Gradients of a scattered product's operands, where they are needed, and the gathered gradient
-    g of the product.
+    """Return the gradients of a scattered product's operands, and the gathered gradient g of the
+    product.
 
-    Of the operand that has the sharded letter it is g · the other one, as g comes.
+    The gradient of the operand that has the sharded letter is computed from chunks of g as they
+    arrive.
 
     Args:
-        dy: of this rank's part. settings: equation, dim, size, name, coordinate and num_chunks of
-            the product. needed: of both operands.
+        dy: the gradient of this rank's part. operands: of the product. settings: equation, dim,
+            size, name, coordinate and num_chunks of the product.
+        needed: whether each operand needs its gradient.
     """
     equation, dim, size, name, coordinate, num_chunks = settings
     terms = terms_of(equation)
@@ -153,18 +168,22 @@ def all_gather_dot(
     length: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Operand `which`, gathered along its `dim`, and the product with the other one, and with a
-    bias.
+    """Gather operand `which` along its `dim`, and multiply it with the other one.
 
     Args:
-        operands: in the order of the equation; operand `which` is this rank's shard.
-        num_chunks: pieces of each shard that come, and are multiplied, one by one.
-        dot: takes the product where the kernels do not run, ``autopar.ops.products.dot`` for
-            example.
-        length: of the whole dim, where its shards are not equally long.
+        equation: the product. operands: in the order of the equation; operand `which` is this
+            rank's shard.
+        which, dim: the operand that is gathered, and its dim. group: this rank's process group.
+        num_chunks: pieces of each shard that are sent, and multiplied, one by one.
+        dot: computes the product if the kernels do not run, for example
+            ``autopar.ops.products.dot``.
+        length: the whole length of the dim, if its shards differ in length. bias: of the product.
+
+    Returns:
+        The gathered operand and the product.
 
     Raises:
-        ValueError: where the dim's letter is not in the result, or `num_chunks` is below 1.
+        ValueError: if the dim's letter is not in the result, or `num_chunks` is below 1.
     """
     check_chunked(equation, terms_of(equation)[which][dim], num_chunks)
     shard, other = operands[which], operands[1 - which]
@@ -199,14 +218,17 @@ def dot_reduce_scatter(
     addend: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """This rank's part, along `dim` of the result, of the sum of all ranks' products.
+    """Return this rank's part, along `dim` of the result, of the sum of all ranks' products.
 
-    The sum runs in the order of the ranks and in at least fp32, but where the kernels do not run it
-    is the process group's. Arguments and errors as of `all_gather_dot`.
+    The kernels add in the order of the ranks and in at least fp32. If they do not run, the sum is
+    the process group's.
 
     Args:
-        addend: what this rank's product is added to first, like the product. bias: of this rank's
-            product.
+        equation, operands, group, num_chunks, dot: see `all_gather_dot`. dim: of the result.
+        addend: added to this rank's product, or None. bias: of this rank's product.
+
+    Raises:
+        ValueError: see `all_gather_dot`.
     """
     check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
     if group.size > 1 and runs_kernels(group, operands[0].device):
@@ -242,8 +264,14 @@ def all_gather_matmul(
     num_chunks: int,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gathered operand and the product; `x` is this rank's shard of operand `which`,
-    `length` long in all along its `dim`."""
+    """Return the gathered operand and the product.
+
+    Args:
+        x: this rank's shard of operand `which`. other: the other operand. equation: the product.
+        which, dim: the operand that is gathered, and its dim. length: the whole length of `dim`.
+        size, name, coordinate: the process group. num_chunks: pieces of each shard. bias: of the
+            product.
+    """
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
     x, other = x.contiguous(), other.contiguous()
@@ -267,14 +295,22 @@ def prepare_gather(
     shape: Sequence[int],
     bias: Tensor | None = None,
 ) -> tuple[Gather, Tensor]:
-    """A rank's part in all_gather_matmul, and the tensor that will hold its product; `shape` is
-    that of the gathered operand."""
+    """Prepare a rank's part in all_gather_matmul.
+
+    Args:
+        equation, other, which, dim, bias: see `all_gather_matmul`. shard: this rank's. shape: that
+            of the gathered operand.
+
+    Returns:
+        The part, and the tensor that will hold the product.
+    """
     gathered = shard.new_empty(shape)
     y = shard.new_empty(result_shape(equation, *in_order(which, gathered, other)))
     terms = terms_of(equation)
     letter = terms[which][dim]
 
     def consume(begin: int, rows: int) -> None:
+        """Multiply these rows."""
         left, right, out = cut_rows(
             terms, (*in_order(which, gathered, other), y), letter, begin, rows
         )
@@ -293,8 +329,8 @@ def _gather_alone(
     length: int | None,
     bias: Tensor | None = None,
 ) -> None:
-    """Allocate what a rank does in all_gather_matmul beside what it shares: of all chunks its
-    own rows, taken at once, need the most."""
+    """Allocate what a rank allocates in all_gather_matmul, except for what it shares. Of all chunks
+    its own rows, which are multiplied at once, need the most."""
     length = x.shape[dim] * group.size if length is None else length
     shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
     job, _product = prepare_gather(
@@ -320,8 +356,14 @@ def matmul_reduce_scatter(
     num_chunks: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' products; each rank's `addend`, if
-    any, is added to its product."""
+    """Return this rank's part along `dim` of the sum of all ranks' products.
+
+    Args:
+        a, b: the factors. addend: added to this rank's product, or None. equation: the product.
+            dim: of the result.
+        size, name, coordinate: the process group. num_chunks: pieces of each part. bias: of the
+            product.
+    """
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, a.device)
     if peers is not None and a.dtype not in REDUCIBLE:
@@ -352,12 +394,26 @@ def prepare_scatter(
     rank: int,
     bias: Tensor | None = None,
 ) -> tuple[Scatter, list[int]]:
-    """A rank's part in matmul_reduce_scatter, and the shape of its whole product."""
+    """Prepare a rank's part in matmul_reduce_scatter.
+
+    Args:
+        equation, a, b, addend, dim, size, bias: see `matmul_reduce_scatter`. rank: this rank's
+            place in the group.
+
+    Returns:
+        The part, and the shape of the whole product.
+    """
     shape = result_shape(equation, a, b)
     terms = terms_of(equation)
     letter = terms[2][dim]
 
     def produce(begin: int, rows: int, out: Tensor) -> None:
+        """Multiply rows, and add their addend.
+
+        Args:
+            begin, rows: the first row and the number of rows. out: their partial product, to be
+                filled.
+        """
         left, right = cut_rows(terms[:2], (a, b), letter, begin, rows)
         multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
         if addend is not None:
@@ -379,8 +435,8 @@ def _scatter_alone(
     group: AxisGroup,
     bias: Tensor | None = None,
 ) -> None:
-    """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory
-    that is shared."""
+    """Allocate what a rank allocates in matmul_reduce_scatter, as `_gather_alone` does. The product
+    of the own rows goes to memory that is shared."""
     job, shape = prepare_scatter(
         equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate, bias
     )
@@ -432,8 +488,7 @@ matmul_reduce_scatter.register_autograd(matmul_reduce_scatter_backward, setup_co
 
 
 # --------------------------------------------------------------------------------------------------
-# What the overlapped products (`autopar.kernels.overlapped`) compute, over the list of all ranks'
-# operands.
+# The definitions, over the list of all ranks' operands.
 
 
 def all_gather_matmul_reference(
@@ -444,8 +499,15 @@ def all_gather_matmul_reference(
     dim: int,
     biases: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, Tensor]]:
-    """The definition: of every rank, the shards joined in order of the ranks, and the product
-    with its other operand and its bias."""
+    """Define all_gather_matmul over the list of all ranks' operands.
+
+    Args:
+        equation: the product. shards, others, biases: each rank's operands and bias. which, dim:
+            the operand that is gathered, and its dim.
+
+    Returns:
+        Each rank's gathered operand, in order of the ranks, and its product.
+    """
     whole = torch.cat(list(shards), dim)
     pairs = zip(others, biases or [None] * len(others), strict=True)
     return [
@@ -460,9 +522,18 @@ def matmul_reduce_scatter_reference(
     addends: Sequence[Tensor] | None = None,
     biases: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """The definition: the ranks' products with their biases (and addends, in the products' dtype)
-    added one by one in order of the ranks, in fp32 or a wider dtype, cast back, and split along
-    `dim`."""
+    """Define matmul_reduce_scatter over the list of all ranks' operands.
+
+    The products are added one by one in order of the ranks, in fp32 or a wider dtype, and cast
+    back.
+
+    Args:
+        equation: the product. pairs, biases: each rank's operands and bias. dim: of the result.
+            addends: each rank's, in the products' dtype.
+
+    Returns:
+        Each rank's part of the sum along `dim`.
+    """
     parts = [
         multiply(equation, a, b, bias)
         for (a, b), bias in zip(pairs, biases or [None] * len(pairs), strict=True)
@@ -481,7 +552,7 @@ def matmul_reduce_scatter_reference(
 
 
 def _in_order_of_ranks(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the tensors, one after another, in at least fp32; in their dtype."""
+    """Return the sum of the tensors in their dtype, added one after another in at least fp32."""
     dtype = sum_dtype(parts[0].dtype)
     total = parts[0].to(dtype, copy=True)
     for part in parts[1:]:

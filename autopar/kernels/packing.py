@@ -3,9 +3,10 @@ pass.
 
 A bucket is [count, row]: row r holds rank r's part of every tensor, one *segment* per tensor. So a
 reduce-scatter of a whole bucket gives each rank one row with its parts, and an all-gather of rows
-gives a whole bucket. `BucketLayout` says where what lies; the picture and the order of sums are at
-the top of ``autopar_csrc/pack.cu``. `reference_pack` and `reference_unpack`, in plain torch, are
-the definition; they run where there is no compiled library, and on devices that have none.
+gives a whole bucket. `BucketLayout` says where each segment lies; the picture and the order of sums
+are at the top of ``autopar_csrc/pack.cu``. `reference_pack` and `reference_unpack`, in plain torch,
+define the ops and run where there is no compiled library. `into_bucket` and `from_bucket` are the
+steps of emitted graphs.
 
 The gradient of pack is unpack with the same scale, into the tensors' dtypes, and the other way
 round. The sums of squares are not differentiable.
@@ -28,7 +29,7 @@ from autopar.errors import KernelError
 from autopar.kernels import library
 
 # --------------------------------------------------------------------------------------------------
-# Where the parts of some tensors lie in a bucket (`autopar.kernels.packing`).
+# The layout of a bucket.
 
 ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
 LIMIT = 2**31 - 64  # elements of a segment
@@ -52,20 +53,21 @@ class BucketLayout:
     parts: int
 
     def segments(self) -> tuple[int, ...]:
-        """Elements of each tensor's segment, padding included: the same in every row."""
+        """Return the elements of each tensor's segment, padding included. They are the same in
+        every row."""
         return _compute_or_recall(_segments, self)
 
     @property
     def row(self) -> int:
-        """Elements of a row."""
+        """The number of elements of a row."""
         return sum(self.segments())
 
     def lengths(self) -> tuple[int, ...]:
-        """The length, in the whole tensors, of the dims that are cut."""
+        """Return the lengths, in the whole tensors, of the dims that are cut."""
         return tuple(size[dim] for size, dim in zip(self.sizes, self.dims, strict=True))
 
     def local_sizes(self, first: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of tensors that hold the parts of `count` ranks from `first` on."""
+        """Return the shapes of tensors that hold the parts of `count` ranks from `first` on."""
         return _compute_or_recall(_local_sizes, self, first, count)
 
 
@@ -93,21 +95,25 @@ def _local_sizes(layout: BucketLayout, first: int, count: int) -> tuple[tuple[in
 
 
 def _compute_or_recall(remembered: Any, layout: BucketLayout, *settings: int) -> Any:
-    """What a remembered function gives; for lengths that are symbols, as while a compiler
-    traces, it is computed anew."""
+    """Call a cached function, or the function itself if lengths are symbols, as while a compiler
+    traces."""
     is_known = all(type(length) is int for size in layout.sizes for length in size)
     return (remembered if is_known else remembered.__wrapped__)(layout, *settings)
 
 
 def with_length(size: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
-    """The shape with this length of this dim."""
+    """Return a shape with another length of one dim.
+
+    Args:
+        size: the shape. dim: the dim. length: its new length.
+    """
     return (*size[:dim], length, *size[dim + 1 :])
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], ...], int]:
-    """Of each tensor outer, whole and inner length, where its segment begins, and its first
-    chunk; and the number of chunks."""
+    """Return each tensor's place in a row, and the number of chunks of a row. A place is the outer,
+    cut and inner length, the segment's first element, and its first chunk."""
     segments = layout.segments()
     if max(*segments, *layout.lengths()) >= LIMIT:
         raise KernelError(
@@ -127,8 +133,8 @@ def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], 
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums in one fixed order: the definition of what `autopar_csrc/include/sums.h` computes, in
-# torch, equal to the last bit.
+# Sums in one fixed order: the definition in torch of `autopar_csrc/include/sums.h`, equal to the
+# last bit.
 #
 # Elements come in groups of `GROUP` neighbours; group g belongs to lane g mod `LANES`. A lane
 # adds its elements one by one, then the lanes are added in halves. The order depends on nothing
@@ -140,7 +146,7 @@ STRIPE = LANES * GROUP
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """The sum over the last dim, in the dtype of `x`: [..., n] → [...]."""
+    """Return the sum over the last dim, in the dtype of `x`: [..., n] → [...]."""
     lead = x.shape[:-1]
     stripes = -(-x.shape[-1] // STRIPE)
     filled = torch.nn.functional.pad(x, (0, stripes * STRIPE - x.shape[-1])).view(
@@ -154,8 +160,8 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def add_all(values: Tensor) -> Tensor:
-    """The sum of single values over the last dim, where value i belongs to lane i mod `LANES`:
-    [..., n] → [...]."""
+    """Return the sum of single values over the last dim: [..., n] → [...]. Value i belongs to lane
+    i mod `LANES`."""
     lead = values.shape[:-1]
     turns = -(-values.shape[-1] // LANES)
     filled = torch.nn.functional.pad(values, (0, turns * LANES - values.shape[-1])).view(
@@ -168,7 +174,7 @@ def add_all(values: Tensor) -> Tensor:
 
 
 def add_lanes(lanes: Tensor) -> Tensor:
-    """[..., LANES] → [...], in halves."""
+    """Add lanes in halves: [..., LANES] → [...]."""
     half = LANES // 2
     while half > 0:
         lanes = lanes[..., :half] + lanes[..., half : 2 * half]
@@ -227,13 +233,15 @@ def unpack(
     count: int | None = None,
     scale: float = 1.0,
 ) -> list[Tensor]:
-    """The tensors of a bucket [count, layout.row], with the parts of its ranks; new, of
-    `dtypes`. Arguments as of `pack`."""
+    """Return the tensors of a bucket [count, layout.row], with the parts of its ranks, in new
+    memory.
+
+    Args:
+        bucket: the bucket. layout, first, count, scale: see `pack`. dtypes: of the tensors.
+    """
     count = layout.parts - first if count is None else count
-    sizes, num_dims = (
-        [n for size in layout.sizes for n in size],
-        [len(size) for size in layout.sizes],
-    )
+    sizes = [n for size in layout.sizes for n in size]
+    num_dims = [len(size) for size in layout.sizes]
     codes = [library.code_of(dtype) for dtype in dtypes]
     return unpack_op(
         bucket, sizes, num_dims, list(layout.dims), layout.parts, first, count, codes, scale
@@ -249,7 +257,11 @@ def reference_pack(
     scale: float,
     squares: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `pack` is, in plain torch."""
+    """Compute `pack` in plain torch, with the same arguments.
+
+    Args:
+        tensors, layout, dtype, first, count, scale, squares: see there.
+    """
     rows: list[list[Tensor]] = [[] for _ in range(count)]
     sums = []
     device = tensors[0].device if tensors else None
@@ -281,7 +293,11 @@ def reference_unpack(
     count: int,
     scale: float,
 ) -> list[Tensor]:
-    """What `unpack` is, in plain torch."""
+    """Compute `unpack` in plain torch.
+
+    Args:
+        bucket, layout, dtypes, first, count, scale: see there.
+    """
     found = []
     columns = bucket.split(list(layout.segments()), dim=1)
     for column, size, dim, dtype in zip(columns, layout.sizes, layout.dims, dtypes, strict=True):
@@ -298,7 +314,7 @@ def reference_unpack(
 def _parts(
     tensor: Tensor, dim: int, length: int, parts: int, first: int, count: int
 ) -> list[Tensor]:
-    """Of each rank from `first` on, what the tensor holds of it, flat."""
+    """Return what a tensor holds of each rank from `first` on, flat."""
     ranges = [part_range(length, [parts], [rank]) for rank in range(first, first + count)]
     return [tensor.narrow(dim, start - ranges[0][0], n).reshape(-1) for start, n in ranges]
 
@@ -402,7 +418,7 @@ def _unpack(
 def _pieces(
     tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device
 ) -> tuple[Tensor, int]:
-    """The table of pieces as index.h has them, and the number of chunks of a row."""
+    """Return the table of pieces as index.h declares it, and the number of chunks of a row."""
     found, num_chunks = places(layout)
     rows: list[int] = []
     for tensor, dim, (outer, length, inner, offset, first_chunk) in zip(
@@ -428,7 +444,7 @@ def _check(
     first: int,
     count: int,
 ) -> None:
-    """Raises KernelError where tensors of these shapes and dtypes are no bucket of that layout."""
+    """Raise KernelError if tensors of these shapes and dtypes are no bucket of that layout."""
     if first < 0 or count < 1 or first + count > layout.parts:
         what = f"there are no ranks {first} to {first + count - 1} of {layout.parts}"
         raise KernelError(what, remedy="give first and count within the parts")
@@ -535,20 +551,23 @@ unpack_op = torch.ops.autopar.unpack.default
 
 
 # --------------------------------------------------------------------------------------------------
-# Many tensors into one bucket and back, as steps of emitted graphs around one collective on the
-# bucket.
+# Steps of emitted graphs before and behind one collective on a bucket.
 #
-# A bucket is [count, row] (`autopar.kernels.packing`): before a reduce-scatter and after an all-
-# gather it has a row per rank, else one. Dims that are cut are cut evenly, so no step here asks
-# which rank it is on. Both passes are `pack` and `unpack`, which cast on the way: a reduction in
-# a wider dtype than its tensors' needs no casts of its own.
+# Before a reduce-scatter and behind an all-gather a bucket has a row per rank, else one row. Dims
+# are cut evenly, so these steps do not depend on the rank. They cast as they copy, so a reduction
+# in a wider dtype than its tensors' needs no casts of its own.
 
 
 def into_bucket(
     tensors: Sequence[Tensor], dims: Sequence[int], parts: int, count: int, dtype: torch.dtype
 ) -> Tensor:
-    """The bucket of tensors that hold `count` of `parts` equal parts along their dims; a scalar
-    is one of length 1."""
+    """Pack tensors that hold `count` of `parts` equal parts along their dims.
+
+    Args:
+        tensors: the tensors; a scalar counts as [1]. dims: the dim of each that is cut. parts,
+            count: the number of parts, and of those that the tensors hold.
+        dtype: of the bucket.
+    """
     held = [x if x.dim() else x.reshape(1) for x in tensors]
     lengths = [x.shape[dim] * parts // count for x, dim in zip(held, dims, strict=True)]
     bucket: Tensor = pack_op(held, lengths, list(dims), parts, 0, count, dtype, 1.0, False)[0]
@@ -562,10 +581,12 @@ def from_bucket(
     parts: int,
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
-    """The tensors of a bucket, new ones: as many of their parts as it has rows.
+    """Unpack a bucket into new tensors, with as many parts as it has rows.
 
     Args:
-        sizes: shapes of all parts together, without dims for a scalar. dtypes: of the tensors.
+        bucket: the bucket. sizes: shapes of all parts together, () for a scalar. dims, parts: see
+            `into_bucket`.
+        dtypes: of the tensors.
     """
     shapes = [tuple(size) or (1,) for size in sizes]
     lengths, num_dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]

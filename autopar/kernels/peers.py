@@ -1,14 +1,13 @@
-"""Who the ranks of a group are to each other: memory that all of them reach, and lanes in which
-their work runs.
+"""The ranks of a group as peers: memory that all of them reach, and lanes in which their work runs.
 
 Terms. A *rank* has a compute lane and a copy lane; a *phase* is a piece of a rank's work that runs
 in one of them. *Regions* are one piece of memory per rank that every rank can read and write, with
 flags that signal between them (`autopar_csrc/include/epoch.h`). An *epoch* is one use of a region;
 each rank counts its own, and all begin the same uses in the same order.
 
-The one rule: producers come before those who wait for them. A list of phases keeps it if, carried
-out phase by phase and in each for all ranks in turn, no phase waits for a later one. Then it ends
-with each of the three providers:
+The one rule: producers come before those who wait for them. A list of phases keeps it if no phase
+waits for a later one when they run phase by phase, each for all ranks in turn. Then it ends with
+each of the three providers:
 
     VirtualRanks      all ranks in one process and one thread: phase by phase. On a GPU each rank
                       has two streams of its own
@@ -16,9 +15,9 @@ with each of the three providers:
     SymmetricMemory   one rank per process, with a GPU each: the peers' memory is mapped into this
                       process
 
-In every provider a copy lane begins after what its rank's compute lane was given before, and the
-compute lane's work ends after the copy lane's; so what only this rank uses may be let go after
-`run`.
+In every provider a copy lane begins after the work that its rank's compute lane was given before,
+and the compute lane's work ends after the copy lane's. So memory that only this rank uses may be
+released after `run`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from autopar.kernels import library
 from autopar.kernels.collectives import AxisGroup
 
 # --------------------------------------------------------------------------------------------------
-# Where a rank's work runs: its compute and its copy lane, which are threads of the host or
-# streams of a device.
+# Lanes, which are threads of the host or streams of a device.
 
 COMPUTE, COPY = "compute", "copy"
 
@@ -55,12 +53,15 @@ class Lane:
     stream: torch.cuda.Stream | None = None
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call the kernel's function `name`, without its ``ap_`` and its ``_host`` or ``_cuda``;
-        the stream is added.
+        """Call a function of the kernels, on the lane's stream.
+
+        Args:
+            name: the function's name without ``ap_`` and ``_host`` or ``_cuda``. arguments: all but
+                the stream.
 
         Raises:
-            KernelError: where it returns another status than that it is well: in debug builds also
-                where a signal has not come.
+            KernelError: if it returns an error; in debug builds also if a signal has not come in
+                time.
         """
         library.step(self.kind, name, None if self.stream is None else self.stream.cuda_stream)(
             *arguments
@@ -80,13 +81,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A copy lane that is one kernel of few blocks (`autopar_csrc/include/blocks.h`), in the place
-    of a device's copy engine.
+    """A copy lane that is one kernel of few blocks (`autopar_csrc/include/blocks.h`) instead of a
+    device's copy engine.
 
     Attributes:
-        num_blocks: each takes a multiprocessor from the products beside it. All uses of a
-            provider's regions have the same number.
-        bytes_per_s: at most, of all together; 0: as fast as they can.
+        num_blocks: each takes a multiprocessor from the products that run at the same time. All
+            uses of a provider's regions have the same number.
+        bytes_per_s: the limit for all of them together; 0 for none.
     """
 
     num_blocks: int = 4
@@ -95,27 +96,32 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A rank's two lanes on a device. Copies and their signals go first: they are short, and a
-    product beside them can wait."""
+    """A rank's two lanes on a device.
+
+    Copies and their signals have priority: they are short, and a product beside them can wait.
+    """
 
     compute: torch.cuda.Stream
     copy: torch.cuda.Stream
 
     @staticmethod
     def new(device: torch.device) -> Streams:
+        """Make the two streams of a rank."""
         return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
     def fork(self) -> None:
+        """Let both lanes begin after what is enqueued on the current stream."""
         current = torch.cuda.current_stream(self.compute.device)
         if current != self.compute:
             self.compute.wait_stream(current)
         self.copy.wait_stream(current)
 
     def lane(self, name: str) -> Lane:
+        """Return the lane of this name."""
         return Lane("cuda", self.compute if name == COMPUTE else self.copy)
 
     def join(self) -> None:
-        """What is enqueued after it finds both lanes' work done."""
+        """Let the current stream wait for both lanes."""
         current = torch.cuda.current_stream(self.compute.device)
         for stream in (self.compute, self.copy):
             if stream != current:
@@ -124,7 +130,7 @@ class Streams:
 
 @contextmanager
 def within(lane: Lane) -> Iterator[None]:
-    """torch's own kernels go to the lane's stream."""
+    """Enqueue torch's own kernels on the lane's stream."""
     if lane.stream is None:
         yield
     else:
@@ -141,8 +147,8 @@ class Regions:
     """Memory that all ranks reach, in order of the ranks.
 
     Attributes:
-        data: bytes. flags: words, int64, zero at first.
-        epochs: how often each rank has used them; of the ranks of other processes it says nothing.
+        data: bytes. flags: words, int64, zero at first. epochs: how often each rank of this process
+            has used them.
     """
 
     data: tuple[Tensor, ...]
@@ -150,7 +156,7 @@ class Regions:
     epochs: list[int]
 
     def begin(self, rank: int) -> int:
-        """The number of this use, from 1."""
+        """Begin a use and return its number, from 1."""
         self.epochs[rank] += 1
         return self.epochs[rank]
 
@@ -159,10 +165,12 @@ class Peers(ABC):
     """The ranks of a group, as seen from this process.
 
     Args:
-        blocks: what copies for the overlapped products on a device; None: its copy engine.
+        size: the number of ranks. device: the device of their tensors.
+        blocks: the kernel that copies for the overlapped products on a device; None for its copy
+            engine.
 
     Raises:
-        KernelError: for blocks where the device's code does not run.
+        KernelError: for blocks on a device whose code does not run.
     """
 
     def __init__(self, size: int, device: torch.device, blocks: Blocks | None = None) -> None:
@@ -180,12 +188,11 @@ class Peers(ABC):
     @property
     @abstractmethod
     def ranks(self) -> tuple[int, ...]:
-        """Those whose work this process does."""
+        """The ranks whose work this process does."""
 
     @abstractmethod
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Carry out the phases for some of `ranks`; returns when they are done or, on a GPU,
-        enqueued."""
+        """Run the phases for some of `ranks`; return when they are done or, on a GPU, enqueued."""
 
     def move(self, lane: Lane, name: str, *arguments: object) -> None:
         """Call the function of a copy lane: by its name, or as a kernel of blocks."""
@@ -197,15 +204,18 @@ class Peers(ABC):
             )
 
     def regions(self, key: Hashable, num_bytes: int, num_words: int) -> Regions:
-        """The regions of this name, made at the first call with `num_bytes` and `num_words` of
-        flags per rank, and kept."""
+        """Return the regions of a name, which are made at the first call and kept.
+
+        Args:
+            key: the name. num_bytes, num_words: bytes, and 64-bit words of flags, per rank.
+        """
         with self._lock:
             if key not in self._regions:
                 self._regions[key] = self._new_regions(num_bytes, num_words)
             return self._regions[key]
 
     def _say_refused(self) -> None:
-        """Log, once, where signals and waits are no operations of the device's streams."""
+        """Log once that signals and waits are not operations of the device's streams, if so."""
         if self._may_be_refused and library.num_refused(self.kind):
             self._may_be_refused = False
             _LOG.warning(
@@ -214,7 +224,7 @@ class Peers(ABC):
             )
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
-        """Where all ranks are in this process: plain tensors."""
+        """Make regions of plain tensors, for ranks that are all in this process."""
         data = tuple(
             torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device)
             for _ in range(self.size)
@@ -228,12 +238,12 @@ class Peers(ABC):
 
 
 class VirtualRanks(Peers):
-    """All ranks in this thread: each phase for every rank in turn, so a call needs all ranks' work
-    at once.
+    """All ranks in this thread. Each phase runs for every rank in turn, so a call needs the work of
+    all ranks.
 
     Args:
-        pause: called with rank and phase before each; tests slow ranks down with it.
-        blocks: as of `Peers`; all ranks' kernels have to find room on the device beside each other.
+        size, device, blocks: see `Peers`; all ranks' kernels must fit on the device at once.
+        pause: called with rank and phase before each; tests use it to slow ranks down.
     """
 
     def __init__(
@@ -251,9 +261,11 @@ class VirtualRanks(Peers):
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """All ranks."""
         return tuple(range(self.size))
 
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+        """See `Peers.run`."""
         if tuple(ranks) != self.ranks:
             raise KernelError(
                 "virtual ranks work together",
@@ -274,15 +286,15 @@ class VirtualRanks(Peers):
 
 
 class HostThreads(Peers):
-    """Ranks that are threads of this process, on the CPU; each has a second thread as its copy
+    """Ranks that are threads of this process, on the CPU. Each has a second thread as its copy
     lane.
 
     A rank's thread calls `run` with its own rank; with several ranks `run` starts a thread for
-    each. Close it at the end, or use it in a ``with``. Where one rank fails, those who wait for it
-    wait on, but with ``AUTOPAR_KERNELS=debug`` for a limited time.
+    each. Close it at the end, or use it in a ``with``. If one rank fails, ranks that wait for it
+    keep waiting; with ``AUTOPAR_KERNELS=debug`` for a limited time.
 
     Args:
-        pause: as of `VirtualRanks`.
+        size: the number of ranks. pause: see `VirtualRanks`.
     """
 
     def __init__(self, size: int, pause: Callable[[int, int], None] | None = None) -> None:
@@ -293,16 +305,19 @@ class HostThreads(Peers):
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """All ranks."""
         return tuple(range(self.size))
 
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+        """See `Peers.run`."""
         if len(ranks) == 1:
             self._run_one(ranks[0], phases)
         else:
             _results([self._computes[rank].submit(self._run_one, rank, phases) for rank in ranks])
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
-        """`work(rank)` in every rank's thread at once; the results in order of the ranks."""
+        """Call `work(rank)` in every rank's thread at once; return the results in order of the
+        ranks."""
         return _results([self._computes[rank].submit(work, rank) for rank in self.ranks])
 
     def close(self) -> None:
@@ -348,9 +363,11 @@ class SymmetricMemory(Peers):
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The rank of this process."""
         return (self._rank,)
 
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+        """See `Peers.run`."""
         assert tuple(ranks) == self.ranks, f"this process is rank {self._rank}, not {tuple(ranks)}"
         streams = Streams(torch.cuda.current_stream(self.device), self._copy)
         streams.fork()
@@ -383,7 +400,7 @@ class SymmetricMemory(Peers):
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """All results; where some failed, the first one's error, after all have ended."""
+    """Return all results. If some failed, raise the first one's error after all have ended."""
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     if errors:
         raise errors[0]
@@ -391,12 +408,12 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """An array of pointers, as C functions of the host take them."""
+    """Return an array of pointers, as C functions of the host take them."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 # --------------------------------------------------------------------------------------------------
-# Which provider (`autopar.kernels.peers`) serves a process group; where there is none, why.
+# The provider that serves a process group, or the reason why there is none.
 
 APART = "products run after or before their communication, not beside it"
 _provided: dict[str, Peers] = {}
@@ -406,7 +423,7 @@ _said: set[str] = set()
 
 @contextmanager
 def provide_peers(name: str, peers: Peers) -> Iterator[None]:
-    """Groups of this name are `peers` inside, in every thread."""
+    """Let `peers` serve groups of this name inside, in every thread."""
     if not name or name in _provided:
         raise KernelError(
             f"{name!r} cannot name these peers: it is empty or taken", remedy="choose another name"
@@ -419,8 +436,8 @@ def provide_peers(name: str, peers: Peers) -> Iterator[None]:
 
 
 def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]:
-    """The provider through which the ranks of `group` reach each other's memory on `device`; or
-    None, and why there is none.
+    """Return the provider through which the ranks of `group` reach each other's memory on `device`;
+    or None, and the reason.
 
     The first call for a group on a GPU is collective: its ranks agree, so that either all of them
     run the kernels or none does.
@@ -438,14 +455,16 @@ def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]
 
 
 def may_have_peers(group: AxisGroup, device: torch.device) -> bool:
-    """Whether `peers_of` could give a provider; known without asking anyone, and so while a
-    compiler traces."""
+    """Return whether `peers_of` could return a provider. It asks no other rank, so a compiler can
+    trace it."""
     return bool(group.name) and (group.name in _provided or device.type == "cuda")
 
 
 def runs_kernels(group: AxisGroup, device: torch.device) -> bool:
-    """Whether to call the op of an overlapped product; while a compiler traces, the op, which a
-    trace does not see into, asks again."""
+    """Return whether to call the op of an overlapped product.
+
+    While a compiler traces, the op itself asks again, since the trace does not see into it.
+    """
     if torch.compiler.is_compiling():
         return may_have_peers(group, device)
     peers, reason = peers_of(group, device)
@@ -455,13 +474,17 @@ def runs_kernels(group: AxisGroup, device: torch.device) -> bool:
 
 
 def counts_memory(group: AxisGroup) -> bool:
-    """Whether this is a run on fake tensors that counts memory."""
+    """Return whether this is a run on fake tensors that counts memory."""
     return not group.name and not torch.compiler.is_compiling()
 
 
 def say_once(group: AxisGroup, doing: str, reason: str) -> None:
-    """Log, once per process, that `doing` takes the slower way, and why. With a fake group
-    nothing is moved anyway."""
+    """Log once per process that something takes the slower way, except for fake groups, which move
+    nothing.
+
+    Args:
+        group: the ranks. doing: what takes the slower way. reason: why.
+    """
     if group.name and reason not in _said:
         _said.add(reason)
         _LOG.warning("%s: %s", doing, reason)

@@ -47,12 +47,9 @@ from autopar.kernels.peers import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# The protocols of dispatch and combine, and of rows of experts that are used where they come to
-# lie, as phases.
-#
-# They are at the tops of `autopar_csrc/moe_route.cu` and `autopar_csrc/expert_rows.cu`; words as
-# in `autopar.kernels.routed`. All that ranks share is `Routes.regions`, kept for the next use of
-# the same name and routes, so that a model's layers share it.
+# The protocols as phases. They are described at the tops of `autopar_csrc/moe_route.cu` and
+# `autopar_csrc/expert_rows.cu`. Ranks share only `Routes.regions`, which are kept for the next use
+# of the same name and routes, so that a model's layers share them.
 
 MOST_RANKS = 64  # kMaxRanks of include/routes.h
 _LINE = 128
@@ -65,7 +62,11 @@ _UNSEEN = 0, 1  # tokens and choices, where a step in C does not look at them
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What all ranks know alike: bytes of a row, experts, ranks, and the most pairs of any rank."""
+    """The facts of a route that all ranks know.
+
+    Attributes:
+        row_bytes: bytes of a row. most: the most pairs of any rank.
+    """
 
     row_bytes: int
     num_experts: int
@@ -73,11 +74,12 @@ class Routes:
     most: int
 
     def regions(self, peers: Peers, name: str) -> Regions:
-        """What the ranks share for ``dispatch``, ``combine`` or `SHARED`."""
+        """Return the memory that ranks share for ``dispatch``, ``combine`` or a name of
+        `SHARED`."""
         return peers.regions((name, self), *self._sizes(name))
 
     def num_bytes(self, name: str) -> int:
-        """Of a rank's part of the regions, flags included."""
+        """Return the bytes of a rank's part of these regions, flags included."""
         data, words = self._sizes(name)
         return data + 8 * words
 
@@ -102,7 +104,7 @@ class Routes:
     def arguments(
         self, regions: Regions, pairs: Sequence[int], rank: int, epoch: int
     ) -> tuple[object, ...]:
-        """The last arguments of every step in C, for pairs [tokens, choices]."""
+        """Return the last arguments of every C function. `pairs` is [tokens, choices]."""
         native = library.NativeRoutes(
             *pairs, self.row_bytes, self.num_experts, self.size, rank, self.most
         )
@@ -115,8 +117,7 @@ def _lines(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A rank's part in `dispatch`: contiguous operands, and room for the results and for what is
-    counted."""
+    """A rank's part in `dispatch`: contiguous operands, and room for the results and the counts."""
 
     x: Tensor
     experts: Tensor
@@ -129,6 +130,7 @@ class Dispatch:
 
     @staticmethod
     def of(x: Tensor, experts: Tensor, num_experts: int, most: int, size: int) -> Dispatch:
+        """Allocate the results of a rank's dispatch."""
         x, experts = x.contiguous(), experts.contiguous()
         made = [
             experts.new_empty(shape)
@@ -144,32 +146,31 @@ class Dispatch:
 
 
 def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None:
-    """moe_dispatch for the ranks of `jobs`: with `VirtualRanks` all of them, in a rank's own
-    thread or process that one."""
+    """Run moe_dispatch for the ranks of `jobs`: all of them with `VirtualRanks`, else one."""
     regions = routes.regions(peers, "dispatch")
     last = {
         rank: routes.arguments(regions, job.experts.shape, rank, regions.begin(rank))
         for rank, job in jobs.items()
     }
 
-    def announce(lane: Lane, rank: int) -> None:
+    def _announce(lane: Lane, rank: int) -> None:
         job = jobs[rank]
         lane.call(
             "moe_dispatch_announce", *_pointers(job.experts, job.counts, job.within), *last[rank]
         )
 
-    def push(lane: Lane, rank: int) -> None:
+    def _push(lane: Lane, rank: int) -> None:
         job = jobs[rank]
         made = _pointers(job.x, job.experts, job.within, job.table, job.offsets, job.position)
         lane.call("moe_dispatch_push", *made, *last[rank])
 
-    def collect(lane: Lane, rank: int) -> None:
+    def _collect(lane: Lane, rank: int) -> None:
         lane.call(
             "moe_dispatch_collect", *_pointers(jobs[rank].offsets, jobs[rank].rows), *last[rank]
         )
 
     peers.run(
-        tuple(jobs), (Phase(COMPUTE, announce), Phase(COMPUTE, push), Phase(COMPUTE, collect))
+        tuple(jobs), (Phase(COMPUTE, _announce), Phase(COMPUTE, _push), Phase(COMPUTE, _collect))
     )
 
 
@@ -186,6 +187,7 @@ class Combine:
 
     @staticmethod
     def of(rows: Tensor, table: Tensor, position: Tensor, weights: Tensor) -> Combine:
+        """Allocate the results of a rank's combine."""
         width = rows.shape[1]
         made = rows.new_empty(position.numel(), width), rows.new_empty(position.shape[0], width)
         return Combine(
@@ -198,49 +200,49 @@ class Combine:
 
 
 def combine(peers: Peers, routes: Routes, jobs: Mapping[int, Combine]) -> None:
-    """moe_combine for the ranks of `jobs`, as in `dispatch`."""
+    """Run moe_combine for the ranks of `jobs`, see `dispatch`."""
     regions = routes.regions(peers, "combine")
     last = {
         rank: routes.arguments(regions, job.position.shape, rank, regions.begin(rank))
         for rank, job in jobs.items()
     }
 
-    def push(lane: Lane, rank: int) -> None:
+    def _push(lane: Lane, rank: int) -> None:
         lane.call("moe_combine_push", *_pointers(jobs[rank].rows, jobs[rank].table), *last[rank])
 
-    def add_up(lane: Lane, rank: int) -> None:
+    def _add_up(lane: Lane, rank: int) -> None:
         job = jobs[rank]
         made = _pointers(job.position, job.weights, job.returned, job.y)
         lane.call("moe_combine_sum", *made, library.code_of(job.y.dtype), *last[rank])
 
-    peers.run(tuple(jobs), (Phase(COMPUTE, push), Phase(COMPUTE, add_up)))
+    peers.run(tuple(jobs), (Phase(COMPUTE, _push), Phase(COMPUTE, _add_up)))
 
 
 def count(
     peers: Peers, num_experts: int, most: int, counts: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Of each rank the table of all ranks' counts, whose own are [num_experts]: with these a
-    step of experts begins."""
+    """Exchange the ranks' counts [num_experts]; return each rank's table. A step of experts begins
+    so."""
     routes = Routes(0, num_experts, peers.size, most)
     regions = routes.regions(peers, COUNTS)
     own = {rank: mine.contiguous() for rank, mine in counts.items()}
     tables = {rank: mine.new_empty(peers.size, num_experts) for rank, mine in own.items()}
     last = {rank: routes.arguments(regions, _UNSEEN, rank, regions.begin(rank)) for rank in own}
 
-    def announce(lane: Lane, rank: int) -> None:
+    def _announce(lane: Lane, rank: int) -> None:
         lane.call("expert_rows_announce", own[rank].data_ptr(), *last[rank])
 
-    def copy_table(lane: Lane, rank: int) -> None:
+    def _copy_table(lane: Lane, rank: int) -> None:
         lane.call("expert_rows_table", tables[rank].data_ptr(), *last[rank])
 
-    peers.run(tuple(own), (Phase(COMPUTE, announce), Phase(COMPUTE, copy_table)))
+    peers.run(tuple(own), (Phase(COMPUTE, _announce), Phase(COMPUTE, _copy_table)))
     return tables
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A rank's part in `send`: contiguous rows, where among them each sorted pair's is, or None
-    for rows received, and the table."""
+    """A rank's part in `send`: contiguous rows, the row of each sorted pair or None for rows that
+    were received, and the table."""
 
     rows: Tensor
     index: Tensor | None
@@ -250,27 +252,27 @@ class Sent:
 def send(
     peers: Peers, name: str, num_experts: int, most: int, jobs: Mapping[int, Sent]
 ) -> dict[int, Tensor]:
-    """Of each rank what came, as bytes where it lies: rows of pairs that are received, or rows
-    received that are back, sorted.
+    """Send rows, and return what each rank receives as bytes, where they lie.
 
-    They are valid until the rank counts again, and each name is used once in a step.
+    These are the rows of pairs, or rows that come back, sorted. They are valid until the rank
+    counts again. Each name is used once in a step.
     """
     some = next(iter(jobs.values())).rows
     routes = Routes(some.shape[1] * some.element_size(), num_experts, peers.size, most)
     regions = routes.regions(peers, name)
     last = {rank: routes.arguments(regions, _UNSEEN, rank, regions.begin(rank)) for rank in jobs}
 
-    def push(lane: Lane, rank: int) -> None:
+    def _push(lane: Lane, rank: int) -> None:
         job = jobs[rank]
         if job.index is None:
             lane.call("expert_rows_return", *_pointers(job.rows, job.table), *last[rank])
         else:
             lane.call("expert_rows_push", *_pointers(job.rows, job.index, job.table), *last[rank])
 
-    def wait(lane: Lane, rank: int) -> None:
+    def _wait(lane: Lane, rank: int) -> None:
         lane.call("expert_rows_await", *last[rank])
 
-    peers.run(tuple(jobs), (Phase(COMPUTE, push), Phase(COMPUTE, wait)))
+    peers.run(tuple(jobs), (Phase(COMPUTE, _push), Phase(COMPUTE, _wait)))
     return {rank: regions.data[rank] for rank in jobs}
 
 
@@ -285,16 +287,18 @@ def shared_regions(
     *,
     backward: bool,
 ) -> dict[tuple[str, Routes], int]:
-    """What a rank of a step of experts whose rows are routed shares with its peers, and keeps:
-    bytes by name and routes, flags included.
+    """Return the bytes that a rank of a routed step of experts shares with its peers and keeps,
+    flags included, by name and routes.
 
     Args:
-        features: of a token. made: of what experts make. num_here: experts of a rank. most: pairs
-            of a rank.
-        itemsize: bytes of an element of tokens and of what experts make. gate_itemsize: of a gate.
+        features: elements of a token. made: elements of an expert's result. num_here: experts of a
+            rank.
+        size: the number of ranks. most: the most pairs of any rank. itemsize, gate_itemsize: bytes
+            of an element of tokens and results, and of a gate. backward: whether the step is the
+            backward.
     """
 
-    def routes(row_bytes: int) -> Routes:
+    def _routes(row_bytes: int) -> Routes:
         return Routes(row_bytes, num_here * size, size, most)
 
     if backward:
@@ -306,7 +310,7 @@ def shared_regions(
         }
     else:
         rows = {ROWS: features * itemsize, BACK + ROWS: made * itemsize}
-    keys = [(COUNTS, routes(0)), *((name, routes(row_bytes)) for name, row_bytes in rows.items())]
+    keys = [(COUNTS, _routes(0)), *((name, _routes(row_bytes)) for name, row_bytes in rows.items())]
     return {(name, of): of.num_bytes(name) for name, of in keys}
 
 
@@ -322,7 +326,8 @@ _APART = "rows go to their experts by an all_to_all"
 
 
 def sorted_position(experts: Tensor) -> Tensor:
-    """[tokens, choices] → the pair's place among the pairs sorted by expert, stably."""
+    """Return each pair's place among the pairs sorted by expert, stably: [tokens, choices], as
+    `experts`."""
     order = torch.argsort(experts.reshape(-1), stable=True)
     return (
         torch.empty_like(order)
@@ -334,7 +339,7 @@ def sorted_position(experts: Tensor) -> Tensor:
 def moe_dispatch_reference(
     xs: Sequence[Tensor], experts: Sequence[Tensor], num_experts: int, most: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The definition: of every rank, rows, table and position."""
+    """Define moe_dispatch over the lists of all ranks: rows, table and position of each."""
     size, width = len(xs), xs[0].shape[1]
     table = torch.stack(
         [torch.bincount(chosen.reshape(-1), minlength=num_experts) for chosen in experts]
@@ -358,7 +363,8 @@ def moe_dispatch_reference(
 def moe_combine_reference(
     rows: Sequence[Tensor], table: Tensor, positions: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The definition: of every rank, y and returned. `table` is the same on all of them."""
+    """Define moe_combine over the lists of all ranks: y and returned of each. All have the same
+    `table`."""
     size, num_experts = table.shape
     blocks: list[list[Tensor]] = [[] for _ in range(size)]
     for expert in range(num_experts):  # homes follow one another, and so do their experts
@@ -375,8 +381,8 @@ def moe_combine_reference(
 
 
 def weighted_sum(returned: Tensor, position: Tensor, weights: Tensor) -> Tensor:
-    """Σ_c weights[t, c] · returned[position[t, c]], one choice after another, in at least fp32;
-    in the dtype of `returned`."""
+    """Return Σ_c weights[t, c] · returned[position[t, c]] in the dtype of `returned`, added one
+    choice after another in at least fp32."""
     dtype = sum_dtype(returned.dtype)
     terms = [
         weights[:, c : c + 1].to(dtype) * returned[position[:, c]].to(dtype)
@@ -432,7 +438,7 @@ def moe_combine(
     name: str,
     coordinate: int,
 ) -> tuple[Tensor, Tensor]:
-    """y and returned of this rank; table and position are those of the dispatch."""
+    """Return y and returned of this rank; table and position are those of the dispatch."""
     group = AxisGroup(name, size, coordinate)
     if size > 1:
         peers, reason = peers_of(group, rows.device)
@@ -451,7 +457,7 @@ def moe_combine(
 def _dispatch_by_all_to_all(
     x: Tensor, experts: Tensor, num_experts: int, most: int, group: AxisGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By an all_to_all: for every home the same room, its rows first."""
+    """Dispatch by an all_to_all: the same room for every home, its rows first."""
     chosen = experts.reshape(-1)
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < num_experts:
         raise ValueError(
@@ -481,7 +487,7 @@ def _dispatch_by_all_to_all(
 
 
 def _return_by_all_to_all(rows: Tensor, table: Tensor, group: AxisGroup) -> Tensor:
-    """By an all_to_all, as `_dispatched`, the other way round."""
+    """Send rows back by an all_to_all, the reverse of `_dispatch_by_all_to_all`."""
     most = rows.shape[0] // group.size
     sent, row = rows.new_zeros(group.size, most, rows.shape[1]), 0
     for sender, begin, count in _places(table, group):
@@ -500,8 +506,8 @@ def _by_home(counts: Tensor, size: int) -> Tensor:
 
 
 def _places(table: Tensor, group: AxisGroup) -> list[tuple[int, int, int]]:
-    """In the order in which this rank keeps what it receives: sender, where in the sender's rows
-    for this rank, and how many."""
+    """Return, in the order in which this rank keeps the rows that it receives: sender, the place in
+    the sender's rows for this rank, and the number of rows."""
     own = table.view(group.size, group.size, -1)[:, group.coordinate]  # [sender, expert here]
     begins = own.cumsum(1) - own
     return [

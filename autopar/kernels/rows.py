@@ -1,11 +1,11 @@
-"""Norms and softmaxes of rows in one pass each, on a GPU: what graphs that are bound for one call
-in the place of ops of `autopar.ops`.
+"""Norms and softmaxes of rows in one pass each, on a GPU: graphs that are bound for a GPU call
+these in place of ops of `autopar.ops`.
 
-Those are a few calls of ATen, each of which reads and writes all it works on; of these, each reads
-and writes once and holds nothing beside its result. Results are the ops' but for the order of sums
-and of a product's factors, and the rounding of an exponential. Where there are no kernels, and of
-tensors that are not contiguous, the ops run, which the log says once; so they do of other dtypes,
-as prices know, of tensors without data, and under a compiler, which fuses them itself.
+The ops are a few ATen calls, each of which reads and writes all of its operands. The kernels read
+and write once and hold nothing but their result. Results are those of the ops except for the order
+of sums and of a product's factors, and the rounding of an exponential. The ops run instead if there
+are no kernels, or if tensors are not contiguous, which the log says once. They also run for other
+dtypes (as prices know), for tensors without data, and under a compiler, which fuses them itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WITH_DATA = (Tensor, torch.nn.Parameter)  # and no fake
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
-    """`autopar.ops.sum_exp`."""
+    """Replace `autopar.ops.sum_exp`."""
     if not _serves(x):
         return ops.sum_exp(x, m)
     s = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
@@ -42,7 +42,11 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 def cross_entropy_backward(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """`autopar.ops.cross_entropy_backward`."""
+    """Replace `autopar.ops.cross_entropy_backward`.
+
+    Args:
+        x, m, s, index, scale, start: see there.
+    """
     if not _serves(x):
         return ops.cross_entropy_backward(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, torch.empty_like(x))
@@ -51,7 +55,11 @@ def cross_entropy_backward(
 def cross_entropy_backward_in_place(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """The same, written into the logits."""
+    """Run `cross_entropy_backward` and write the result into the logits.
+
+    Args:
+        x, m, s, index, scale, start: see `autopar.ops.cross_entropy_backward`.
+    """
     if not _serves(x):
         return cross_entropy_backward_(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, x)
@@ -60,7 +68,11 @@ def cross_entropy_backward_in_place(
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, index: Tensor, ignored: int, rows: int, gradients: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`autopar.ops.linear_cross_entropy`."""
+    """Replace `autopar.ops.linear_cross_entropy`.
+
+    Args:
+        x, weight, index, ignored, rows, gradients: see there.
+    """
     if not _serves(x, weight):
         return ops.linear_cross_entropy(x, weight, index, ignored, rows, gradients)
     return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
@@ -76,7 +88,11 @@ def rms_norm(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
-    """`autopar.ops.rms_norm`."""
+    """Replace `autopar.ops.rms_norm`.
+
+    Args:
+        x, squares, weight, n, eps, dtype, rounded, out: see there.
+    """
     wide = library.wide(x.dtype)
     if (
         not _serves(x, weight)
@@ -91,7 +107,11 @@ def rms_norm(
 
 
 def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`autopar.ops.rms_product`."""
+    """Replace `autopar.ops.rms_product`.
+
+    Args:
+        grad, x, weight, dtype: see there.
+    """
     if not _serves(x, grad, weight) or wide_dtype(dtype) != library.wide(x.dtype):
         return ops.rms_product(grad, x, weight, dtype)
     product = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
@@ -109,7 +129,11 @@ def rms_norm_backward(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`autopar.ops.rms_norm_backward`."""
+    """Replace `autopar.ops.rms_norm_backward`.
+
+    Args:
+        grad, x, squares, product, weight, n, eps, dtype: see there.
+    """
     if not _serves(x, grad, weight) or not squares.dtype == product.dtype == library.wide(x.dtype):
         return ops.rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
     dx, sums, products = torch.empty_like(x), squares.contiguous(), product.contiguous()
@@ -120,7 +144,11 @@ def rms_norm_backward(
 def rms_weight_gradient(
     grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """`autopar.ops.rms_weight_gradient`."""
+    """Replace `autopar.ops.rms_weight_gradient`.
+
+    Args:
+        grad, x, squares, n, eps, dtype: see there.
+    """
     num_bands = -(-squares.numel() // BAND)
     if not _serves(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
         return ops.rms_weight_gradient(grad, x, squares, n, eps, dtype)
@@ -155,8 +183,8 @@ def _cross_entropy_backward(
 
 
 def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Losses [n] of logits [n, v], and, where these lie, the gradient of the sum of those that
-    are not ignored."""
+    """Return the losses [n] of logits [n, v], and the gradient of the sum of those that are not
+    ignored, which overwrites the logits."""
     m, picked = logits.amax(-1), ops.pick(logits, index, ignored)
     s = sum_exp(logits, m)
     gradient = cross_entropy_backward_in_place(logits, m, s, index, (index != ignored).to(s.dtype))
@@ -164,7 +192,8 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
 
 
 def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel takes these: all of one dtype on one device, contiguous, and with data."""
+    """Return whether a kernel takes these tensors: of one dtype on one device, contiguous, and with
+    data."""
     if (
         torch.compiler.is_compiling()
         or x.dtype not in library.FLOATS
@@ -210,13 +239,13 @@ def _num_rows(x: Tensor) -> int:
 
 
 def _wide(row: Tensor, x: Tensor) -> Tensor:
-    """One number for each row of `x`, as kernels read them."""
+    """Return one number for each row of `x`, in the dtype and layout that kernels read."""
     return row.to(library.wide(x.dtype)).contiguous()
 
 
 def _launch(kernel: str, *tensors: Tensor | None, last: tuple[object, ...] = ()) -> None:
-    """`tensors` are held by the caller until the kernel is enqueued; the first is a matrix of
-    rows."""
+    """Launch a kernel on a matrix of rows, the first of `tensors`. The caller holds the tensors
+    until the kernel is enqueued."""
     x = tensors[0]
     assert x is not None
     addresses = [0 if each is None else each.data_ptr() for each in tensors]

@@ -1,8 +1,9 @@
-"""Counting live tensor bytes, of real tensors and of fake ones.
+"""Count live tensor bytes, of real tensors and of fake ones.
 
-A storage counts from the operator that first shows it until it is freed; views share their storage.
-Kernels' own scratch memory, what the allocator keeps, and what lies on the host
-(`autopar.kernels.host`) are not in it.
+`LiveBytes` counts storages. A storage counts from the operator that first shows it until it is
+freed; views share their storage. Scratch memory of kernels, what the allocator keeps, and memory of
+the host (`autopar.kernels.host`) do not count. `Rehearsal` runs a program's graphs without tensors
+and counts the same bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from autopar.request import Batch, Outputs
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensor storages made while it is active, and of those that are
+    """Counts the bytes of live tensor storages that are made while it is active, or that are
     registered.
 
     Attributes:
-        live_bytes: now. peak_bytes: the largest so far (see `reset_peak`). paused: what is made now
-            does not count.
+        live_bytes: now. peak_bytes: the largest so far (see `reset_peak`). paused: whether new
+            storages do not count.
     """
 
     def __init__(self) -> None:
@@ -46,19 +47,19 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.finalize] = {}
 
     def register(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that exist already: parameters, buffers, the batch. What is no tensor is
-        passed over."""
+        """Count tensors that exist already: parameters, buffers, the batch. Other objects are
+        ignored."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._see(tensor)
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is live now."""
+        """Begin a new peak at the bytes that live now."""
         self.peak_bytes = self.live_bytes
 
     def mark(self, key: int) -> object:
-        """Of a storage, by its address, what is the same as long as it lives; None where it is
-        not counted."""
+        """Return an object that is the same as long as the storage at this address lives; None if
+        it is not counted."""
         return self._known.get(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,15 +101,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# What one call of a graph does to memory: its *effect*, found out by running it on fake tensors.
+# The *effect* of a call on memory, found by running the call on fake tensors.
 #
-# A call's operands are *values*, which lie in storages as tensors would; of a call only shapes,
-# strides, dtypes, literals and which operands share memory matter to its effect.
+# A call's operands are *values*, which lie in storages as tensors would. The effect depends only on
+# shapes, strides, dtypes, literals and which operands share memory.
 
 
 class Storage:
-    """Memory of a value in a graph: counted while it is there, by `outer` where a tensor from
-    outside has it; not of the host."""
+    """Memory of a value in a graph, counted while it lives; by `outer` if a tensor from outside has
+    it."""
 
     __slots__ = ("holders", "memory", "num_bytes", "on_host", "outer")
 
@@ -135,15 +136,15 @@ class Storage:
             self.memory.live_bytes -= self.num_bytes
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """A fake tensor with this memory, whose bytes it then counts."""
+        """Return a fake tensor with this memory, whose bytes it then counts."""
         if self.outer is None:
             self.memory.live_bytes -= 0 if self.on_host else self.num_bytes
             self.outer = flat(self.num_bytes, dtype, on_host=self.on_host)
         return self.outer
 
     def let_go(self) -> bool:
-        """Of what a list alone holds and a call is about to empty: whether the memory is free
-        then."""
+        """Release memory that only a list holds which a call empties; return whether the memory is
+        then free."""
         if self.outer is None:
             return True
         key = self.outer.untyped_storage()._cdata
@@ -158,7 +159,7 @@ Lie = tuple[
 
 
 class Value:
-    """A tensor of a graph: how it lies in its storage."""
+    """A tensor of a graph: its storage and its lie in it."""
 
     __slots__ = ("lie", "storage")
 
@@ -172,8 +173,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A result: in which storage (an operand's, then those that the call leaves), and how it
-    lies there."""
+    """The place of a result: the number of its storage (an operand's, then those that the call
+    makes), and its lie in it."""
 
     storage: int
     lie: Lie
@@ -181,13 +182,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a kind of call does.
+    """The effect of a kind of call.
 
     Attributes:
-        rise_bytes: of live bytes, at most, above what they were before.
-        made: of the storages that it leaves, sizes, and whether they are on the host. result: a
-            tree with a place for each tensor.
-        emptied: whether it empties a list that it is given.
+        rise_bytes: the most by which live bytes rise. made: sizes of the storages that it makes,
+            and whether they are on the host.
+        result: a tree with a place for each tensor. emptied: whether it empties a list that it is
+            given.
     """
 
     rise_bytes: int
@@ -197,8 +198,7 @@ class Effect:
 
 
 class Operands:
-    """The operands of a call: a hashable token of them, in which storages are numbered as they
-    come."""
+    """The operands of a call as a hashable token, in which storages are numbered in order."""
 
     def __init__(self, env: Mapping[fx.Node, Any]) -> None:
         self.env = env
@@ -210,6 +210,7 @@ class Operands:
         self._in_lists: dict[int, int] = {}  # storage's number → holders in lists that are given
 
     def token(self, x: Any) -> Any:
+        """Return the hashable form of an argument."""
         kind = type(x)
         if kind in _LITERALS:
             return kind, x
@@ -244,8 +245,8 @@ class Operands:
         return number
 
     def sizes(self) -> tuple[tuple[int, bool, bool], ...]:
-        """Per storage its bytes, whether a call that empties its lists frees it, and whether it
-        is on the host."""
+        """Return, per storage, its bytes, whether a call that empties its lists frees it, and
+        whether it is on the host."""
         self.num_bytes = [s.num_bytes for s in self.storages]
         alone = [n for n, held in self._in_lists.items() if self.storages[n].holders == held]
         self.freed = frozenset(n for n in alone if self.storages[n].let_go())
@@ -256,7 +257,13 @@ class Operands:
 
 
 def tried_out(node: Any, call: Operands, env: Mapping[fx.Node, Any], outside: LiveBytes) -> Effect:
-    """The effect of a call, which is a node or looks like one, run on fake tensors."""
+    """Return the effect of a call, by running it on fake tensors.
+
+    Args:
+        node: a node, or an object with target, args and kwargs. call: its operands. env: node →
+            value.
+        outside: the counter that must not see the call.
+    """
     outside.paused = True
     try:
         with LiveBytes() as memory:
@@ -266,8 +273,8 @@ def tried_out(node: Any, call: Operands, env: Mapping[fx.Node, Any], outside: Li
 
 
 class _Trial:
-    """A call on fake tensors. No closures: cycles would hold storages longer than generated code
-    does."""
+    """A call on fake tensors. It has no closures: cycles would hold storages longer than generated
+    code does."""
 
     def __init__(self, call: Operands, memory: LiveBytes) -> None:
         self.call, self.memory = call, memory
@@ -278,6 +285,7 @@ class _Trial:
         self.made: list[tuple[int, bool]] = []
 
     def run(self, node: Any, env: Mapping[fx.Node, Any]) -> Effect:
+        """Run the call and return its effect."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._real(env[n]))
         given = [a for a in args if isinstance(a, list)] if self.call.started else []
         addresses = [base.untyped_storage()._cdata for base in self.flat if base is not None]
@@ -289,7 +297,7 @@ class _Trial:
         before = self.memory.live_bytes
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         rise = self.memory.peak_bytes - before
-        places = self._placed(result)
+        places = self._place(result)
         return Effect(rise, tuple(self.made), places, bool(given) and not any(given))
 
     def _real(self, x: Any) -> Any:
@@ -303,7 +311,7 @@ class _Trial:
             return as_lying(base, x.lie)
         return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
 
-    def _placed(self, x: Any) -> Any:
+    def _place(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
             key = storage._cdata
@@ -316,19 +324,22 @@ class _Trial:
                 )
                 self.made.append((storage.nbytes(), host.is_on_host(x)))
             return Place(self.known[key], lie_of(x))
-        return type(x)(map(self._placed, x)) if isinstance(x, list | tuple) else x
+        return type(x)(map(self._place, x)) if isinstance(x, list | tuple) else x
 
 
 def lie_of(x: Tensor) -> Lie:
+    """Return how a tensor lies in its storage."""
     return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def flat(num_bytes: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
+    """Return an uninitialised tensor of one dim with so many bytes."""
     make = host.empty if on_host else torch.empty
     return make((num_bytes // dtype.itemsize,), dtype=dtype)
 
 
 def as_lying(base: Tensor, lie: Lie) -> Tensor:
+    """Return a tensor that lies in the storage of `base` in a given way."""
     size, stride, offset, dtype, conjugated, negated = lie
     if is_fake(
         base
@@ -345,30 +356,29 @@ def as_lying(base: Tensor, lie: Lie) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# An executor that runs a program's graphs without tensors: what each call does to memory is found
-# out once per kind of call, on fake tensors, and added up from then on.
+# An executor that runs a program's graphs without tensors. The effect of each kind of call is found
+# once, on fake tensors, and then only added up.
 #
 # A kind of call is a function with its literals and, per operand, shape, strides, dtype and which
-# operands share memory; the equal layers of a deep model make the same kinds. Each has its effect
-# (`autopar.program.abstract_executor`). Between graphs tensors are fake ones as with any executor:
-# a graph takes over its operands, and hands over the bytes of its results, but for what forward
-# saves for backward alone.
+# operands share memory; the equal layers of a deep model have equal kinds. Between graphs there are
+# fake tensors, as with any executor: a graph takes over the bytes of its operands and hands over
+# the bytes of its results, except for values that forward saves only for backward.
 
 Seen = Callable[[str, fx.Node, int], None]
-"""Called with phase, node, and the peak of live bytes while it ran; of a step that is started
-early once more as it starts."""
+"""Called with phase, node, and the peak of live bytes while it ran; for a step that is started
+early, also when it starts."""
 _MOST_KINDS = 50_000  # remembered; programs of one session have a few hundred each
 _effects: dict[Any, Effect] = {}
 
 
 class Rehearsal(Executor):
-    """Runs `program` as an `Executor` does, on fake tensors, and keeps `memory` as that would.
+    """Runs `program` as an `Executor` does, on fake tensors, and counts in `memory` the same bytes.
 
     Args:
-        memory: counts live bytes; active while this runs.
-        seen: told of every node. unread: whether nobody reads the gradients that backward returns:
-            they are there, and no tensors.
-        last_queries: whether parts of causal attention's queries are taken to be the last ones,
+        memory: counts live bytes; active while this runs. seen: called for every node.
+        unread: whether nobody reads the gradients that backward returns, so that they need no
+            tensors.
+        last_queries: whether parts of causal attention's queries are assumed to be the last ones,
             which see the most keys and so need the most memory; else they are where `groups` is.
     """
 
@@ -423,9 +433,11 @@ class Rehearsal(Executor):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One graph in an order, as a function of one list, which it empties. The last `num_unread` of
-    its results stay values: another graph takes them over, or nothing does. Between its start and
-    its finish a step's value is what was started."""
+    """One graph in an order, as a function of one list, which it empties.
+
+    The last `num_unread` results stay values: another graph takes them over, or nothing does.
+    Between its start and its finish a step's value is what was started.
+    """
 
     order: Sequence[Action]
     phase: str
@@ -444,7 +456,7 @@ class _Run:
             for place, (action, node) in enumerate(self.order):
                 if node.op == "call_function":
                     before = self.memory.live_bytes
-                    env[node], rise_bytes = self._called(
+                    env[node], rise_bytes = self._call_node(
                         node if action == "run" else _Part.of(action, node), env
                     )
                     self._tell(node, before + rise_bytes)
@@ -462,8 +474,8 @@ class _Run:
         if self.seen is not None:
             self.seen(self.phase, node, peak_bytes)
 
-    def _called(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
-        """The node's value, and how far live bytes rise while it runs."""
+    def _call_node(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+        """Return the node's value, and how far live bytes rise while it runs."""
         if (
             node.target in PARTS
             and node.args[1] not in ("halo", *HOST_KINDS)
@@ -498,7 +510,7 @@ class _Run:
 
 
 class _Part(NamedTuple):
-    """The start or the finish of a step, as what it calls; the latter reads the step itself."""
+    """The start or the finish of a step, as a call. The finish reads the step itself."""
 
     target: Any
     args: tuple[Any, ...]
@@ -507,14 +519,15 @@ class _Part(NamedTuple):
 
     @staticmethod
     def of(action: str, step: fx.Node) -> _Part:
+        """Return the call of an action ``start`` or ``finish``."""
         target, settings = call_of_action(action, step)
         first = step if action == "finish" else reads(action, step)[0]
         return _Part(target, (first, *settings), step.kwargs, step.users)
 
 
 def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
-    """Whether it is causal attention of a part of the queries that begins at `start`; of
-    mirrored parts the first rank's sees most."""
+    """Return whether a node is causal attention whose queries begin at `start`. Of mirrored parts
+    the first rank's sees most."""
     return reader.kwargs.get("q_start") is start and "mirrored_in" not in reader.kwargs
 
 
@@ -533,8 +546,8 @@ def _copy_value(value: Any) -> Any:
 
 
 def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
-    """Values that stand for the operands, which are let go when these are; what a graph saved is
-    there as such."""
+    """Return values that stand for the operands, and release these. Saved values stay as they
+    are."""
     saved = [x.storage for x in operands if isinstance(x, Value)]
     storages = {
         held.outer.untyped_storage()._cdata: held for held in saved if held.outer is not None
@@ -554,7 +567,7 @@ def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
 
 
 def _handed_over(values: list[Any]) -> list[Any]:
-    """Fake tensors that lie as the values do, which are let go."""
+    """Return fake tensors that lie as the values do, and release these."""
     results: list[Any] = []
     for value in values:
         results.append(
@@ -566,8 +579,7 @@ def _handed_over(values: list[Any]) -> list[Any]:
 
 
 def _last_uses(order: Sequence[Action]) -> dict[int, list[fx.Node]]:
-    """Place in the order → the nodes whose values nothing reads after it, as generated code lets
-    go of them."""
+    """Return, by place in the order, the nodes whose values nothing reads after it."""
     seen: set[fx.Node] = set()
     found: dict[int, list[fx.Node]] = {}
     for place in range(len(order) - 1, -1, -1):

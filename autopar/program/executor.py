@@ -3,8 +3,8 @@ backward graph.
 
 The same executor runs on real tensors with process groups and on fake tensors with fake groups, so
 that a trace of its memory is a prediction. Memory discipline: graphs take one list which they
-empty, and free every value after its last use; nothing here holds a value that the graph has been
-given.
+empty, and free every value after its last use. Nothing here holds a value that was passed to a
+graph.
 """
 
 from __future__ import annotations
@@ -46,23 +46,22 @@ from autopar.request import Backend, Batch, Outputs
 # --------------------------------------------------------------------------------------------------
 # The backward graph of a call of which some outputs had no part in the loss.
 #
-# A backward graph is linear in its tangents. What follows from absent ones alone is not computed,
-# so that parameters that nothing else reaches have no gradient, as in the plain model, and
-# derivatives that are infinite there do no harm (0 · ∞ is no number). In a sum the other term is
-# left. Where an op takes what follows from absent tangents beside what follows from others in any
-# other way, zeros stand in.
+# A backward graph is linear in its tangents. Values that follow only from absent tangents are not
+# computed. So parameters that nothing else reaches have no gradient, as in the plain model, and
+# infinite derivatives do no harm (0 · ∞ is NaN). A sum keeps its other term. If an op combines
+# values of absent and other tangents in any other way, the absent ones are zeros.
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.add.out)
 
 
 def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> fx.Graph:
-    """A copy that takes the same, of which the results that follow from absent tangents alone are
-    None.
+    """Return a copy of a backward graph without results that follow only from absent tangents. The
+    copy takes the same operands and returns None for these results.
 
     Args:
-        tangents, absent: names of placeholders; of all tangents, and of those whose outputs had no
-            part.
+        source: the backward graph. tangents, absent: names of placeholders: of all tangents, and of
+            those whose outputs have no part in the loss.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(source, {}))
@@ -82,13 +81,13 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """What of a pipeline's backward follows from absent tangents alone, so that it is not computed,
-    and not sent.
+    """The part of a pipeline's backward that follows only from absent tangents, so that it is
+    neither computed nor sent.
 
     Attributes:
-        parameters: that have no gradient. tangents: per stage the outputs, crossing ones too, whose
-            tangents are none. gradients: per stage what came from the stage before and gets no
-            gradient.
+        parameters: the ones without a gradient. tangents: per stage the outputs without a tangent,
+            including those that cross to the next stage.
+        gradients: per stage the inputs from the stage before that get no gradient.
     """
 
     parameters: frozenset[str]
@@ -97,7 +96,7 @@ class Unused:
 
     @staticmethod
     def of(program: StagedProgram, absent: Collection[str]) -> Unused:
-        """Where the outputs of these paths had no part in the loss."""
+        """Find the unused part if the outputs `absent` have no part in the loss."""
         trace = program.trace
         ends = {o.tangent: o.path for o in trace.differentiable}
         found = _Gone.of(
@@ -123,8 +122,8 @@ class Unused:
 
 
 def tangent_names(program: Program) -> list[tuple[str, str]]:
-    """Outputs that have a tangent, with the name that it has in the trace; the backward graph
-    takes them after what is saved."""
+    """Return the outputs that have a tangent, each with the tangent's name in the trace, in the
+    order in which the backward graph takes them after the saved values."""
     given = [str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"][
         program.num_saved :
     ]
@@ -133,11 +132,11 @@ def tangent_names(program: Program) -> list[tuple[str, str]]:
 
 @dataclass(slots=True)
 class _Gone:
-    """Nodes by what they follow from.
+    """Nodes by the tangents that they follow from.
 
     Attributes:
-        following: from some tangent. gone: from absent tangents alone.
-        parts: of a bucket, and what is made of it as a whole, which of its tensors are gone.
+        following: from some tangent. gone: only from absent tangents. parts: for a bucket, which of
+            its tensors are gone.
     """
 
     following: set[fx.Node] = field(default_factory=set)
@@ -146,6 +145,11 @@ class _Gone:
 
     @staticmethod
     def of(graph: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> _Gone:
+        """Classify the nodes of a graph.
+
+        Args:
+            graph: a backward graph, or a trace's. tangents, absent: see `without`.
+        """
         found = _Gone()
         for node in graph.nodes:
             if node.op == "placeholder" and node.target in tangents:
@@ -174,8 +178,8 @@ class _Gone:
 
 
 def _keep_one_term(node: fx.Node, gone: Collection[fx.Node]) -> None:
-    """Of a sum of which a term is gone the other, in memory of its own: what comes after may
-    write into it."""
+    """Replace a sum of which one term is gone by the other term, in new memory, since later nodes
+    may write into it."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     left = [term for term in terms if term not in gone]
     if (len(terms), len(left)) != (2, 1) or node.kwargs.get("alpha", 1) != 1:
@@ -236,12 +240,15 @@ class Executor:
         *,
         keep: bool,
     ) -> tuple[list[Tensor], list[Any]]:
-        """The outputs, and what backward needs (nothing unless `keep`); mutated buffers are updated
-        in place.
+        """Run the forward graph. Mutated buffers are updated in place.
 
         Args:
-            parameters, buffers: local tensors as the graph sees them.
-            inputs: whole or local, as `batch` says.
+            parameters, buffers: local tensors as the graph sees them. inputs: whole or local, as
+                `batch` says.
+            keep: whether backward follows.
+
+        Returns:
+            The outputs, and what backward needs; nothing for backward unless `keep`.
         """
         # A value that backward needs may share memory with the buffer that is written below.
         buffers_in = [b.clone() if i in self._mutated else b for i, b in enumerate(buffers)]
@@ -277,16 +284,20 @@ class Executor:
         first: bool = False,
         absent: frozenset[int] = frozenset(),
     ) -> list[Tensor]:
-        """One gradient per parameter that has one, then per input that has one, local as the graph
-        sees it.
+        """Run the backward graph.
 
         Args:
-            saved, tangents: emptied. One tangent per output that has one.
-            absent: places among the tangents of those that are none, for which zeros are passed;
-                gradients that follow from these alone are None.
-            sums: where the program accumulates, one per parameter that has a gradient; added to,
-                and returned as the gradients.
-            first: whether nothing is in `sums` yet: they are written then.
+            saved, tangents: both are emptied. One tangent per output that has one.
+            sums: if the program accumulates, one per parameter that has a gradient; added to, and
+                returned as the gradients.
+            first: whether `sums` hold nothing yet, so that they are written.
+            absent: places of the tangents that do not exist, for which zeros are passed; gradients
+                that follow only from these are None.
+
+        Returns:
+            One gradient per parameter that has one, then one per input that has one, local as the
+                graph sees
+            it.
         """
         if first and (
             absent or self._backend != "eager"
@@ -297,11 +308,13 @@ class Executor:
         saved += tangents
         saved += sums
         tangents.clear()
-        return self._settled(list(self._graph("first" if first else "backward", absent)(saved)))
+        return self._await_gradients(
+            list(self._graph("first" if first else "backward", absent)(saved))
+        )
 
     def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Before the first microbatch: local parameters as `forward` takes them, from those that
-        rest."""
+        """Return local parameters as `forward` takes them, from those that rest, before the first
+        microbatch."""
         return (
             list(parameters)
             if self.program.begin is None
@@ -309,7 +322,7 @@ class Executor:
         )
 
     def new_sums(self) -> list[Tensor]:
-        """What gradients are added to, where the program accumulates, with nothing in it."""
+        """Return uninitialised tensors for the sums of gradients, if the program accumulates."""
         sizes, place = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         shapes = [local_shape(t.view, t.layout, sizes, place) for t in self.program.sums]
         return [
@@ -318,26 +331,26 @@ class Executor:
         ]
 
     def end(self, sums: list[Tensor]) -> list[Tensor]:
-        """After the last microbatch: gradients as parameters rest, from their sums; `sums` is
-        emptied."""
+        """Return gradients as parameters rest, from their sums, after the last microbatch. `sums`
+        is emptied."""
         assert self.program.end is not None, "the program accumulates"
-        return self._settled(list(self._graph("end")(sums)))
+        return self._await_gradients(list(self._graph("end")(sums)))
 
     def _let_hosts_write(self) -> None:
-        """Parameters on the host may change from here on: what a GPU fetches of them has come.
-        Gradients say so where backward follows."""
+        """Wait until a GPU has fetched the parameters that are on the host, which may change from
+        now on. If backward follows, its gradients imply it."""
         if self.device.type == "cuda" and any(t.layout.host for t in self.program.parameters):
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _settled(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients that the host may read: those on their way there from a GPU have come."""
+    def _await_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Wait until gradients that a GPU stores on the host have arrived there."""
         if self.device.type == "cuda" and any(x is not None and not x.is_cuda for x in gradients):
             torch.cuda.current_stream(self.device).synchronize()
         return gradients
 
     def as_given(self, gradient: Tensor | None, border: ProgramTensor) -> Tensor | None:
-        """The gradient of an input of the batch, which backward returns whole, as the input
-        came."""
+        """Return the gradient of an input of the batch in the form of the input: whole, or this
+        rank's part."""
         if gradient is None or self.batch == "global":
             return gradient
         return self._part(gradient, border)
@@ -381,8 +394,15 @@ class Executor:
 
 
 def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:
-    """The whole tensor of `shape` on every rank: partial sums reduced first, then the shards of
-    each dim from the innermost out."""
+    """Return the whole tensor on every rank.
+
+    Partial sums are reduced first, then the shards of each dim are joined from the innermost axis
+    outwards.
+
+    Args:
+        local: this rank's part. layout: its layout. groups: this rank's group along each mesh axis.
+            shape: of the whole tensor.
+    """
     with use_groups(groups):
         for axis, placement in enumerate(layout.placements):
             if isinstance(placement, Partial):
@@ -400,7 +420,7 @@ def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) 
 
 
 def usable_backend(backend: Backend) -> Backend:
-    """The backend itself; eager, with a warning, where Inductor has no C++ compiler."""
+    """Return the backend; eager, with a warning, if Inductor has no C++ compiler."""
     if backend not in ("eager", "inductor"):
         raise RuntimeStateError(
             f"backend {backend!r} is not known", remedy='use "eager" or "inductor"'
@@ -417,17 +437,18 @@ def usable_backend(backend: Backend) -> Backend:
 
 
 class _BoxedCode(fx.graph.CodeGen):
-    """Code that takes its placeholders as one list, and empties it, so that no caller keeps them
-    alive."""
+    """Generates code that takes its placeholders as one list, and empties it, so that no caller
+    keeps them alive."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """Return the head of the generated function."""
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
         return f"def forward(self, boxed){maybe_return_annotation}:{unpack}\n    boxed.clear()"
 
 
 def box_module(graph_module: fx.GraphModule) -> Boxed:
-    """The graph module as a function of one list, which it empties."""
+    """Return the graph module as a function of one list, which it empties."""
     graph_module.graph.set_codegen(_BoxedCode())
     graph_module.recompile()
     return graph_module
@@ -470,6 +491,7 @@ def _compile_module(graph_module: fx.GraphModule) -> Boxed:
     )
 
     def run(operands: list[Any]) -> Any:
+        """Empty the list and call the compiled function."""
         values = tuple(operands)
         operands.clear()
         return compiled(*values)
@@ -478,8 +500,8 @@ def _compile_module(graph_module: fx.GraphModule) -> Boxed:
 
 
 def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that writes into no operand by ``out=``, which Dynamo refuses of some strides;
-    Inductor finds by itself where it may."""
+    """Return a copy that writes into no operand by ``out=``, which Dynamo refuses for some strides.
+    Inductor finds by itself where it may write."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:
@@ -491,7 +513,7 @@ def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _write_sums(source: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a backward graph that writes sums which it adds to."""
+    """Return a copy of a backward graph that writes the sums that it would add to."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(source.graph, {}))
     for node in graph.nodes:
@@ -500,7 +522,8 @@ def _write_sums(source: fx.GraphModule) -> fx.GraphModule:
 
 
 def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
-    """A copy that makes only outputs and new buffers: a forward graph without a backward."""
+    """Return a copy of a forward graph that computes only outputs and new buffers, for runs without
+    backward."""
     graph = fx.Graph()
     results = graph.graph_copy(source, {})
     graph.output(tuple(results[: len(results) - num_saved]))  # type: ignore[index, arg-type]
@@ -514,18 +537,18 @@ def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a call of stages returns, outputs of the whole batch on every rank, and what backward of a
-# loss outside of the model begins with.
+# What a call of stages returns on every rank, and the tangents of a loss outside of the model.
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Of a pipeline's call.
+    """What a pipeline's call returns.
 
     Attributes:
-        outputs: those that are returned, of the whole batch. how: how they are put together.
-        waits: whether all forwards run first, since backward begins with the user's own loss, or
-            does not come.
+        outputs: the returned ones, of the whole batch. how: how microbatches' outputs are put
+            together.
+        waits: whether all forwards run first, because backward begins with the user's own loss, or
+            does not run.
     """
 
     outputs: tuple[ProgramTensor, ...]
@@ -534,19 +557,19 @@ class Returned:
 
     @property
     def handed_bytes(self) -> int:
-        """What the stages that make it hand to all others, once a step; a loss is next to
-        nothing, and not counted."""
+        """Bytes that the stages that compute the outputs send to all others once a step. A loss is
+        not counted."""
         return sum(_bytes(t) for t in self.outputs if not t.is_loss)
 
 
 def is_returned(output: ProgramTensor, outputs: Outputs) -> bool:
-    """Whether several stages, or microbatches, return an output: all with ``"full"``, else the
-    loss."""
+    """Return whether several stages, or microbatches, return an output: all of them with
+    ``"full"``, else the loss."""
     return outputs == "full" or output.is_loss
 
 
 def parts_of(tangents: Mapping[str, Tensor], how: Microbatches) -> list[dict[str, Tensor]]:
-    """Per microbatch the tangents by output path, from those of the whole batch's outputs."""
+    """Return each microbatch's tangents by output path, from those of the whole batch's outputs."""
     found: list[dict[str, Tensor]] = [{} for _ in range(how.num)]
     for path, whole in tangents.items():
         for mine, value in zip(found, how.tangents(path, whole), strict=True):

@@ -1,5 +1,4 @@
-"""The lockstep interpreter: all ranks of a program in one process
-(`autopar.program.interpreter`), and what they computed, joined."""
+"""The lockstep interpreter: run all ranks of a program in one process, and join their results."""
 
 from __future__ import annotations
 
@@ -33,12 +32,11 @@ from autopar.program.splitting import join, reduce, split
 from autopar.rules import where_of
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of emitted graphs for lists of ranks: products and the collectives at their borders, one
-# after the other.
+# Kernels of emitted graphs: products and the collectives at their borders, one after the other.
 
 ByRank = list[Any]
 Moved = Callable[[Kind, ByRank, Sequence[Any]], ByRank]
-"""What a collective, by its settings, makes of tensors by rank."""
+"""Runs a collective with its settings on tensors by rank."""
 
 
 def run_kernel(
@@ -48,12 +46,12 @@ def run_kernel(
     moved: Moved,
     in_dtype: Callable[[Any], Any],
 ) -> ByRank:
-    """What a kernel's node makes, by rank; product and collective give what they would alone.
+    """Run a kernel's node for all ranks. Product and collective compute what they would alone.
 
     Args:
-        operands: of the node, by rank, as far as they are tensors, in order. biases: of each rank's
-            product, None where it has none.
-        in_dtype: a dtype that is asked for → the one to compute in.
+        node: the kernel. operands: its tensor operands by rank, in order. biases: of each rank's
+            product, or None. moved: runs a collective.
+        in_dtype: a requested dtype → the dtype to compute in.
     """
     a, b, *others = operands
     assert a is not None and b is not None, "the factors of a product"
@@ -79,7 +77,7 @@ def run_kernel(
 def _norm_parts(
     parts: ByRank, others: Sequence[ByRank | None], n: Any, eps: Any, dtypes: Sequence[torch.dtype]
 ) -> ByRank:
-    """The sums with the residuals, their squares and norms."""
+    """Return the sums with the residuals, their squares and norms."""
     residuals, weights = others
     assert residuals is not None and weights is not None, "a norm has both"
     (squared_in, *rounded), results = dtypes, []
@@ -93,7 +91,7 @@ def _norm_parts(
 
 
 def _products(equation: str, a: ByRank, b: ByRank, biases: ByRank) -> ByRank:
-    """Ranks with the very same factors, and bias, share theirs."""
+    """Return each rank's product. Ranks with identical factors and bias share it."""
     found: dict[tuple[int, ...], Any] = {}
     each = list(zip(a, b, biases, strict=True))
     for operands in each:
@@ -107,8 +105,15 @@ def _products(equation: str, a: ByRank, b: ByRank, biases: ByRank) -> ByRank:
 
 
 def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> None:
-    """The ranks of a group bring equal shapes; along the dim that is joined the parts of
-    `length`, where that is said."""
+    """Check that the ranks of a group bring parts of matching shapes.
+
+    Args:
+        parts: one per rank. joined: the dim that is joined, or −1. length: its whole length, if
+            parts differ in length.
+
+    Raises:
+        VerificationError: if they do not.
+    """
     shapes = [tuple(part.shape) for part in parts]
     expected = [shapes[0]] * len(shapes)
     if length is not None:
@@ -119,11 +124,15 @@ def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> Non
 
 
 def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
-    """One communication step within one group.
+    """Run one communication step within one group.
 
     Results have the strides of those on real processes (`autopar.kernels.bound_ops`): they are
     contiguous, and along an axis of size 1 they are the operands. Kernels of ops read strides, so a
     plan is verified with the strides that it will run with.
+
+    Args:
+        kind: the step. parts: one per rank. dim, to_dim: the dims that are joined and split; see
+            `autopar.core.collective.Collective`. reduce_op: of a reduction.
     """
     size = len(parts)
     if size == 1:
@@ -143,7 +152,7 @@ def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str)
 
 
 def with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
-    """Each part with what it asks of its neighbours."""
+    """Return each part extended by its neighbours' elements."""
     lengths = [part.shape[halo.dim] for part in parts]
     whole = torch.cat(parts, dim=halo.dim)
     windows = (window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths))
@@ -179,12 +188,12 @@ _KINDS: dict[Any, Kind] = {
 
 
 def node_name(node: fx.Node) -> str:
-    """The node in the user's words where it has a key, else its name in the graph."""
+    """Return the node's key, else its name in the graph."""
     return str(node.meta.get("key") or node.name)
 
 
 def moved_name(node: fx.Node) -> str:
-    """As `node_name`, of the collective that a node does."""
+    """Return the key of the collective that a node does, see `node_name`."""
     return str(node.meta["kernel"].key) if "kernel" in node.meta else node_name(node)
 
 
@@ -311,7 +320,7 @@ class Ranks:
         ]
         biases = [None if any(given.get("starts", ())) else given.get("bias") for given in named]
         in_dtype = partial(tree_map, partial(promoted_dtype, dtype=self.dtype))
-        return run_kernel(node, operands, biases, partial(self._moved, phase, node), in_dtype)
+        return run_kernel(node, operands, biases, partial(self._move, phase, node), in_dtype)
 
     def _run_dispatched(
         self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]
@@ -342,14 +351,14 @@ class Ranks:
         arguments: Sequence[Any],
     ) -> list[Any]:
         x, *settings = arguments
-        return self._moved(phase, node, kind, env[x], settings)
+        return self._move(phase, node, kind, env[x], settings)
 
-    def _moved(
+    def _move(
         self, phase: str, node: fx.Node, kind: Kind, locals: list[Any], settings: Sequence[Any]
     ) -> list[Any]:
-        """What a step makes of tensors by rank."""
+        """Run a step on tensors by rank."""
         if kind in HOST_KINDS:
-            return self._copied(phase, node, kind, locals)
+            return self._copy_to_or_from_hosts(phase, node, kind, locals)
         *rest, axis = settings
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = (
@@ -385,8 +394,10 @@ class Ranks:
                 result[rank] = part
         return result
 
-    def _copied(self, phase: str, node: fx.Node, kind: Kind, locals: list[Any]) -> list[Any]:
-        """Between the ranks and their hosts."""
+    def _copy_to_or_from_hosts(
+        self, phase: str, node: fx.Node, kind: Kind, locals: list[Any]
+    ) -> list[Any]:
+        """Copy tensors between the ranks and their hosts."""
         dtype, num_bytes = (
             str(locals[0].dtype).removeprefix("torch."),
             locals[0].numel() * locals[0].element_size(),
@@ -544,7 +555,16 @@ def join_results(
     tolerance: float | None,
     offset: int = 0,
 ) -> dict[str, Tensor]:
-    """The named full tensors; an error names the node that made the result."""
+    """Return the named full tensors.
+
+    Args:
+        graph_module: whose results they are. results: by rank. borders: their names and layouts.
+            mesh: of the ranks. tolerance: see `splitting.join`; None for one by dtype.
+        offset: the place of the first result among the graph's.
+
+    Raises:
+        VerificationError: if a result cannot be joined; names the node that computes it.
+    """
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     found = {}
     for index, (border, locals) in enumerate(zip(borders, results, strict=True)):

@@ -1,7 +1,7 @@
 """The lockstep interpreter for pipelines: all stages and all microbatches, every rank of a stage in
 one process.
 
-Microbatch by microbatch: forward through the stages, then backward through them in reverse.
+For each microbatch it runs forward through the stages, then backward through them in reverse.
 Schedules change when a stage works on which microbatch, not what it computes, and each adds up its
 gradients in the order of microbatches, as here.
 """
@@ -43,10 +43,15 @@ def parts_in(
     buffers: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> list[dict[str, Tensor]]:
-    """The inputs of microbatches; in `dtype`, where one is given, and so is what they are given
-    of the batch."""
+    """Return the inputs of each microbatch, including what is computed from the whole batch.
+
+    Args:
+        how: how microbatches make up the batch. inputs, buffers: by path and by name. dtype: the
+            dtype to compute in, or None for their own.
+    """
 
     def bound(count: fx.GraphModule) -> fx.GraphModule:
+        """Return a graph that computes in `dtype` on the inputs' device."""
         graph = copy_graph(count.graph)
         for node in graph.nodes:
             node.args, node.kwargs = tree_map(
@@ -71,14 +76,17 @@ def run_staged(
     observe: Observer | None = None,
     tolerance: float | None = None,
 ) -> Lockstep:
-    """Run a step of all microbatches; arguments as in `autopar.program.interpreter.run_lockstep`,
-    inputs by path.
+    """Run a step of all microbatches.
 
     Without a loss, backward begins with the batch's tangents
     (`autopar.capture.normalize.tangents`), of which each microbatch has its part.
 
+    Args:
+        program, parameters, buffers, inputs, tangent, dtype, observe, tolerance: see
+            `autopar.program.interpreter.run_lockstep`; inputs by path.
+
     Raises:
-        VerificationError: where replicas differ, or a node fails; names the node, its module and
+        VerificationError: if replicas differ, or a node fails; names the node, its module and
             source.
     """
     how = program.microbatches
@@ -118,8 +126,8 @@ def run_staged(
 def _tangents_of_parts(
     program: StagedProgram, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
 ) -> list[dict[str, Tensor]]:
-    """Per microbatch, what backward begins with by output path; nothing of a loss, whose tangent
-    is the weight of the microbatch."""
+    """Return each microbatch's tangents by output path, except that of the loss, which is its
+    weight."""
     ends = [t for t in program.outputs if t.has_gradient and not t.is_loss]
     whole = {
         t.name: tangent_of(
@@ -131,7 +139,7 @@ def _tangents_of_parts(
 
 
 class _Stage:
-    """One stage's ranks: its parameters, what waits for backward, and the sum of its gradients."""
+    """One stage's ranks: its parameters, its saved values, and the sums of its gradients."""
 
     def __init__(
         self,
@@ -161,7 +169,16 @@ class _Stage:
         crossing: Mapping[str, Locals],
         state: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Locals], dict[str, Tensor]]:
-        """The model's outputs of this stage, what crosses to the next by path, and new buffers."""
+        """Run forward on one microbatch.
+
+        Args:
+            part: its inputs by path. crossing: what comes from the stage before. state: buffers by
+                name.
+
+        Returns:
+            This stage's outputs of the model, what crosses to the next stage by path, and new
+                buffers.
+        """
         p = self.program
         operands = [*self.parameters]
         operands += [
@@ -188,11 +205,14 @@ class _Stage:
     def backward(
         self, returning: Mapping[str, Locals], weight: float, answers: Mapping[str, Tensor]
     ) -> dict[str, Locals]:
-        """Adds up gradients; what goes back to the stage before, by path.
+        """Run backward on one microbatch and add up gradients.
 
         Args:
-            returning: what came back from the stage behind. weight: tangent of the loss. answers:
+            returning: what came back from the next stage. weight: tangent of the loss. answers:
                 tangents of other outputs.
+
+        Returns:
+            What goes back to the stage before, by path.
         """
         p = self.program
         tangents = [
@@ -215,6 +235,7 @@ class _Stage:
         }
 
     def joined_gradients(self) -> dict[str, Tensor]:
+        """Return the full gradients by parameter name."""
         trained = [t for t in self.program.parameters if t.has_gradient]
         source = self.program.end or self.program.backward
         return (
@@ -224,13 +245,13 @@ class _Stage:
         )
 
     def end(self) -> None:
-        """After the last microbatch: gradients as parameters rest."""
+        """Convert sums to gradients as parameters rest, after the last microbatch."""
         if self.program.end is not None:
             self.gradients = self.run(self.program.end, "step", self.sums)
 
     def _unset(self, tensor: ProgramTensor) -> Locals:
-        """A tensor of its own per rank, since it is written into; what is not written spoils the
-        sum."""
+        """Return a tensor of its own for each rank, filled with NaN, so that a sum that is not
+        written is wrong."""
         mesh = self.program.mesh
         places = map(mesh.coordinate, range(mesh.num_devices))
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]

@@ -1,5 +1,5 @@
-"""The peak of live tensor bytes of a step: predicted on fake tensors, by the count that measures
-it on real ones (`autopar.program.abstract_executor`)."""
+"""Predict the peak of live tensor bytes of a step, on fake tensors. The same counter measures it on
+real ones (`autopar.program.abstract_executor`)."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def trace_peak(
     """Predict the memory of a step by running it on fake tensors, as `ParallelModule` does on real
     ones.
 
-    Of a loss that the user computes of the outputs the gradients that come back are counted, not
-    what computing it takes.
+    If the user computes the loss from the outputs, the gradients that come back are counted, but
+    not what computing the loss takes.
 
     Args:
+        program: the program of the step. batch, outputs: see `autopar.program.executor.Executor`.
         coordinate: the rank's place in the mesh; by default one that needs as much as any: with the
             largest part of everything, as the origin has, and the last part of causal attention's
             queries.
@@ -106,7 +107,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class NodePeak:
-    """The peak of live bytes while one node of a program ran."""
+    """The peak of live bytes while one node of a program runs."""
 
     phase: str
     node: fx.Node
@@ -116,16 +117,18 @@ class NodePeak:
 def node_peaks(
     program: Program, *, batch: Batch = "global", outputs: Outputs = "full"
 ) -> tuple[NodePeak, ...]:
-    """The peak while each node of a step runs, in order, without optimizer state. Counted as
-    `trace_peak` does, whose peak is the largest of these but for what is sliced before the graphs
-    run and gathered after."""
+    """Predict the peak while each node of a step runs, in order, without optimizer state.
+
+    The largest of these is the peak of `trace_peak`, except for slices before the graphs run and
+    gathers after them.
+    """
     return all_peaks(program, batch=batch, outputs=outputs)[1]
 
 
 def all_peaks(
     program: Program, *, batch: Batch = "global", outputs: Outputs = "full"
 ) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
-    """What `trace_peak` and `node_peaks` say, of one run."""
+    """Return the results of `trace_peak` and `node_peaks` from one run."""
     found: list[NodePeak] = []
     whole = _run(
         program, LiveBytes(), batch, outputs, seen=lambda *each: found.append(NodePeak(*each))

@@ -1,18 +1,18 @@
-"""A `Program`: what a plan is emitted into. Local shapes, explicit collectives, forward and
-backward apart.
+"""A `Program`, which a plan is emitted into: local shapes, explicit collectives, forward and
+backward as separate graphs.
 
-The forward graph takes the local parameters, buffers and inputs, and returns one flat tuple: the
+The forward graph takes the local parameters, buffers and inputs. It returns one flat tuple: the
 outputs, the new values of mutated buffers, then the saved values. The backward graph takes the
-saved values and a tangent per output that has one (the loss; what crosses to the stage after) and
+saved values and a tangent per output that has one (the loss, or what crosses to the next stage). It
 returns one gradient per parameter that has one, each in the parameter's storage layout, then one
-per input that has one: of the batch whole, of what crosses from the stage before as it lies. Where
-gradients accumulate over microbatches, it takes their sums after the tangents, adds to each in
-place (the first microbatch that counts writes it: `autopar.kernels.collectives.FIRST`) and returns
-it, and `begin` and `end` come before the first and after the last microbatch of a step.
+per input that has one: whole for inputs of the batch, in its layout for what crosses from the stage
+before. If gradients accumulate over microbatches, it takes their sums after the tangents, adds to
+each in place (for the first microbatch it writes them: `autopar.kernels.collectives.FIRST`) and
+returns them; `begin` runs before the first and `end` after the last microbatch of a step.
 
 Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`,
-which name mesh axes by index; `autopar.program` binds these to process groups, the lockstep
-interpreter runs them over a list of virtual ranks.
+which name mesh axes by index. `autopar.kernels.bind` binds these to process groups, and the
+lockstep interpreter runs them over a list of virtual ranks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class ProgramTensor:
             `shape` for inputs and outputs.
         layout: layout over the dims of `view`. For parameters this is the storage layout; for sums
             of gradients that of the sum.
-        requires_grad: whether it is trained; of outputs, whether the plain model's has a gradient;
-            of inputs, whether the call's asked.
-        has_gradient: whether the backward graph returns its gradient, that of an input of the batch
-            whole; for outputs, whether it takes its tangent.
+        requires_grad: whether it is trained; for outputs, whether the plain model's has a gradient;
+            for inputs, whether the call's requires one.
+        has_gradient: whether the backward graph returns its gradient, whole for an input of the
+            batch; for outputs, whether it takes its tangent.
         is_loss: outputs only.
-        crosses: whether it comes from the stage before, or goes to the stage after; always local.
-        given: of inputs, whether it is made of the whole batch for each microbatch (`Count`).
+        crosses: whether it comes from the stage before, or goes to the next stage; always local.
+        given: for inputs, whether it is computed from the whole batch for each microbatch
+            (`Count`).
     """
 
     name: str
@@ -79,12 +80,13 @@ class Program:
         in_spec, out_spec, constants, settings, attributes: as in `autopar.capture.trace.Trace`.
         collectives: every emitted collective with the node it feeds: (phase, node key, Collective)
             tuples.
-        accumulates: whether gradients accumulate over the microbatches of a step. Then:
+        accumulates: whether gradients accumulate over the microbatches of a step. The next three
+            need it.
         begin: from parameters as they rest to what forward takes. end: from sums to gradients as
             parameters rest.
-        sums: per parameter that has a gradient what it is added to.
-        orders: by phase, in which other order a graph is to run, as long as it is not written so
-            (`autopar.program.reorder`).
+        sums: per parameter that has a gradient the sum that it is added to.
+        orders: by phase, another order in which a graph is to run, until the order is written into
+            the graph (`autopar.program.reorder`).
     """
 
     mesh: Mesh
@@ -114,7 +116,7 @@ class Program:
 
     @property
     def input_gradients(self) -> tuple[ProgramTensor, ...]:
-        """Of each input of the batch that has one, as backward returns it: whole on every rank."""
+        """The gradients of the batch's inputs, as backward returns them: whole on every rank."""
         whole = Layout.replicated(len(self.mesh.axes))
         returned = (t for t in self.inputs if t.has_gradient and not t.crosses)
         return tuple(replace(t, name=gradient_name(t.name), layout=whole) for t in returned)
@@ -122,12 +124,14 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What every microbatch is given of the batch (`autopar.analysis.microbatches`).
+    """Values that every microbatch gets from the whole batch (`autopar.analysis.microbatches`).
 
     Attributes:
-        given: path of each input → what a microbatch's own is of it: ``sum`` | ``mean``.
-        graph: from the buffers and the inputs of a microbatch, whole, to its own; among the inputs
-            may be what was counted before.
+        given: path of each such input → how it follows from the microbatches' own values: ``sum`` |
+            ``mean``.
+        graph: from the buffers and the whole inputs of a microbatch to its own values; its inputs
+            may include earlier counts.
+        buffers, inputs: names and paths of what the graph takes.
     """
 
     given: Mapping[str, str]
@@ -138,7 +142,7 @@ class Count:
     def of(
         self, parts: list[dict[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """By path. Random numbers are those that each microbatch draws."""
+        """Return the values by path. Random numbers are those that each microbatch draws."""
         terms = []
         with torch.no_grad():
             for number, part in enumerate(parts):
@@ -158,15 +162,15 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """How a batch is worked through (`autopar.analysis.microbatches` infers it and says why it is
-    so).
+    """How a batch is processed in microbatches (`autopar.analysis.microbatches` infers it).
 
     Attributes:
-        num: how many. inputs: path of each input that is cut → the dim it is cut along.
-        outputs: path, of all that can be put together → what a microbatch's output is of the
-            batch's: (``whole`` | ``split`` | ``sum`` | ``mean``, dim).
-        loss: path of the loss, None where the model returns none.
-        counts: what every microbatch is given of the batch, one after another.
+        num: the number of microbatches. inputs: path of each input that is cut → the dim it is cut
+            along.
+        outputs: path, of all that can be put together → how the batch's output follows from the
+            microbatches': (``whole`` | ``split`` | ``sum`` | ``mean``, dim).
+        loss: path of the loss, None if the model returns none.
+        counts: the values that every microbatch gets from the whole batch, one after another.
     """
 
     num: int
@@ -177,24 +181,25 @@ class Microbatches:
 
     @property
     def count_buffers(self) -> frozenset[str]:
-        """Buffers that something given follows from."""
+        """The buffers that `counts` read."""
         return frozenset(name for count in self.counts for name in count.buffers)
 
     @property
     def weight(self) -> float:
-        """Of each microbatch's loss, and of its tangent; without a loss 1."""
+        """The weight of each microbatch's loss, and its tangent; 1 without a loss."""
         return 1.0 if self.loss is None or self.outputs[self.loss][0] == "sum" else 1.0 / self.num
 
     def parts(
         self, inputs: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:
-        """The inputs of each microbatch, with what it is given of the batch.
+        """Return the inputs of each microbatch, including what it gets from the whole batch.
 
         Args:
-            buffers: by name, whole, those of `count_buffers` among them.
+            inputs: the batch's, by path. buffers: whole, by name, including those of
+                `count_buffers`.
 
         Raises:
-            RuntimeStateError: where a batch does not divide.
+            RuntimeStateError: if the batch cannot be divided.
         """
         parts = self.split(inputs)
         for count in self.counts:
@@ -203,7 +208,7 @@ class Microbatches:
         return parts
 
     def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The inputs of each microbatch that are of the call; raises as `parts`."""
+        """Return the inputs of each microbatch that come from the call; raises as `parts`."""
         parts: list[dict[str, torch.Tensor]] = [dict(inputs) for _ in range(self.num)]
         for path, dim in self.inputs.items():
             whole = inputs[path]
@@ -218,13 +223,13 @@ class Microbatches:
         return parts
 
     def bound(self, bind: Callable[[fx.GraphModule], fx.GraphModule]) -> Microbatches:
-        """With its graphs for one rank."""
+        """Return a copy whose graphs are bound to one rank by `bind`."""
         return replace(
             self, counts=tuple(replace(count, graph=bind(count.graph)) for count in self.counts)
         )
 
     def join(self, path: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The batch's output from the microbatches'."""
+        """Return the batch's output from the microbatches' outputs."""
         kind, dim = self.outputs[path]
         if kind == "split":
             return torch.cat(parts, dim)
@@ -235,8 +240,8 @@ class Microbatches:
         return torch.stack([part * (1.0 / self.num) for part in parts]).sum(0)
 
     def tangents(self, path: str, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of each microbatch's output, from that of the batch's: the derivative of `join`, for
-        models without a loss."""
+        """Return each microbatch's tangent from that of the batch's output: the derivative of
+        `join`, for models without a loss."""
         kind, dim = self.outputs[path]
         if kind == "split":
             return list(whole.chunk(self.num, dim))
@@ -275,7 +280,8 @@ class StagedProgram:
 
     @property
     def begins_backward(self) -> bool:
-        """Whether backward follows from the model's own loss, so that it may run among forwards."""
+        """Whether backward follows from the model's own loss, so that it may run before all
+        forwards have run."""
         return any(t.is_loss and t.has_gradient for stage in self.stages for t in stage.outputs)
 
     @property
@@ -295,30 +301,36 @@ class StagedProgram:
 
     @property
     def in_spec(self) -> Any:
+        """See `autopar.capture.trace.Trace`."""
         return self.trace.in_spec
 
     @property
     def out_spec(self) -> Any:
+        """See `autopar.capture.trace.Trace`."""
         return self.trace.out_spec
 
     @property
     def constants(self) -> Mapping[int, Any]:
+        """See `autopar.capture.trace.Trace`."""
         return self.trace.constants
 
     @property
     def settings(self) -> Mapping[int, Any]:
+        """See `autopar.capture.trace.Trace`."""
         return self.trace.settings
 
     @property
     def attributes(self) -> tuple[Constant, ...]:
+        """See `autopar.capture.trace.Trace`."""
         return self.trace.attributes
 
 
 def whole_outputs(part: Trace, how: Microbatches, num_axes: int) -> tuple[ProgramTensor, ...]:
-    """The outputs of the whole batch, on every rank.
+    """Return the outputs of the whole batch, on every rank.
 
     Args:
-        part: the trace of one microbatch. num_axes: of the mesh.
+        part: the trace of one microbatch. how: how microbatches make up the batch. num_axes: of the
+            mesh.
     """
     dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in how.outputs.items()}
     pairs = ((o, _whole(o, how.num, dims.get(o.path, -1), num_axes)) for o in part.outputs)
@@ -344,21 +356,23 @@ def _whole(border: Input | Output, num: int, dim: int, num_axes: int) -> Program
 
 
 class LazyGraphModule(fx.GraphModule):  # type: ignore[misc]  # untyped in torch
-    """Its Python code is written when it is first called or read: that takes longer than all else
-    of an emission.
+    """A graph module that writes its Python code when it is first called or read, since that takes
+    longer than the rest of an emission.
 
-    After changes of its graph `recompile`, as for any graph module. (torch has such a class for
-    Inductor, which is private.)
+    After changes of its graph call `recompile`, as for any graph module. (Torch has such a class
+    for Inductor, which is private.)
     """
 
     _is_written = False  # of the class, one of which torch makes for each instance
 
     def recompile(self) -> Any:
+        """Discard the code, so that it is written again when it is needed."""
         cls = type(self)
         cls._is_written, cls.forward = False, _written_forward
 
     @property
     def code(self) -> str:
+        """The Python code of the graph."""
         self._write()
         return str(super().code)
 

@@ -1,9 +1,8 @@
-"""An emitted graph in another order: steps that are started before they are finished become two
-nodes.
+"""An emitted graph in another order: a step that starts before it finishes becomes two nodes.
 
-Many orders are tried for one program, and most are only looked at: `Program.orders` holds them
-beside the graphs, and `written` makes graphs of them, which takes longer than all that is asked of
-an order.
+Many orders are tried for one program, and most are only examined. `Program.orders` holds them next
+to the graphs, and `write_order` writes one into the graphs, which takes longer than examining an
+order.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from autopar.program.program import Action, LazyGraphModule, Program
 
 
 def order_of(program: Program, phase: str) -> list[Action]:
-    """In which a phase runs."""
+    """Return the order in which a phase runs."""
     if phase in program.orders:
         return list(program.orders[phase])
     return [("run", node) for node in getattr(program, phase).graph.nodes]
 
 
 def write_order(program: Program) -> Program:
-    """The program whose graphs are in the order in which they are to run."""
+    """Return the program with its orders written into its graphs."""
     graphs = {
         phase: LazyGraphModule(getattr(program, phase), rebuilt(order))
         for phase, order in program.orders.items()
@@ -35,7 +34,7 @@ def write_order(program: Program) -> Program:
 
 
 def call_of_action(action: str, step: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What starting or finishing a step calls, and with what behind what it reads."""
+    """Return the function that starts or finishes a step, and its arguments after the first."""
     _, *settings = kernels.positional(step)
     return (kernels.start if action == "start" else kernels.finish), (
         step.meta["collective"].kind,
@@ -44,7 +43,7 @@ def call_of_action(action: str, step: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def reads(action: str, node: fx.Node) -> list[fx.Node]:
-    """The nodes whose results an action reads; a step's finish reads its start."""
+    """Return the nodes whose results an action reads; a step's finish reads its start."""
     return (
         []
         if action == "finish"
@@ -55,7 +54,7 @@ def reads(action: str, node: fx.Node) -> list[fx.Node]:
 
 
 def without_idle_starts(order: Iterable[Action]) -> list[Action]:
-    """A start right before its finish becomes the step itself."""
+    """Replace each start right before its finish by the step itself."""
     found: list[Action] = []
     for action, node in order:
         if action == "finish" and found[-1] == ("start", node):
@@ -66,7 +65,7 @@ def without_idle_starts(order: Iterable[Action]) -> list[Action]:
 
 
 def rebuilt(order: Iterable[Action]) -> fx.Graph:
-    """The graph whose nodes run, start and finish in this order."""
+    """Return the graph whose nodes run, start and finish in this order."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}

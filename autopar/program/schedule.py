@@ -1,9 +1,9 @@
-"""What each rank of a pipeline does, in which order, under each schedule.
+"""The order of each rank's work in a pipeline, under each schedule.
 
-A rank holds one stage, or, interleaved, several: its *chunks*. Of S stages on P ranks, rank r holds
+A rank holds one stage or, interleaved, several, its *chunks*. Of S stages on P ranks, rank r holds
 stages r, r + P, … (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-Using Megatron-LM", 2021, section 2.2). The interleaved order is that of torch's
-`ScheduleInterleaved1F1B`, as torch makes it: it runs what is planned here.
+Using Megatron-LM", 2021, section 2.2). The interleaved order is computed by torch's
+`ScheduleInterleaved1F1B`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ _KINDS = {
 
 
 class Action(NamedTuple):
-    """``forward`` or ``backward`` of a stage on a microbatch; or what it sends after, or
-    receives before, either: ``send forward`` …"""
+    """An action of a stage on a microbatch.
+
+    Attributes:
+        kind: ``forward`` or ``backward``, or the transfer before or after it: ``send forward``,
+            ``send backward``, ``receive forward`` or ``receive backward``.
+    """
 
     kind: str
     stage: int
@@ -38,7 +42,12 @@ class Action(NamedTuple):
 def orders(
     schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """Per rank, what its stages compute, in order."""
+    """Return, per rank, what its stages compute, in order.
+
+    Args:
+        schedule: its name. num_stages, num_microbatches: of the pipeline. num_chunks: stages per
+            rank.
+    """
     if schedule == INTERLEAVED:
         lists = interleaved_schedule(num_stages // num_chunks, num_chunks, num_microbatches)
         return tuple(
@@ -52,8 +61,8 @@ def orders(
 def _one_stage(
     schedule: str, stage: int, num_stages: int, num_microbatches: int
 ) -> tuple[Action, ...]:
-    """GPipe runs all forwards first; 1F1B at stage s as many as there are stages from s to the
-    last."""
+    """Return the order of one stage. GPipe runs all forwards first; 1F1B at stage s runs as many as
+    there are stages from s to the last."""
     ahead = _ahead(schedule, stage, num_stages, num_microbatches)
     work = [Action("forward", stage, m) for m in range(ahead)]
     for m in range(num_microbatches):
@@ -64,7 +73,7 @@ def _one_stage(
 
 
 def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Forwards before the first backward; then both take turns."""
+    """Return the number of forwards before the first backward; then both alternate."""
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
 
 
@@ -72,7 +81,11 @@ def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) ->
 def interleaved_schedule(
     num_ranks: int, num_chunks: int, num_microbatches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Per rank, what it computes, sends and receives, in order."""
+    """Return, per rank, what it computes, sends and receives, in order.
+
+    Args:
+        num_ranks: of the pipeline. num_chunks: stages per rank. num_microbatches: of a step.
+    """
     # Imported here: it loads about 300 modules, and only plans with interleaved stages need it.
     pipelining = imported_apart("torch.distributed.pipelining")
     stages: Any = [
@@ -99,8 +112,11 @@ def interleaved_schedule(
 def num_in_flight(
     schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[int, ...]:
-    """Per stage, of how many microbatches it holds kept values at most; counted where ranks hold
-    several stages."""
+    """Return, per stage, of how many microbatches it holds kept values at most.
+
+    Args:
+        schedule, num_stages, num_microbatches, num_chunks: see `orders`.
+    """
     if schedule != INTERLEAVED:
         return tuple(
             _ahead(schedule, stage, num_stages, num_microbatches) for stage in range(num_stages)
@@ -115,7 +131,9 @@ def num_in_flight(
 
 
 def num_rounds(num_ranks: int, num_microbatches: int) -> int:
-    """In how many rounds the interleaved order takes its microbatches, each with as many, at least
-    one per rank; 0 where they are not divided so."""
+    """Return the number of rounds of equally many microbatches in the interleaved order.
+
+    A round has at least one microbatch per rank. The result is 0 if they cannot be divided so.
+    """
     rounds = max(1, num_microbatches // num_ranks)
     return 0 if num_microbatches % rounds or num_microbatches < num_ranks else rounds

@@ -1,4 +1,4 @@
-"""Full tensors and their local parts, all ranks at once and without processes.
+"""Full tensors and their local parts, for all ranks at once and without processes.
 
 `split` and `join` define the order of the data in every local tensor; parameters on real devices
 follow the same order.
@@ -34,11 +34,15 @@ def local_part(
     view: Sequence[int],
     coordinate: Sequence[int],
 ) -> Tensor:
-    """The part of `full`, seen as `view`, at one coordinate of the mesh; a view where torch can
-    make one.
+    """Return the part of `full` at one coordinate of the mesh, a view if torch can make one.
+
+    Args:
+        full: the whole tensor. layout: over the dims of `view`. mesh_shape: the sizes of the mesh
+            axes.
+        view: the shape as which `full` is seen. coordinate: the rank's place in the mesh.
 
     Raises:
-        LayoutError: where `full` cannot be seen as `view`, or the layout has partial sums, halos or
+        LayoutError: if `full` cannot be seen as `view`, or the layout has partial sums, halos or
             mirrored parts.
     """
     if math.prod(view) != full.numel():
@@ -55,8 +59,12 @@ def local_part(
 def split(
     full: Tensor, layout: Layout, mesh: Mesh, view: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """One local tensor per rank, over the dims of `view` (by default the tensor's own); equal
-    parts are one object."""
+    """Return one local tensor per rank; equal parts are one object.
+
+    Args:
+        full: the whole tensor. layout: over the dims of `view`. mesh: of the ranks. view: the shape
+            as which `full` is seen, by default its own.
+    """
     view = tuple(full.shape) if view is None else tuple(view)
     parts: dict[tuple[int, ...], Tensor] = {}
     result = []
@@ -79,14 +87,15 @@ def join(
     shape: Sequence[int],
     tolerance: float = 0.0,
 ) -> Tensor:
-    """The full tensor of `shape`; partial sums are reduced, replicas must agree.
+    """Return the full tensor. Partial sums are reduced, replicas must agree.
 
     Args:
-        locals: one tensor per rank, over the dims that `layout` speaks of.
+        locals: one tensor per rank, over the dims of `layout`. layout: their layout. mesh: of the
+            ranks. shape: that of the result.
         tolerance: largest difference between replicas, relative to the largest magnitude.
 
     Raises:
-        VerificationError: where replicas differ.
+        VerificationError: if replicas differ.
     """
     parts = list(locals)
     for axis in reversed(layout.order):
@@ -114,7 +123,7 @@ def join(
 
 
 def reduce(parts: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """The parts reduced in rank order."""
+    """Reduce the parts in rank order."""
     result = parts[0]
     for part in parts[1:]:
         result = REDUCTIONS[reduce_op](result, part)

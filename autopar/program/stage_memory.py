@@ -1,9 +1,9 @@
-"""The peak of a stage under its schedule: the stage's work on fake tensors, in the order and with
-the names held of the real schedule.
+"""The peak memory of a stage under its schedule: its work runs on fake tensors, in the order of the
+real schedule and with the tensors that it holds.
 
-What torch's schedules hold in local variables is held here in the same ones: the buffers of the
+Local variables of torch's schedules that hold tensors have counterparts here: the buffers of the
 last receive, the tensors of the last send. Beyond two microbatches in flight each further one adds
-what it saves, and nothing else.
+only what it saves.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ SIMULATED = 2  # microbatches in flight
 
 @dataclass(frozen=True, slots=True)
 class StagePeak:
-    """Live tensor bytes of a stage on one rank, without the optimizer's state and the batch, which
-    is the user's.
+    """Live tensor bytes of a stage on one rank, without the optimizer's state and the user's batch.
 
     Attributes:
-        peak_bytes: over a step of all microbatches, parameters and buffers included. held_bytes:
-            what each one in flight holds.
+        peak_bytes: over a step of all microbatches, parameters and buffers included. held_bytes: of
+            each microbatch in flight.
     """
 
     peak_bytes: int
@@ -56,11 +55,11 @@ def trace_stage_peak(
     """Predict the memory of a stage by running its schedule on fake tensors.
 
     Args:
-        num_in_flight: of this stage under this schedule. outputs: as in
-            `autopar.runtime.staged_module`.
-        returned: of the whole pipeline; where it waits, outputs are there, whole, from the last
-            forward on, and the gradients by them through all backwards. What computing a loss of
-            them takes is not counted.
+        program: of the stage. schedule: its name. num_in_flight: of this stage under this schedule.
+            num_microbatches: of a step. outputs: see `autopar.runtime.staged_module`.
+        returned: of the whole pipeline. If it waits, whole outputs live from the last forward on,
+            and their gradients through all backwards. What computing a loss of them takes is not
+            counted.
     """
     waiting = returned if returned is not None and returned.waits else None
     trained = waiting is None or any(t.has_gradient for t in waiting.outputs)
@@ -99,7 +98,8 @@ def trace_stage_peak(
 
 
 def batch_of(program: Program, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """The inputs of `num` microbatches by path, those of each, and those that all are given."""
+    """Return the inputs of each of `num` microbatches by path, and the inputs that all of them
+    share."""
     own = [t for t in program.inputs if not t.crosses]
     parts = [
         {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if not t.given}
@@ -111,7 +111,11 @@ def batch_of(program: Program, num: int) -> tuple[list[dict[str, Tensor]], dict[
 def stage_work(
     program: Program, outputs: Outputs, memory: LiveBytes
 ) -> tuple[StageWork, list[Tensor]]:
-    """The stage's work on one rank, its parameters and buffers."""
+    """Return the stage's work on one rank, and its parameters and buffers.
+
+    Args:
+        program: of the stage. outputs: see `trace_stage_peak`. memory: counts live bytes.
+    """
     groups = fake_groups(program.mesh)
     place = tuple(group.coordinate for group in groups)
     executor = Rehearsal(
@@ -127,12 +131,12 @@ def stage_work(
 
 
 def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
-    """What one microbatch holds after its forward; under GPipe what it sent is held until the
-    end."""
+    """Return the bytes that one microbatch holds after its forward; under GPipe with what it sent,
+    which is held until the end."""
     before = memory.live_bytes
-    work.arriving(0)
+    work.arriving_inputs(0)
     work.forward(0)
-    sent = work.leaving(0)
+    sent = work.leaving_outputs(0)
     if not sends:
         sent = []
     held = memory.live_bytes - before
@@ -141,8 +145,8 @@ def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
 
 
 def put_together(work: StageWork) -> list[Tensor]:
-    """Tensors as large as the batch's outputs, which are put together from those that were
-    collected; a loss is a number in any case."""
+    """Return tensors as large as the batch's outputs that are put together from the collected ones.
+    A loss is one number in any case."""
     counted = [values if values[0].dim() else values[:1] for values in work.outputs.values()]
     return [
         torch.empty(sum(x.numel() for x in values), dtype=values[0].dtype, device=work.device)
@@ -151,8 +155,8 @@ def put_together(work: StageWork) -> list[Tensor]:
 
 
 def _collect_unsimulated(work: StageWork, num_more: int) -> None:
-    """What microbatches that are not simulated leave until the step ends: outputs, which lie as
-    those of the first one do."""
+    """Add the outputs that microbatches which are not simulated leave until the step ends. They lie
+    as those of the first microbatch."""
     shared = {x.untyped_storage()._cdata for x in work.read_by_all()}
     for _ in range(num_more):
         made: dict[int, Tensor] = {}
@@ -168,13 +172,14 @@ def _collect_unsimulated(work: StageWork, num_more: int) -> None:
 def _forwards_first(
     work: StageWork, num: int, num_more: int, returned: Returned, *, trained: bool
 ) -> None:
-    """As `autopar.program.transfers` and `autopar.runtime.outer_loss`, with what they hold."""
+    """Run the stage as `autopar.program.transfers` and `autopar.runtime.outer_loss` do, holding
+    what they hold."""
     for number in range(num):
         if number == num - 1:
             _collect_unsimulated(work, num_more)
-        work.arriving(number)
+        work.arriving_inputs(number)
         work.forward(number)
-        sent = work.leaving(number)
+        sent = work.leaving_outputs(number)
     del sent
     made = {
         path: returned.how.join(path, values).contiguous() for path, values in work.outputs.items()
@@ -191,14 +196,14 @@ def _forwards_first(
         }
         work.answer(parts_of(tangents, returned.how)[:num])
         for number in range(num):
-            work.arriving_back(number)
+            work.arriving_gradients(number)
             work.backward(number)
-            sent = work.leaving_back(number)
+            sent = work.leaving_gradients(number)
         del sent
     work.finish()
 
 
-# The names below are those of torch's schedules, for what they hold.
+# The names below are those of the variables of torch's schedules that hold tensors.
 
 
 def _gpipe(work: StageWork, num: int, num_more: int) -> None:
@@ -206,14 +211,14 @@ def _gpipe(work: StageWork, num: int, num_more: int) -> None:
     for number in range(num):
         if number == num - 1:
             _collect_unsimulated(work, num_more)
-        ops = work.arriving(number)
+        ops = work.arriving_inputs(number)
         work.forward(number)
-        ops = work.leaving(number)
+        ops = work.leaving_outputs(number)
         fwd_sends_to_wait.append(ops)
     for number in range(num):
-        ops = work.arriving_back(number)
+        ops = work.arriving_gradients(number)
         work.backward(number)
-        ops = work.leaving_back(number)
+        ops = work.leaving_gradients(number)
         bwd_sends_to_wait.append(ops)
 
 
@@ -225,19 +230,19 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: 
     ] = []  # of the last send that was fired alone: gloo's holds what it has sent
     forwarded = 0
     for forwarded in range(1, warmup + 1):
-        fwd_recvs = work.arriving(forwarded - 1)
+        fwd_recvs = work.arriving_inputs(forwarded - 1)
         work.forward(forwarded - 1)
-        fwd_sends = work.leaving(forwarded - 1)
+        fwd_sends = work.leaving_outputs(forwarded - 1)
         send_work = fwd_sends if forwarded < warmup else send_work
     _collect_unsimulated(work, num_more)
     for number in range(num):
-        bwd_recvs = work.arriving_back(number)
+        bwd_recvs = work.arriving_gradients(number)
         work.backward(number)
-        bwd_sends = work.leaving_back(number)
+        bwd_sends = work.leaving_gradients(number)
         if forwarded < num:
-            fwd_recvs = work.arriving(forwarded)
+            fwd_recvs = work.arriving_inputs(forwarded)
             work.forward(forwarded)
-            fwd_sends = work.leaving(forwarded)
+            fwd_sends = work.leaving_outputs(forwarded)
             forwarded += 1
         else:
             send_work = bwd_sends
@@ -245,18 +250,17 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: 
 
 
 # --------------------------------------------------------------------------------------------------
-# The peak of a rank that holds several stages, its chunks: what each piece of a chunk's work
-# adds, put together in the rank's order.
+# The peak of a rank that holds several stages, its chunks.
 #
-# Chunks share no tensor but parameters and buffers that both read. So each is measured alone on
-# fake tensors, and what lives at a moment is the sum: parameters and buffers, what a step holds
-# of each chunk, and per microbatch what has arrived, what waits for backward, and what is being
+# Chunks share only parameters and buffers that both read. So each is measured alone on fake
+# tensors, and the bytes that live at a moment are a sum: parameters and buffers, what a step holds
+# of each chunk, and per microbatch what was received, what is saved for backward, and what is being
 # sent (`autopar.program.transfers` says how long).
 
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """Bytes over what is live before a piece of work: at its peak, and after it."""
+    """Bytes above those that live before a piece of work: at its peak, and after it."""
 
     peak: int
     after: int
@@ -264,19 +268,19 @@ class Rise:
 
 @dataclass(frozen=True, slots=True)
 class ChunkMemory:
-    """What a chunk's work adds on one rank.
+    """The bytes that a chunk's work adds on one rank.
 
     Attributes:
-        resting: parameter, buffer or what microbatches are given → its bytes. mutated: the buffers
-            that it changes.
-        begin, finish: of a step. received, received_back: buffers of a microbatch for what arrives,
-            in forward and in backward.
-        forward, backward: on one microbatch. backward_beside: where what forward sent is still
-            held.
-        sent: what is freed when that is let go before backward. sent_late: after it. returned: the
-            same of the gradients that are sent.
-        collected: what a microbatch leaves until the step ends: outputs. joined: what they are of
-            the batch's, put together then.
+        resting: bytes of each parameter, buffer, and input that all microbatches share. mutated:
+            the buffers that it changes.
+        begin, finish: of a step. received, received_back: a microbatch's receive buffers, in
+            forward and in backward.
+        forward, backward: on one microbatch. backward_beside: backward while what forward sent is
+            still held.
+        sent: freed when what forward sent is released before backward. sent_late: after backward.
+            returned: freed when sent gradients are released.
+        collected: outputs that a microbatch leaves until the step ends. joined: its share of the
+            batch's outputs, which are put together then.
     """
 
     resting: Mapping[str, int]
@@ -326,6 +330,13 @@ class _Measured:
         parts: Sequence[Any],
         collected: set[str],
     ) -> dict[str, Any]:
+        """Measure a step of two microbatches and return the fields of `ChunkMemory` except the
+        first two.
+
+        Args:
+            parameters, buffers: as they rest. parts: the inputs of each microbatch. collected:
+                paths of the outputs that are collected.
+        """
         work = self._work
         found: dict[str, Any] = {}
         found["begin"], _ = self._rise(
@@ -333,22 +344,22 @@ class _Measured:
         )
         before = self._memory.live_bytes
         for number, beside in enumerate((False, True)):
-            rise, received = self._rise(partial(work.arriving, number))
+            rise, received = self._rise(partial(work.arriving_inputs, number))
             found["received"] = rise.after
             del received
             found["forward"], _ = self._rise(partial(work.forward, number))
-            sent = work.leaving(number)
+            sent = work.leaving_outputs(number)
             if not beside:
-                found["sent"] = self._freed(sent)
-            rise, received = self._rise(partial(work.arriving_back, number))
+                found["sent"] = self._free(sent)
+            rise, received = self._rise(partial(work.arriving_gradients, number))
             found["received_back"] = rise.after
             del received
             found["backward_beside" if beside else "backward"], _ = self._rise(
                 partial(work.backward, number)
             )
             if beside:
-                found["sent_late"] = self._freed(sent)
-            found["returned"] = self._freed(work.leaving_back(number))
+                found["sent_late"] = self._free(sent)
+            found["returned"] = self._free(work.leaving_gradients(number))
         found["collected"] = (self._memory.live_bytes - before) // 2
         before = self._memory.live_bytes
         joined = put_together(work)
@@ -365,7 +376,7 @@ class _Measured:
         result = run()
         return Rise(self._memory.peak_bytes - before, self._memory.live_bytes - before), result
 
-    def _freed(self, tensors: list[Any]) -> int:
+    def _free(self, tensors: list[Any]) -> int:
         before = self._memory.live_bytes
         tensors.clear()
         return before - self._memory.live_bytes
@@ -374,11 +385,12 @@ class _Measured:
 def rank_peak(
     chunks: Mapping[int, ChunkMemory], actions: Sequence[Action], num_microbatches: int
 ) -> int:
-    """The peak of a step in bytes, parameters and buffers included, without the optimizer's state
-    and the batch.
+    """Return the peak of a step in bytes, parameters and buffers included, without the optimizer's
+    state and the batch.
 
     Args:
-        chunks: stage → its memory. actions: of the rank; those of other stages count nothing.
+        chunks: stage → its memory. actions: of the rank; those of other stages do not count.
+            num_microbatches: of a step.
     """
     return _Replay(chunks).run(actions, num_microbatches)
 
@@ -393,6 +405,7 @@ class _Replay:
         self._late: set[tuple[int, int]] = set()  # whose backward has run while they were
 
     def run(self, actions: Sequence[Action], num_microbatches: int) -> int:
+        """Return the peak of these actions."""
         resting: dict[str, int] = {}
         for chunk in self._chunks.values():
             resting |= chunk.resting
@@ -428,7 +441,7 @@ class _Replay:
             self._rise(chunk.backward)
 
     def _let_go(self, stage: int, phase: str) -> None:
-        """What was sent last."""
+        """Release what was sent last."""
         microbatch = self._sent.pop((stage, phase), None)
         if microbatch is not None:
             chunk = self._chunks[stage]

@@ -1,11 +1,11 @@
-"""One rank's work in a pipeline: what a schedule asks of a stage, microbatch by microbatch, without
-communication.
+"""One rank's work in a pipeline: the pieces of a stage that a schedule runs, microbatch by
+microbatch, without communication.
 
 A schedule says when to receive, run forward, send, run backward. `StageWork` does each on the
-graphs of its stage; nothing runs through autograd. Buffers for what arrives are made when they are
-asked for and go with their last reader, so that no more than the microbatches in flight are held.
-`StageWorker` puts it under the schedules of torch.distributed.pipelining;
-`autopar.program.stage_memory` under one on fake tensors.
+graphs of its stage; nothing runs through autograd. Receive buffers are made when they are requested
+and released by their last reader, so that only those of the microbatches in flight are held.
+`StageWorker` runs it under the schedules of torch.distributed.pipelining;
+`autopar.program.stage_memory` runs it on fake tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StageWork:
         *,
         keep: bool,
     ) -> None:
-        """Before a step. Backward of what is no loss begins with what `answer` was given.
+        """Begin a step. If the model returns no loss, `answer` gives the tangents before backward.
 
         Args:
             wanted: paths of the outputs that are collected.
@@ -70,7 +70,7 @@ class StageWork:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is on its way."""
+        """Forget everything that is received, saved or to be sent."""
         self._received: dict[int, list[Tensor]] = {}
         self._made: dict[int, list[Tensor]] = {}
         self._saved: dict[int, list[Any]] = {}
@@ -83,21 +83,22 @@ class StageWork:
         absent: frozenset[str] = frozenset(),
         unsent: frozenset[str] = frozenset(),
     ) -> None:
-        """Between forwards and backwards, where the model returns no loss.
+        """Set the tangents of outputs, between forwards and backwards, if the model returns no
+        loss.
 
         Args:
-            tangents: of each microbatch, by path of an output, whole. absent: outputs whose
-                tangents are none, crossing ones too. unsent: what came from the stage before and
-                gets no gradient.
+            tangents: of each microbatch, by path of an output, whole. absent: outputs without a
+                tangent, including those that cross. unsent: inputs from the stage before that get
+                no gradient.
         """
         self._answers, self._absent, self._unsent = tangents, absent, unsent
 
-    def saved(self) -> list[Any]:
-        """What waits for backward, of all microbatches."""
+    def saved_values(self) -> list[Any]:
+        """Return the values that are saved for backward, of all microbatches."""
         return [value for values in self._saved.values() for value in values]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Tensors that the user holds, by what they are called."""
+        """Return the tensors that the user holds, with names for messages."""
         named = [
             (f"parameter {t.name!r}", x)
             for t, x in zip(self.program.parameters, self._resting, strict=True)
@@ -109,8 +110,8 @@ class StageWork:
         return named + [(f"input {name!r}", x) for part in self._parts for name, x in part.items()]
 
     def read_by_all(self) -> list[Tensor]:
-        """Parameters as forward takes them, buffers and the batch, whose memory outputs may
-        share."""
+        """Return the tensors whose memory outputs may share: parameters as forward takes them,
+        buffers and the batch."""
         return [
             *self._parameters,
             *self._buffers,
@@ -118,14 +119,14 @@ class StageWork:
         ]
 
     def finish(self) -> list[Tensor]:
-        """After a step: one gradient per parameter that has one. Lets go of everything."""
+        """End a step: return one gradient per parameter that has one, and release everything."""
         sums, gradients = self._sums, self._gradients
         self.clear()
         with torch.no_grad():
             return self.executor.end(sums) if sums else gradients
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._parameters, self._buffers, self._parts, self._sums, self._gradients = (
             [],
             (),
@@ -137,24 +138,24 @@ class StageWork:
         self.answer(())
         self._forget()
 
-    def arriving(self, number: int) -> list[Tensor]:
-        """Buffers for what comes from the stage before."""
+    def arriving_inputs(self, number: int) -> list[Tensor]:
+        """Return new buffers for a microbatch's inputs from the stage before."""
         self._received[number] = [self._empty(t) for t in self._arriving]
         return self._received[number]
 
-    def leaving(self, number: int) -> list[Tensor]:
-        """What goes to the stage after."""
+    def leaving_outputs(self, number: int) -> list[Tensor]:
+        """Return and release a microbatch's outputs for the next stage."""
         return self._made.pop(number, [])
 
-    def arriving_back(self, number: int) -> list[Tensor]:
-        """Buffers for the gradients of what left."""
+    def arriving_gradients(self, number: int) -> list[Tensor]:
+        """Return new buffers for the gradients of a microbatch's outputs, from the next stage."""
         self._tangents[number] = [
             self._empty(t) for t in self._leaving if t.has_gradient and t.name not in self._absent
         ]
         return self._tangents[number]
 
-    def leaving_back(self, number: int) -> list[Tensor]:
-        """The gradients of what arrived."""
+    def leaving_gradients(self, number: int) -> list[Tensor]:
+        """Return and release the gradients of a microbatch's inputs, for the stage before."""
         return self._returning.pop(number, [])
 
     def forward(self, number: int) -> None:
@@ -202,8 +203,8 @@ class StageWork:
             self._gradients = [] if self._sums else _apart(results)
 
     def _tangent(self, output: ProgramTensor, number: int) -> Tensor:
-        """What backward of a microbatch begins with; of what has no part in the loss zeros,
-        which nothing should read."""
+        """Return a microbatch's tangent of an output; zeros, which nothing should read, if the
+        output has no part in the loss."""
         if output.name in self._absent:
             return self._empty(output).zero_()
         if output.is_loss:
@@ -221,8 +222,14 @@ class StageWork:
 def outputs_kept(
     program: Program, outputs: Outputs, num_microbatches: int
 ) -> tuple[ProgramTensor, ...]:
-    """Which of a stage's outputs a call returns: all with ``"full"``, and of one stage's one
-    microbatch, whose parts are those of the whole batch; else the loss."""
+    """Return the outputs of a stage that a call returns.
+
+    These are all with ``"full"``, or if one stage runs one microbatch, whose parts are those of the
+    whole batch; else the loss.
+
+    Args:
+        program: of the stage. outputs: which the user asked for. num_microbatches: of a step.
+    """
     is_whole = num_microbatches == 1 and not any(
         t.crosses for t in (*program.inputs, *program.outputs)
     )
@@ -232,8 +239,8 @@ def outputs_kept(
 
 
 def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients, each with memory of its own: one may share memory with another, or with
-    what the graph was given."""
+    """Return the gradients, each in memory of its own: one may share memory with another, or with
+    an operand of the graph."""
     seen: set[int] = set()
     result: list[Tensor | None] = []
     for gradient in gradients:

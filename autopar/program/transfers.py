@@ -1,8 +1,8 @@
-"""What stages of a pipeline send each other, and how a rank starts it.
+"""The transfers between stages of a pipeline, and the order in which a rank starts them.
 
-Stages lie on ranks in turns: stage s on rank s mod P. Between two ranks of a group, what one sends
-comes in the order in which the other receives it, whatever stages it is of; so both have to start
-their transfers in one order (`autopar.validation.in_order` checks it).
+Stage s lies on rank s mod P. Between two ranks of a group, tensors are received in the order in
+which they are sent, whatever their stages; so both have to start their transfers in one order
+(`autopar.validation.in_order` checks it).
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_work import StageWork
 
 Started = list[dist.Work]
-"""Transfers on their way, one per tensor; each holds its tensor, and so do not keep what was
-waited for."""
+"""Transfers that were started, one per tensor. Each holds its tensor until it is released."""
 
 
 def peer(kind: str, stage: int) -> int:
-    """The other stage of a transfer.
+    """Return the other stage of a transfer.
 
     Args:
-        kind: ``send forward``, ``send backward``, ``receive forward`` or ``receive backward``, as
-            of `autopar.program.schedule.Action`.
-        stage: the one that sends or receives.
+        kind: ``send forward``, ``send backward``, ``receive forward`` or ``receive backward``, see
+            `autopar.program.schedule.Action`.
+        stage: the stage that sends or receives.
     """
     what, _, phase = kind.partition(" ")
     return stage + 1 if (what == "send") == (phase == "forward") else stage - 1
 
 
 class Transfers:
-    """Starts what one rank sends and receives.
+    """Starts the transfers of one rank.
 
     Args:
         group: the ranks of the pipeline in order.
 
     Attributes:
-        size: how many ranks there are. rank: this one's place among them.
+        size: the number of ranks. rank: this one's place among them.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -48,19 +47,31 @@ class Transfers:
         self.size, self.rank = group.size(), group.rank()
 
     def start(self, kind: str, tensors: Sequence[Tensor], stage: int) -> Started:
-        """Start the transfers of a stage, one after another; arguments as of `peer`."""
+        """Start the transfers of a stage, one after another.
+
+        Args:
+            kind, stage: see `peer`. tensors: what is sent, or received into.
+        """
         call = dist.irecv if kind.startswith("receive") else dist.isend
         other = self._rank_of(kind, stage)
-        return [_started(call(tensor, other, self._group)) for tensor in tensors]
+        return [_require_transfer(call(tensor, other, self._group)) for tensor in tensors]
 
     def start_together(self, kind: str, tensors: Sequence[Tensor], stage: int) -> Started:
-        """As `start`, as one batch."""
+        """Start the transfers of a stage as one batch.
+
+        Args:
+            kind, tensors, stage: see `start`.
+        """
         moves = self.moves(kind, tensors, stage)
         found: Started = dist.batch_isend_irecv(moves) if moves else []
         return found
 
     def moves(self, kind: str, tensors: Sequence[Tensor], stage: int) -> list[dist.P2POp]:
-        """The transfers, not started."""
+        """Return the transfers of a stage without starting them.
+
+        Args:
+            kind, tensors, stage: see `start`.
+        """
         call: Any = dist.irecv if kind.startswith("receive") else dist.isend
         return [
             dist.P2POp(call, tensor, self._rank_of(kind, stage), self._group) for tensor in tensors
@@ -71,32 +82,32 @@ class Transfers:
 
 
 def wait(started: Started) -> None:
-    """Until all are done; then none of them is held, nor what it moved."""
+    """Wait until all transfers are done, and release them with the tensors that they moved."""
     while started:
         started.pop(0).wait()
 
 
-def _started(transfer: dist.Work | None) -> dist.Work:
+def _require_transfer(transfer: dist.Work | None) -> dist.Work:
     assert transfer is not None, "this process is one of the group"
     return transfer
 
 
 # --------------------------------------------------------------------------------------------------
-# All forwards of a stage, then, when what they begin with is there, all backwards: GPipe (Huang
-# et al., 2019) in two halves.
+# All forwards of a stage, then all backwards: GPipe (Huang et al., 2019) in two halves.
 #
-# So run stages of a model that returns no loss, whose backward waits for one that the user
-# computes of the whole batch's outputs; and calls that have no backward. A stage waits for what
-# it sent before it sends the next, so that no more than one microbatch's is held for it:
-# `autopar.program.stage_memory` counts on it.
+# This is the order for a model that returns no loss, whose backward waits for a loss that the user
+# computes from the whole batch's outputs, and for calls that have no backward. A stage waits until
+# its last transfer is sent before it sends the next, so that it holds no more than one
+# microbatch's; `autopar.program.stage_memory` relies on it.
 
 
 class ForwardsFirst:
-    """Runs one stage's work on a batch; `begin` of the work came before, and `finish` comes after.
+    """Runs one stage's work on a batch, between `begin` and `finish` of the work.
 
     Args:
-        number: which stage it is. transfers: of this rank, of which each has one stage; None for a
-            single stage.
+        work: the stage's. number: of the stage. transfers: of this rank, which has one stage; None
+            for a single stage.
+        num_microbatches: of a step.
     """
 
     def __init__(
@@ -110,22 +121,22 @@ class ForwardsFirst:
         )
 
     def forward(self) -> None:
-        """Of all microbatches."""
+        """Run forward on all microbatches."""
         for started in self.steps("forward"):
             wait(started)
 
     def backward(self) -> None:
-        """Of all microbatches, in the same order."""
+        """Run backward on all microbatches, in the same order."""
         for started in self.steps("backward"):
             wait(started)
 
     def steps(self, phase: str) -> Iterator[Started]:
-        """``forward`` or ``backward`` of all microbatches, in pieces: each time the transfers
-        that have to be done before it goes on."""
+        """Run ``forward`` or ``backward`` on all microbatches in pieces. Each piece yields the
+        transfers that must be done before the next one."""
         work = self.work
         if phase == "forward":
-            return self._each(phase, work.arriving, work.forward, work.leaving)
-        return self._each(phase, work.arriving_back, work.backward, work.leaving_back)
+            return self._each(phase, work.arriving_inputs, work.forward, work.leaving_outputs)
+        return self._each(phase, work.arriving_gradients, work.backward, work.leaving_gradients)
 
     def _each(
         self,
@@ -136,13 +147,13 @@ class ForwardsFirst:
     ) -> Iterator[Started]:
         sending: Started = []  # they hold what they send
         for number in range(self._num):
-            yield self._started(f"receive {phase}", arriving(number))
+            yield self._start(f"receive {phase}", arriving(number))
             run(number)
             yield sending
-            sending = self._started(f"send {phase}", leaving(number))
+            sending = self._start(f"send {phase}", leaving(number))
         yield sending
 
-    def _started(self, kind: str, tensors: Sequence[Tensor]) -> Started:
+    def _start(self, kind: str, tensors: Sequence[Tensor]) -> Started:
         if not tensors:
             return []
         assert self._transfers is not None, "several stages have a group"
@@ -152,20 +163,20 @@ class ForwardsFirst:
 # --------------------------------------------------------------------------------------------------
 # Several stages of one rank, run in the interleaved order (`autopar.program.schedule`).
 #
-# torch makes the order; it is run here, since torch's own runtime of several stages keeps all that
-# it has sent until the step ends. Here a stage waits for what it sent before it sends the next of
-# the same kind, and holds what it sends until then: `autopar.program.stage_memory` counts on it.
-# Every transfer stands at one place of a common order of all ranks, as the last thing that its
-# sender and the first that its receiver does there; so nobody waits for a rank that waits for it,
-# and between two ranks all transfers start in one order.
+# Torch computes the order. It does not run it, since torch's own runtime of several stages keeps
+# everything that it sent until the step ends. Here a stage waits until its last transfer of a kind
+# is sent before it sends the next one, and holds the tensors until then;
+# `autopar.program.stage_memory` relies on it. Every transfer has one place in a common order of all
+# ranks, as the last action of its sender and the first of its receiver there. So no two ranks wait
+# for each other, and between two ranks all transfers start in one order.
 
 
 class Interleaving:
     """Runs the steps of one rank's stages.
 
     Args:
-        works: stage → its work; their sum over ranks are stages 0 to S − 1. transfers: of this
-            rank.
+        works: stage → its work. Together the ranks have stages 0 to S − 1. transfers: of this rank.
+            num_microbatches: of a step.
     """
 
     def __init__(
@@ -177,13 +188,13 @@ class Interleaving:
         ]
 
     def run(self, *, backward: bool) -> None:
-        """One step; `begin` of each work came before. Without `backward` the order of what is
-        left is the same."""
+        """Run one step, after `begin` of each work. Without `backward` the rest keeps its order."""
         for started in self.steps(backward=backward):
             wait(started)
 
     def steps(self, *, backward: bool) -> Iterator[Started]:
-        """One step, in pieces: each time the transfers that have to be done before it goes on."""
+        """Run one step in pieces. Each piece yields the transfers that must be done before the next
+        one."""
         for kind, stage, microbatch in self._actions:
             if backward or kind.endswith("forward"):
                 yield from self._chunks[stage].act(kind, microbatch)
@@ -200,21 +211,22 @@ class _Chunk:
         self._sent: dict[str, tuple[Sequence[Tensor], Started]] = {}
 
     def act(self, kind: str, microbatch: int) -> Iterator[Started]:
-        """One action of the order (`autopar.program.schedule.Action`), and what it waits for."""
+        """Run one action of the order (`autopar.program.schedule.Action`); yield what it waits
+        for."""
         what, _, phase = kind.rpartition(" ")
         if what == "receive":
             tensors = (
-                self.work.arriving(microbatch)
+                self.work.arriving_inputs(microbatch)
                 if phase == "forward"
-                else self.work.arriving_back(microbatch)
+                else self.work.arriving_gradients(microbatch)
             )
             self._arriving[phase, microbatch] = self._transfers.start(kind, tensors, self._number)
         elif what == "send":
             yield from self._finish_sending(phase)
             tensors = (
-                self.work.leaving(microbatch)
+                self.work.leaving_outputs(microbatch)
                 if phase == "forward"
-                else self.work.leaving_back(microbatch)
+                else self.work.leaving_gradients(microbatch)
             )
             self._sent[phase] = tensors, self._transfers.start(kind, tensors, self._number)
         else:
@@ -223,7 +235,7 @@ class _Chunk:
             run(microbatch)
 
     def close(self) -> Iterator[Started]:
-        """At the end of a step."""
+        """End a step: yield the transfers that are left."""
         for phase in ("forward", "backward"):
             yield from self._finish_sending(phase)
 

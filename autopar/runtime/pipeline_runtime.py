@@ -187,24 +187,24 @@ class StageWorker(PipelineStage):
         return (
             []
             if self.is_first
-            else self._moves("receive forward", self.work.arriving(fwd_chunk_id))
+            else self._moves("receive forward", self.work.arriving_inputs(fwd_chunk_id))
         )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the tensors of a microbatch to the next stage."""
-        return self._moves("send forward", self.work.leaving(fwd_chunk_id))
+        return self._moves("send forward", self.work.leaving_outputs(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive the gradients of the tensors that were sent."""
         return (
             []
             if self.is_last
-            else self._moves("receive backward", self.work.arriving_back(bwd_chunk_id))
+            else self._moves("receive backward", self.work.arriving_gradients(bwd_chunk_id))
         )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the gradients of the tensors that were received."""
-        return self._moves("send backward", self.work.leaving_back(bwd_chunk_id))
+        return self._moves("send backward", self.work.leaving_gradients(bwd_chunk_id))
 
     def forward_one_chunk(
         self,
@@ -511,7 +511,7 @@ class StageCalls:
         for work in works.values():
             watched.watch(
                 [*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())],
-                work.saved(),
+                work.saved_values(),
             )
         watched.follow(zip((f"parameter {t.name!r}" for t in self.held), parameters, strict=True))
         return watched

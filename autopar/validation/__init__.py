@@ -1,6 +1,5 @@
-"""Translation validation: an emitted program against the trace and the plan that it was made of,
-node by node, before it runs.
-"""
+"""Translation validation: check an emitted program against its trace and its plan, node by node,
+before it runs."""
 
 from autopar.validation.microbatches import validate_microbatches
 from autopar.validation.states import Validation

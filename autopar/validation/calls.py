@@ -1,6 +1,5 @@
-"""Whether a node of an emitted graph calls what a rank has to call: target, operands and settings,
-argument by argument.
-"""
+"""Compare the call of an emitted node with the call that a rank must make: target, operands and
+settings, argument by argument."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ Splitters = tuple[tuple[int, int], ...]
 
 
 def place_of(node: fx.Node, env: Mapping[fx.Node, Any]) -> Place | None:
-    """The state of a node that computes a rank's first index or the length of its part; None where
-    it computes something else.
-    """
+    """Return the state of a node that computes a rank's first index or the length of its part; None
+    for other nodes."""
     if node.target in steps.PLACES:
         size, splitters = node.args
         kind = "start" if node.target is steps.local_start else "length"
@@ -40,7 +38,7 @@ def place_of(node: fx.Node, env: Mapping[fx.Node, Any]) -> Place | None:
 
 
 def written_operand(node: fx.Node) -> fx.Node | None:
-    """The operand that a node writes its result into, if any."""
+    """Return the operand that a node writes its result into, if any."""
     form = functional_form(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     if form is None:
         return None
@@ -49,8 +47,13 @@ def written_operand(node: fx.Node) -> fx.Node | None:
 
 
 def expected_call(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
-    """What a rank has to call. Sizes of views and of draws are derived here; those of other ops by
-    `localize`, which `law` tries.
+    """Return the call that a rank must make.
+
+    Sizes of views and of draws are derived here; those of other ops by `localize`, which `law`
+    tests.
+
+    Args:
+        call: on global tensors. strategy: the layouts. mesh_shape: the sizes of the mesh axes.
     """
     if call.target in VIEWS and call.target is not aten.unsqueeze.default:
         return Local(
@@ -82,8 +85,12 @@ def _local_sizes(
 def differences(
     node: fx.Node, local: Local, env: Mapping[fx.Node, Any], mesh_shape: Sequence[int]
 ) -> Iterator[str]:
-    """How a node differs from the call that it has to make; its operands are looked at by
-    `operands_in`.
+    """Iterate over the differences between a node's call and the call that it must make, in words.
+    Operands are compared by `operands_in`.
+
+    Args:
+        node: of the emitted graph. local: the call that it must make. env: the states so far.
+            mesh_shape: the sizes of the mesh axes.
     """
     target, without = functional_form(node.target) or (node.target, "")  # type: ignore[arg-type]
     wanted = dispatched.STEPS.get(local.target, local.target)
@@ -101,7 +108,7 @@ def differences(
 
 
 class _Missing:
-    """Stands for an argument that is not there."""
+    """Stands for an argument that does not exist."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -124,7 +131,12 @@ def _pairs(
 
 
 def matches(made: Any, due: Any, env: Mapping[fx.Node, Any], mesh_shape: Sequence[int]) -> bool:
-    """Whether an argument of a node is the one that is due."""
+    """Return whether an argument of a node is the right one.
+
+    Args:
+        made: the node's argument. due: the argument of the call that it must make. env: the states
+            so far. mesh_shape: the sizes of the mesh axes.
+    """
     if isinstance(due, Operand):
         return isinstance(made, fx.Node)  # which one, `operands_in` says
     if isinstance(due, Start):
@@ -150,7 +162,11 @@ def _is_place(
 
 
 def splitters_of(layout: Layout, dim: int, mesh_shape: Sequence[int]) -> Splitters:
-    """(axis, its size) of those that split a dim, outermost first."""
+    """Return (axis, axis size) of the axes that split a dim, outermost first.
+
+    Args:
+        layout: of the tensor. dim: the dim. mesh_shape: the sizes of the mesh axes.
+    """
     return tuple((axis, mesh_shape[axis]) for axis in layout.splitters(dim))
 
 
@@ -159,9 +175,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def operands_in(made: Any, due: Any) -> Iterator[tuple[int, fx.Node]]:
-    """The number of each operand that a call has to read, and the node that stands there; both of
-    one shape (`differences`).
-    """
+    """Iterate over the numbers of the operands that a call must read, each with the node at its
+    place. Both arguments have one structure (`differences`)."""
     if isinstance(due, Operand):
         yield due.index, made
     elif isinstance(due, tuple | list):
@@ -170,7 +185,7 @@ def operands_in(made: Any, due: Any) -> Iterator[tuple[int, fx.Node]]:
 
 
 def node_operands(node: fx.Node, local: Local) -> list[tuple[int, fx.Node]]:
-    """As `operands_in`, of all arguments of a node."""
+    """Return `operands_in` of all arguments of a node."""
     named = ((node.kwargs[name], due) for name, due in local.kwargs.items())
     return [
         *operands_in(node.args, local.args),

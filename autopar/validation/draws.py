@@ -1,6 +1,5 @@
-"""Random draws of a trace: no two of them share their numbers, and the state that all follow from
-goes on by one at each call.
-"""
+"""Check random draws of a trace: no two of them share their numbers, and the state that all of them
+read is increased by one at each call."""
 
 from __future__ import annotations
 
@@ -19,12 +18,11 @@ from autopar.validation.law import DRAWS
 from autopar.validation.states import invalid
 
 # --------------------------------------------------------------------------------------------------
-# Random numbers by position: that draws, steps and seeds are independent, and that a part of a
-# draw is the part of it.
+# Random numbers by position: draws, steps and seeds must be independent, and a rank's part of a
+# draw must equal that part of the whole draw.
 #
-# The functions are run on few elements, from states that are the same each time, so that the
-# verdict is the same each time. With n numbers a correlation of independent draws is beyond 6 /
-# √n once in 10⁹ times.
+# The functions run on few elements, from fixed states, so that the verdict is always the same. With
+# n numbers the correlation of independent draws exceeds 6 / √n once in 10⁹ times.
 
 _ROWS, _COLUMNS = 48, 64
 _FAR = 6.0 / (_ROWS * _COLUMNS) ** 0.5
@@ -35,16 +33,16 @@ _SETTINGS: dict[Callable[..., Tensor], tuple[tuple[Any, ...], float, float]] = {
     random.normal: ((0.0, 1.0, torch.float32), 0.0, 1.0),
     random.randint: ((0, 1001, torch.int64), 500.0, (1001.0**2 / 12.0) ** 0.5),
 }
-"""Per function: settings, and the mean and the standard deviation of its numbers then."""
+"""Function → its settings, and the mean and the standard deviation of its numbers with them."""
 _PARTS = ((0, 24, 0, 64), (24, 24, 0, 64), (0, 48, 32, 32), (47, 1, 63, 1))
 """First row, rows, first column, columns."""
 
 
 def check_generator(kinds: Iterable[Callable[..., Tensor]]) -> None:
-    """Try these functions of `autopar.ops.random`.
+    """Test these functions of `autopar.ops.random`.
 
     Raises:
-        ValidationError: saying which draws are correlated, or which part is none.
+        ValidationError: if draws are correlated, or a part of a draw is not the draw's part.
     """
     for kind in sorted(kinds, key=lambda k: k.__name__):
         _check_independent(kind)
@@ -102,11 +100,11 @@ _LARGEST = 2**31
 
 
 def check_draws(trace: Trace) -> None:
-    """That draws are independent of each other and differ from step to step.
+    """Check that draws are independent of each other and differ from step to step.
 
     Raises:
-        ValidationError: naming the draw that is correlated with an earlier one, or the state that
-            does not go on.
+        ValidationError: for a draw that is correlated with an earlier one, or a state that is not
+            increased.
     """
     seen: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in trace.graph.nodes:

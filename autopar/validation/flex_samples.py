@@ -35,7 +35,8 @@ def _numbers(info: TensorInfo, seed: int, bound: int = _MANY) -> torch.Tensor:
 
 
 def _sizes(call: Call) -> tuple[dict[str, int], int]:
-    """Of the small call: how many samples, query heads, queries and keys; and heads of keys."""
+    """Return the small call's numbers of samples, query heads, queries and keys; and of key
+    heads."""
     (batch, heads, queries, _), (_, shared, keys, _) = (info.shape for info in call.inputs[:2])
     few = 1 if shared == 1 else 2
     num = min(heads, _HEADS) if heads == shared else few * (heads // shared)
@@ -124,7 +125,7 @@ def _backward_of(call: Call) -> list[Trial]:
 
 
 def _settings(call: Call, first: int) -> Sequence[Any]:
-    """What stands behind the captured tensors, as torch takes it."""
+    """Return the arguments after the captured tensors, in torch's types."""
     return [list(x) if isinstance(x, tuple) else x for x in call.args[first:]]
 
 

@@ -1,11 +1,11 @@
-"""`check_order`: a step of all stages and microbatches, as ranks run it, on symbols in place of
-tensors.
+"""Check the order of a pipeline's step: all stages and microbatches run as ranks run them, on
+symbols instead of tensors.
 
-`StageWork` does what a schedule asks of a stage; here it does so in the order of the schedule,
-with an executor that knows no numbers, and hands over to the stages that ranks would hand over to.
-Where autopar runs a rank's order itself, as of interleaved stages, that code runs, with transfers
-between symbols (`transfers`). Each call has to get what it is for: the parts of the batch of its
-microbatch, what the neighbours made of the same microbatch under the same names, the values that
+`StageWork` does what a schedule requests of a stage. Here it does so in the order of the schedule,
+with an executor that computes no numbers, and passes symbols to the stages that ranks would pass
+tensors to. If autopar runs a rank's order itself, as for interleaved stages, that code runs, with
+transfers between symbols (`Wires`). Each call must get the right symbols: the parts of the batch of
+its microbatch, the neighbours' results of the same microbatch under the same names, the values that
 its own forward saved, and one and the same sums, which the first backward writes and each later one
 adds to.
 """
@@ -29,16 +29,15 @@ from autopar.program.transfers import ForwardsFirst, Interleaving
 from autopar.validation.states import invalid
 
 # --------------------------------------------------------------------------------------------------
-# `run_ranks`: what runs a rank's stages, on symbols, with transfers that go from rank to rank in
-# one process.
+# Transfers of symbols between ranks in one process.
 #
-# A transfer is one start of as many tensors as a stage hands over at once. Between two ranks the
-# n-th start of one has to meet the n-th of the other, of which one sends and one receives: that
-# is how process groups pair them. What is received is there once it was waited for, and nothing
-# that was started may be left without being waited for.
+# A transfer is one start of all tensors that a stage passes on at once. Between two ranks the n-th
+# start of one must meet the n-th of the other, of which one sends and one receives: that is how
+# process groups pair them. Received tensors are valid after the wait, and every start must be
+# waited for.
 
 Steps = Iterator[list[Any]]
-"""A rank's step in pieces: each time what it waits for."""
+"""A rank's step in pieces; each yields the transfers that it waits for."""
 
 
 @dataclass(eq=False)
@@ -46,8 +45,10 @@ class _Transfer:
     """One side of a transfer.
 
     Attributes:
-        rank, other: of this side, and of the one that it names. tensors: symbols, or what they are
-            received into. is_done: whether it was waited for.
+        rank, other: of this side, and of the one that it names. kind, stage: see
+            `autopar.program.transfers.peer`.
+        tensors: symbols, or buffers for them. is_done: whether it was waited for. meets: the other
+            side.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class _Transfer:
 
     @property
     def sends(self) -> bool:
+        """Whether this side sends."""
         return self.kind.startswith("send")
 
 
@@ -73,7 +75,8 @@ class Wires:
 
     Attributes:
         size: the number of ranks. in_one_order: whether sends and receives between two ranks are
-            paired together; else each direction by itself, as where they are started as a batch.
+            paired in one order; else each direction by itself, as if they are started as a batch.
+        started: all sides so far.
     """
 
     size: int
@@ -84,10 +87,16 @@ class Wires:
     )
 
     def of(self, rank: int) -> _Transfers:
-        """What a rank starts its transfers with."""
+        """Return the object with which a rank starts its transfers."""
         return _Transfers(self, rank)
 
     def start(self, rank: int, kind: str, tensors: list[Any], stage: int) -> list[_Transfer]:
+        """Start a side of a transfer, and pair it with the other side if that was started.
+
+        Args:
+            rank: that starts it. kind, stage: see `autopar.program.transfers.peer`. tensors:
+                symbols, or buffers for them.
+        """
         if not tensors:
             return []
         made = _Transfer(rank, transfers.peer(kind, stage) % self.size, kind, stage, tensors)
@@ -115,29 +124,35 @@ class Wires:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """As `autopar.program.transfers.Transfers`, of one rank."""
+    """`autopar.program.transfers.Transfers` of one rank, on symbols."""
 
     wires: Wires
     rank: int
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.wires.size
 
     def start(self, kind: str, tensors: Sequence[Any], stage: int) -> list[_Transfer]:
+        """See `autopar.program.transfers.Transfers.start`.
+
+        Args:
+            kind, tensors, stage: see there.
+        """
         return self.wires.start(self.rank, kind, list(tensors), stage)
 
     start_together = start
 
 
 def run_ranks(wires: Wires, steps: Mapping[int, Callable[[], Steps]]) -> None:
-    """Run all ranks, each as far as what it waits for is there.
+    """Run all ranks, each until it waits for a transfer that was not started.
 
     Args:
-        steps: rank → makes its step.
+        wires: their transfers. steps: rank → starts its step.
 
     Raises:
-        ValidationError: where ranks wait for each other, or leave a transfer.
+        ValidationError: if ranks wait for each other, or do not wait for a transfer.
     """
     running = {rank: make() for rank, make in steps.items()}
     pending: dict[int, list[_Transfer]] = {rank: [] for rank in running}
@@ -171,18 +186,18 @@ _DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Symbol:
-    """A tensor: what it is called, and of which microbatch; −1 of what all have."""
+    """A tensor's name and its microbatch; −1 if all microbatches share it."""
 
     name: str
     microbatch: int = -1
 
     def contiguous(self) -> _Symbol:
-        """Itself: where it lies makes no difference."""
+        """Return the symbol itself."""
         return self
 
 
 class _Buffer:
-    """What a tensor is received into, and what came."""
+    """A buffer that a symbol is received into."""
 
     came: _Symbol | None = None
 
@@ -191,14 +206,15 @@ class _Buffer:
 
 
 def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
-    """Run a step of forwards and, where anything is trained, backwards.
+    """Run a step of forwards and, if anything is trained, backwards.
 
     Args:
-        schedule: its name. num_ranks: in the pipeline, each with as many stages.
+        program: of all stages. schedule: its name. num_ranks: in the pipeline, each with equally
+            many stages.
 
     Raises:
-        ValidationError: naming the stage, the microbatch and what it got; or the ranks that wait
-            for each other.
+        ValidationError: with the stage, the microbatch and what it got; or the ranks that wait for
+            each other.
     """
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
     kinds = ("forward", "backward") if trained else ("forward",)
@@ -215,7 +231,7 @@ def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
 
 
 def _check_interleaved(stages: Sequence[_Stage], num_ranks: int, *, trained: bool) -> None:
-    """Several stages a rank, as `Interleaving` runs them."""
+    """Run several stages per rank, as `Interleaving` does."""
     wires, num = Wires(num_ranks, in_one_order=True), stages[0].num
     steps = {}
     for rank in range(num_ranks):
@@ -226,7 +242,7 @@ def _check_interleaved(stages: Sequence[_Stage], num_ranks: int, *, trained: boo
 
 
 def _forwards_first(stages: Sequence[_Stage], kind: str) -> None:
-    """A stage a rank, of which no backward runs among forwards, as `ForwardsFirst` runs them."""
+    """Run one stage per rank without backwards among forwards, as `ForwardsFirst` does."""
     wires, steps = Wires(len(stages), in_one_order=False), {}
     for stage in stages:
         between: Any = wires.of(stage.stage)
@@ -242,7 +258,7 @@ _Sent = dict[tuple[int, int], deque[list[Any]]]
 def _check_scheduled(
     stages: Sequence[_Stage], lists: Sequence[Sequence[Action]], kinds: Sequence[str]
 ) -> None:
-    """A stage a rank, in the order of torch's schedules, which run `StageWorker`."""
+    """Run one stage per rank, in the order of torch's schedules, which run `StageWorker`."""
     sent: _Sent = defaultdict(deque)
     left = [[action for action in actions if action.kind in kinds] for actions in lists]
     while any(left):
@@ -259,32 +275,31 @@ def _check_scheduled(
 
 
 def _source(stages: Sequence[_Stage], action: Action) -> int | None:
-    """The stage that an action receives from; None where it is of one end of the pipeline."""
+    """Return the stage that an action receives from; None at an end of the pipeline."""
     is_end = action.stage == (0 if action.kind == "forward" else len(stages) - 1)
     return None if is_end else transfers.peer(f"receive {action.kind}", action.stage)
 
 
 def _is_ready(stages: Sequence[_Stage], action: Action, sent: _Sent) -> bool:
-    """Whether what a stage receives was made, and backward has what forward saves."""
+    """Return whether a stage's operands were sent and, for backward, its forward has run."""
     source, ahead = _source(stages, action), action.kind == "forward"
     came = source is None or bool(sent[source, action.stage])
     return came and (ahead or stages[action.stage].runs["forward", action.microbatch] > 0)
 
 
 def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
-    """One forward or backward, with what it receives before and sends after: one tensor after the
-    other, as ranks do.
-    """
+    """Run one forward or backward, with its receives before and its sends after, one tensor after
+    the other, as ranks do."""
     stage, number = stages[action.stage], action.microbatch
     source, ahead = _source(stages, action), action.kind == "forward"
-    buffers = stage.work.arriving(number) if ahead else stage.work.arriving_back(number)
+    buffers = stage.work.arriving_inputs(number) if ahead else stage.work.arriving_gradients(number)
     come = sent[source, action.stage].popleft() if source is not None else []
     if len(come) != len(buffers):
         raise stage.error(number, f"{len(come)} tensors come, and it takes {len(buffers)}")
     for buffer, each in zip(buffers, come, strict=True):
         buffer.came = each  # type: ignore[attr-defined]
     (stage.work.forward if ahead else stage.work.backward)(number)
-    leaving = stage.work.leaving(number) if ahead else stage.work.leaving_back(number)
+    leaving = stage.work.leaving_outputs(number) if ahead else stage.work.leaving_gradients(number)
     if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):
         sent[action.stage, transfers.peer(f"send {action.kind}", action.stage)].append(
             list(leaving)
@@ -292,7 +307,7 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
 
 
 class _Work(StageWork):
-    """A stage's work, whose tensors are symbols."""
+    """A stage's work on symbols."""
 
     def _empty(self, tensor: ProgramTensor) -> Any:
         return _Buffer(tensor.name)
@@ -303,9 +318,11 @@ class _Work(StageWork):
         return _Symbol(f"answer {output.name}", number)
 
     def forward(self, number: int) -> None:
+        """See `StageWork.forward`."""
         self._run(super().forward, "forward", number)
 
     def backward(self, number: int) -> None:
+        """See `StageWork.backward`."""
         self._run(super().backward, "backward", number)
 
     def _run(self, run: Callable[[int], None], kind: str, number: int) -> None:
@@ -338,7 +355,7 @@ class _Stage:
         self.work.begin((), parameters, (), parts, self.weight, keep=keep)  # type: ignore[arg-type]
 
     def error(self, number: int, why: str) -> ValidationError:
-        """Of this stage."""
+        """Return an error of this stage."""
         what = f"stage {self.stage} at microbatch {number} of {self.num}: {why}"
         return invalid(what)
 
@@ -349,8 +366,8 @@ class _Stage:
                 raise self.error(self.number, f"{what} gets {came}, where {other} is due")
 
     def finish(self) -> None:
-        """After a step: each microbatch went forward and backward, and the sums were made use
-        of."""
+        """Check, after a step, that each microbatch ran forward and backward once, and that the
+        sums were used."""
         for number in range(self.num):
             for kind in self.kinds:
                 if self.runs[kind, number] != 1:
@@ -359,14 +376,14 @@ class _Stage:
         if self.sums and "backward" in self.kinds and not self.ended:
             raise self.error(self.num - 1, "nothing is made of the sums of gradients")
 
-    # What an executor does.
+    # The interface of an executor.
 
     def begin(self, parameters: Sequence[Any]) -> list[Any]:
-        """Parameters as microbatches read them."""
+        """Return the symbols of parameters as microbatches read them."""
         return [_Symbol(f"gathered {p.name}") for p in parameters]
 
     def new_sums(self) -> list[Any]:
-        """What gradients are added to."""
+        """Return the symbols of the sums of gradients."""
         return list(self.sums)
 
     def forward(
@@ -377,7 +394,11 @@ class _Stage:
         *,
         keep: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """One microbatch."""
+        """Check the operands of one microbatch's forward and return its results.
+
+        Args:
+            parameters, buffers, inputs, keep: see `autopar.program.executor.Executor.forward`.
+        """
         number = self.number
         self.runs["forward", number] += 1
         due = [_Symbol(t.name, number) for t in self.program.inputs]
@@ -396,7 +417,11 @@ class _Stage:
         first: bool = False,
         absent: frozenset[int] = frozenset(),
     ) -> list[Any]:
-        """One microbatch's gradients."""
+        """Check the operands of one microbatch's backward and return its gradients.
+
+        Args:
+            saved, tangents, sums, first, absent: see `autopar.program.executor.Executor.backward`.
+        """
         number, before = (
             self.number,
             sum(n for (kind, _), n in self.runs.items() if kind == "backward"),
@@ -429,7 +454,7 @@ class _Stage:
         self._check("backward", [tangent], [_Symbol(f"{name} {output.name}", self.number)])
 
     def end(self, sums: Sequence[Any]) -> list[Any]:
-        """Gradients as parameters rest."""
+        """Check the sums and return gradients as parameters rest."""
         self._check("the end of a step", sums, self.sums)
         self.ended = True
         return [torch.zeros(1) for _ in sums]

@@ -1,6 +1,5 @@
-"""Kernels that do a product and the collective at its border: the states are those of one after the
-other.
-"""
+"""States of kernels that do a product and the collective at its border: those of one after the
+other."""
 
 from __future__ import annotations
 
@@ -29,11 +28,12 @@ class Walk(Protocol):
     again: Mapping[str, Strategy]
     env: dict[fx.Node, Any]
 
-    def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several: ...
+    def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
+        """Return the state of a traced node's results, after checking its strategy."""
 
 
 def product_states(walk: Walk, node: fx.Node) -> State | Several:
-    """What a kernel's node makes."""
+    """Return the state of a kernel's node."""
     origin, strategy = _planned_strategy(walk, node, str(node.meta["key"]))
     if node.target is fused.all_gather_matmul:
         return _state_gathered(walk, node, origin, strategy)
@@ -43,7 +43,8 @@ def product_states(walk: Walk, node: fx.Node) -> State | Several:
 
 
 def _planned_strategy(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
-    """A traced node and its strategy, that of what runs again where the node does."""
+    """Return a traced node and its strategy; for a recomputed node the one with which it runs
+    again."""
     again = walk.again.get(key) if node.meta.get("recomputed") else None
     if key not in walk.traced.by_key or key not in walk.chosen:
         raise MoveError(f"the model or the plan has no {key}")
@@ -89,7 +90,7 @@ def _state_normed(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy
 
 
 def _state_added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> State:
-    """A sum of two states, in either order."""
+    """Return the state of a sum of two states, in either order."""
     origin, strategy = _planned_strategy(walk, node, key)
     first = walk.traced.reads(origin)[0]
     states = [one, other] if isinstance(one, State) and one.ref == first else [other, one]
@@ -101,7 +102,7 @@ def _state_added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> S
 def _state_of_result(
     walk: Walk, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
 ) -> State:
-    """What a traced node makes of these states."""
+    """Return the state of a traced node's result, after checking its operands' states."""
     refs = walk.traced.reads(origin)
     if len(refs) != len(states):
         raise MoveError(f"it reads {len(states)} tensors, where {len(refs)} are due")
@@ -126,8 +127,9 @@ def _product(
     equation: str,
     instead: Mapping[int, State],
 ) -> State:
-    """The product of factors, of which some are the states `instead` of what the node reads, with
-    its bias.
+    """Return the state of the product of factors and a bias.
+
+    Some factors have the states `instead` of those that the node reads.
     """
     local = expected_call(walk.traced.call(origin), strategy, walk.mesh_shape)
     bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())

@@ -1,15 +1,14 @@
-"""Whether an op on parts makes the parts that a strategy says: tried on small numbers, or, of ops
-that only move elements, by counting.
+"""Check whether an op on parts results in the parts of a strategy: by trials on small numbers or,
+for ops that only move elements, by counting.
 
-One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.small_calls`), its operands
+One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.small_calls`). Its operands
 are split as the strategy places them on the axis (a partial sum into random addends), every rank
-runs its local call, and the results, joined as the strategy places them, have to be the whole
-call's. Nothing of the op's row in the table of rules is used. What several axes do together follows
-from what each does, since they split along one and the same order of axes
-(`autopar.rules.is_strategy`).
+runs its local call, and the results, joined as the strategy places them, must be those of the whole
+call. The op's row in the table of rules is not used. The effect of several axes follows from the
+effect of each, since they split along one and the same order of axes (`autopar.rules.is_strategy`).
 
-A shape is no number: a view cannot be shrunk. Its strategies follow from which dims have the
-elements of which (`keeps_parts`). Random draws follow from the indices of elements alone.
+A view cannot be shrunk. Its strategies follow from which dims hold the same elements
+(`keeps_parts`). Random draws follow from the indices of elements alone.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _RECIPES = ("mixed", "positive")
 
 
 class Verdict(Enum):
-    """What is known of a strategy: shown by numbers or by counting, shown to be wrong, or
+    """The verdict on a strategy: shown to be right by numbers or by counting, shown to be wrong, or
     neither."""
 
     PROVEN = "proven"
@@ -63,7 +62,11 @@ class Verdict(Enum):
 
 
 def judge(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Verdict, str]:
-    """What is known of a call at a strategy on a mesh, and of what is wrong why."""
+    """Return the verdict on a call's strategy, and the reason if it is wrong.
+
+    Args:
+        call: on global tensors. strategy: the layouts. mesh_shape: the sizes of the mesh axes.
+    """
     return _judge(KeyedCall(call), strategy.plain, tuple(mesh_shape))
 
 
@@ -91,7 +94,7 @@ def _judge(
 
 
 def _replicates(option: AxisOption) -> bool:
-    """Whether every rank does the whole call, as one rank does."""
+    """Return whether every rank runs the whole call."""
     return all(isinstance(p, Replicate) for p in (*option.inputs, *option.outputs))
 
 
@@ -145,7 +148,8 @@ def _trials(keyed: KeyedCall) -> tuple[Trial, ...]:
 
 
 def _can_split(small: Call, option: AxisOption, num: int) -> bool:
-    """Whether each dim that is split has a part for every rank, and all have parts of one kind."""
+    """Return whether each split dim has a part for every rank, and all dims are split evenly or
+    have one length."""
     pairs = zip((*small.inputs, *small.outputs), (*option.inputs, *option.outputs), strict=True)
     lengths = {info.shape[p.dim] for info, p in pairs if isinstance(p, Shard) and info != NO_TENSOR}
     even = all(length % num == 0 for length in lengths)
@@ -160,11 +164,12 @@ def _can_split(small: Call, option: AxisOption, num: int) -> bool:
 
 
 def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool:
-    """Whether a view of parts is the parts of the view: elements are split by the leading dims of
-    groups that have the same elements.
+    """Return whether a view of parts gives the parts of the view: elements are split by the leading
+    dims of groups of dims that hold the same elements.
 
     Args:
-        uneven: whether parts differ in length; then the two dims have to be of one size.
+        call: the view. option: the placements on one axis. uneven: whether parts differ in length;
+            then the two dims must have one size.
     """
     (before,), (after,) = option.inputs, option.outputs
     if not isinstance(before, Shard) or not isinstance(after, Shard):
@@ -180,10 +185,10 @@ def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool
 
 
 def leading_dims(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of dims, before and after, that stand first in the smallest groups of dims with as many
-    elements in the same order.
+    """Iterate over pairs of dims, before and after, that come first in the smallest groups of dims
+    with equally many elements in the same order.
 
-    Such dims begin where as many elements lie behind them on both sides.
+    Such dims begin where equally many elements follow on both sides.
     """
     behind = [
         {math.prod(shape[dim:]): dim for dim in range(len(shape)) if shape[dim] > 1}

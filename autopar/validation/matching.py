@@ -1,13 +1,13 @@
-"""Which node of the batch's graph a node of a microbatch's graph stands for.
+"""Match nodes of a microbatch's graph with nodes of the batch's graph.
 
-Nodes of the same key stand for one another, as a rule. But the two graphs differ where an op does
-nothing for one of them: a microbatch of one sample needs no ``expand`` to all samples, no sum over
-them and no division by their number, and more of its tensors are contiguous. Capture removes such
-ops, and the keys of the nodes behind them move up. So a node stands for one of the same target,
-module and phase whose operands its own operands stand for, up to ops that a microbatch lacks.
+As a rule nodes of the same key match. But the two graphs differ where an op does nothing in one of
+them: a microbatch of one sample needs no ``expand`` to all samples, no sum over them and no
+division by their number, and more of its tensors are contiguous. Capture removes such ops, and the
+keys of later nodes move up. So a node matches one of the same target, module and phase whose
+operands match its own operands, up to ops that a microbatch lacks.
 
-A match is no proof of anything: what a node makes of its operands is compared wherever it stands,
-and so is each op that is missing (`without`).
+A match proves nothing: the result of a node is compared for every match, and so is each op that is
+missing (`without`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Missing = tuple[fx.Node, ...]
 
 @dataclass(frozen=True)
 class Match:
-    """What a node of a microbatch's graph stands for.
+    """A node of the batch's graph that a node of a microbatch's graph may stand for.
 
     Attributes:
-        node: of the batch's graph. missing: per operand the nodes of the batch's graph that lie
-            between what the microbatch's node reads and what `node` reads, in order.
-        product: the product to which `node` adds a bias, where the microbatch has one op for both.
+        node: of the batch's graph. missing: per operand the nodes of the batch's graph between the
+            microbatch's operand and `node`, in order.
+        product: the product to which `node` adds a bias, if the microbatch has one op for both.
     """
 
     node: fx.Node
@@ -58,8 +58,7 @@ class Match:
     @property
     def is_one_view(self) -> bool:
         """Whether the microbatch has one view for several views and copies of the batch, which
-        order elements as one view does.
-        """
+        order elements as one view does."""
         seen = (self.node, *self.missing[0]) if len(self.missing) == 1 else ()
         return (
             len(seen) > 1
@@ -73,7 +72,8 @@ class Matching:
     """Nodes of a batch's graph for those of a microbatch's.
 
     Attributes:
-        same: by name of a node of the microbatch's graph the name of that of the batch's.
+        whole: the batch's graph. same: name of a node of the microbatch's graph → name of its
+            match.
     """
 
     whole: Traced
@@ -91,9 +91,9 @@ class Matching:
         self._alike, self._users = alike, users
 
     def add_placeholders(self, part: Traced) -> None:
-        """Match what the two graphs are given, by names.
+        """Match the placeholders of the two graphs, by names.
 
-        What a microbatch is given of the batch stands for the node of that name.
+        Values that a microbatch gets from the batch match the node of that name.
         """
         names = _placeholders(self.whole)
         for name, node in _placeholders(part).items():
@@ -105,25 +105,26 @@ class Matching:
                 self.same[i.node] = known.name
 
     def matches(self, node: fx.Node, reads: Sequence[Ref]) -> Iterator[Match]:
-        """What a node may stand for, as its operands are matched; the likeliest first.
+        """Iterate over the nodes that a node may stand for, given the matches of its operands, the
+        likeliest first.
 
         Args:
-            reads: its operands, in the microbatch's graph.
+            node: of the microbatch's graph. reads: its operands there.
         """
         due = [self.whole_ref(read) for read in reads]
         for other in self._candidates(node, due):
-            missing = self._missing(other, due)
+            missing = self._match_operands(other, due)
             if missing is not None:
                 yield Match(other, missing)
         if node.target is ops.dot and len(due) == 3:
             yield from self._with_bias(node, due)
 
     def take(self, node: fx.Node, match: Match) -> None:
-        """Settle what a node stands for."""
+        """Record a node's match."""
         self.same[node.name] = match.node.name
 
     def _with_bias(self, node: fx.Node, due: Sequence[Ref]) -> Iterator[Match]:
-        """A product and the addition of a bias that a microbatch has in one op.
+        """Match a product and the addition of a bias with one op of the microbatch.
 
         Torch adds the bias of a linear layer within the product only if the operand is contiguous.
         """
@@ -133,7 +134,7 @@ class Matching:
             if getattr(product, "target", None) is not ops.dot or len(other.args) != 2:
                 continue
             paths = [
-                self.between(found, wanted)
+                self.missing_between(found, wanted)
                 for found, wanted in zip(
                     [*self.whole.reads(product), *self.whole.reads(other)[1:]], due, strict=False
                 )
@@ -142,13 +143,12 @@ class Matching:
                 yield Match(other, tuple(p for p in paths if p is not None), product)
 
     def whole_ref(self, ref: Ref) -> Ref:
-        """The batch's value that a microbatch's value stands for; an unknown one if for none."""
+        """Return the batch's value that a microbatch's value stands for, or an unknown one."""
         return self.same.get(ref[0], ""), ref[1]
 
-    def between(self, found: Ref, due: Ref) -> Missing | None:
-        """The ops between two values of the batch's graph, in order; None if another path leads to
-        `found`, or ops lie on it that no microbatch lacks.
-        """
+    def missing_between(self, found: Ref, due: Ref) -> Missing | None:
+        """Return the ops between two values of the batch's graph, in order; None if another path
+        leads to `found`, or an op on it cannot be missing."""
         path: list[fx.Node] = []
         while found != due:
             node = self.whole.nodes[found[0]]
@@ -160,9 +160,9 @@ class Matching:
         return tuple(reversed(path))
 
     def _candidates(self, node: fx.Node, due: Sequence[Ref]) -> Iterator[fx.Node]:
-        """Nodes of the batch that a node may stand for, the likeliest first.
+        """Iterate over nodes of the batch that a node may stand for, the likeliest first.
 
-        Where an op is missing, those behind it may count as of another module.
+        If an op is missing, later ops may count as of another module.
         """
         key = str(node.meta["key"])
         own = self.whole.by_key.get(key)
@@ -174,7 +174,8 @@ class Matching:
                 yield other
 
     def _behind(self, ref: Ref) -> Iterator[fx.Node]:
-        """What reads a value of the batch's graph, also through ops that a microbatch may lack."""
+        """Iterate over readers of a value of the batch's graph, also through ops that a microbatch
+        may lack."""
         values = [ref]
         while values:
             value = values.pop()
@@ -183,11 +184,13 @@ class Matching:
                 if user.target in _MISSING and len(self.whole.reads(user)) == 1:
                     values.append((user.name, 0))
 
-    def _missing(self, other: fx.Node, due: Sequence[Ref]) -> tuple[Missing, ...] | None:
+    def _match_operands(self, other: fx.Node, due: Sequence[Ref]) -> tuple[Missing, ...] | None:
         reads = self.whole.reads(other)
         if len(reads) != len(due):
             return None
-        paths = [self.between(found, wanted) for found, wanted in zip(reads, due, strict=True)]
+        paths = [
+            self.missing_between(found, wanted) for found, wanted in zip(reads, due, strict=True)
+        ]
         return (
             None
             if any(path is None for path in paths)
@@ -196,12 +199,12 @@ class Matching:
 
 
 def _kind(key: str) -> str:
-    """A key without the number that tells nodes of one module, op and phase apart."""
+    """Return a key without the number that distinguishes nodes of one module, op and phase."""
     return key.rpartition("/")[0]
 
 
 def _placeholders(traced: Traced) -> dict[str, str]:
-    """Nodes by what they are given, in words that the graphs of batch and microbatch share."""
+    """Return placeholders by descriptions that the graphs of batch and microbatch share."""
     trace = traced.trace
     found = {f"tensor {p.name}": p.node for p in (*trace.parameters, *trace.buffers)}
     found |= {f"input {i.path}": i.node for i in trace.inputs if not i.given}
@@ -211,11 +214,13 @@ def _placeholders(traced: Traced) -> dict[str, str]:
 def without(
     missing: Missing, whole: Traced, shape: Sequence[int], read: TimePlacement, num: int
 ) -> TimePlacement:
-    """What a microbatch's tensor is of the result of ops that the microbatch lacks.
+    """Return the placement of a microbatch's tensor relative to the result of ops that the
+    microbatch lacks.
 
     Args:
-        missing: nodes of the batch's graph, in order. shape: of the microbatch's tensor.
-        read: what it is of the operand of the first of them.
+        missing: nodes of the batch's graph, in order. whole: the batch's graph. shape: of the
+            microbatch's tensor.
+        read: its placement relative to the operand of the first of them. num: of microbatches.
     """
     for node in missing:
         read = _without(whole.call(node), tuple(shape), read, num)
@@ -253,7 +258,7 @@ def _without(call: Call, shape: tuple[int, ...], read: TimePlacement, num: int) 
 
 
 def _without_product(call: Call, read: TimePlacement, num: int) -> TimePlacement:
-    """A factor of the number of microbatches, which is one for a microbatch."""
+    """Undo a factor of the number of microbatches, which is one in a microbatch."""
     by_number = len(call.args) == 2 and call.args[1] == num and type(call.args[1]) in (int, float)
     if not by_number or read.kind == "place" or not call.outputs[0].dtype.is_floating_point:
         return TimePlacement("wrong")
@@ -261,7 +266,8 @@ def _without_product(call: Call, read: TimePlacement, num: int) -> TimePlacement
 
 
 def _without_sum(call: Call, shape: tuple[int, ...], read: TimePlacement) -> TimePlacement:
-    """A sum over samples, of which a microbatch has one; what it sums besides has one element."""
+    """Undo a sum over samples, of which a microbatch has one; other summed dims have one
+    element."""
     before = call.inputs[0].shape
     keeps = len(call.args) > 2 and call.args[2] is True and call.outputs[0].shape == shape
     dims = {dim % len(before) for dim in call.args[1]} if keeps else set()

@@ -39,16 +39,16 @@ Placements = dict[Ref, TimePlacement]
 def validate_microbatches(
     whole: Trace, part: Trace, how: Microbatches, *, promised: bool = False
 ) -> Validation:
-    """Show that microbatches make the batch's outputs and gradients.
+    """Show that microbatches compute the batch's outputs and gradients.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. how: how a batch is worked
-            through.
-        promised: whether the user promised that samples are independent. What cannot be shown is
-            reported then, and not refused.
+        whole, part: the traces of the batch and of one microbatch. how: how microbatches make up
+            the batch.
+        promised: whether the user promised that samples are independent. Then differences that
+            cannot be excluded are reported instead of raised.
 
     Raises:
-        ValidationError: naming the node at which an output or a gradient departs from the batch's,
+        ValidationError: for the node at which an output or a gradient differs from the batch's,
             with the source line.
     """
     if how.num == 1:
@@ -61,7 +61,8 @@ class _InTime:
     """One comparison.
 
     Attributes:
-        placed: of each value of the microbatch's graph. matching: the batch's nodes for its nodes.
+        placed: the placement of each value of the microbatch's graph. matching: the batch's nodes
+            for its nodes.
         open: keys of nodes of which nothing is known.
     """
 
@@ -74,7 +75,7 @@ class _InTime:
     matching: Matching = field(init=False)
 
     def validation(self) -> Validation:
-        """The report."""
+        """Return the report."""
         self.matching = Matching(self.whole)
         self.matching.add_placeholders(self.part)
         self._place_inputs()
@@ -108,9 +109,8 @@ class _InTime:
             self.placed[o.tangent, 0] = self._tangent(o.path, is_loss=o.is_loss)
 
     def _tangent(self, path: str, *, is_loss: bool) -> TimePlacement:
-        """What backward of a microbatch begins with, as the runtime has it (`Microbatches.weight`
-        and `tangents`).
-        """
+        """Return the placement of a microbatch's tangent, as the runtime passes it
+        (`Microbatches.weight` and `tangents`)."""
         if is_loss:
             weights = {1.0: 0, 1.0 / self.how.num: -1}
             if self.how.weight not in weights:
@@ -125,7 +125,8 @@ class _InTime:
         )
 
     def _count(self, count: Count) -> None:
-        """What is given of the batch has to be the batch's value of the node that it stands for."""
+        """Check that a value which microbatches get from the batch is the batch's value of the node
+        that it matches."""
         graph = copy_graph(count.graph.graph)  # whose placeholders get values here
         named = {b.name: (b.node, 0) for b in self.part.trace.buffers} | {
             i.path: (i.node, 0) for i in self.part.trace.inputs
@@ -164,7 +165,7 @@ class _InTime:
                 )
 
     def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
-        """Place every node of a graph: of the microbatch's, or of one that counts."""
+        """Place every node of a graph: of the microbatch's, or of a count's."""
         for node in nodes.graph.nodes:
             if node.op != "call_function" or nodes.ref(node) != (node.name, 0):
                 continue  # no compute node, or a getitem
@@ -172,12 +173,12 @@ class _InTime:
                 placed.get(ref, TimePlacement("open", origin=node.meta["key"]))
                 for ref in nodes.reads(node)
             ]
-            found = self._multiplied(node, reads, nodes, matching) or self._placed(
+            found = self._place_multiplied(node, reads, nodes, matching) or self._place_node(
                 node, reads, nodes, matching
             )
             placed |= {(node.name, result): f for result, f in enumerate(found)}
 
-    def _placed(
+    def _place_node(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> Sequence[TimePlacement]:
         key, wrong = node.meta["key"], TimePlacement("wrong", origin=node.meta["key"])
@@ -197,7 +198,7 @@ class _InTime:
     def _as_match(
         self, match: Match, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes
     ) -> Sequence[TimePlacement]:
-        """What a node makes, as one of the batch's."""
+        """Return the placements of a node's results, for a match."""
         call, whole = nodes.call(node), self.whole.call(match.node)
         if match.is_one_view:
             whole = replace(whole, inputs=self.whole.call(match.missing[0][0]).inputs)
@@ -210,13 +211,13 @@ class _InTime:
             if any(read.kind == "wrong" for read in reads):
                 return [TimePlacement("wrong")] * len(call.outputs)
         if match.product is not None:
-            return self._biased(self.whole.call(match.product), whole, call, reads)
+            return self._place_bias(self.whole.call(match.product), whole, call, reads)
         return placements_in_time(whole, call, reads, self.how.num)
 
-    def _biased(
+    def _place_bias(
         self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]
     ) -> tuple[TimePlacement, ...]:
-        """What a product with a bias makes, where the batch has a product and an addition."""
+        """Place a product with a bias, for which the batch has a product and an addition."""
         plain = replace(call, args=call.args[:3], inputs=call.inputs[:2])
         (made,) = placements_in_time(product, plain, reads[:2], self.how.num)
         if not made.is_known:
@@ -226,19 +227,18 @@ class _InTime:
 
     def _named(self, found: TimePlacement, key: str) -> TimePlacement:
         if found.kind == "open":
-            return self._open(key)
+            return self._mark_open(key)
         return TimePlacement("wrong", origin=key) if found.kind == "wrong" else found
 
-    def _open(self, key: str) -> TimePlacement:
+    def _mark_open(self, key: str) -> TimePlacement:
         self.open[key] = None
         return TimePlacement("open", origin=key)
 
-    def _multiplied(
+    def _place_multiplied(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> list[TimePlacement]:
-        """A node that only a microbatch's graph has: it makes as many times as much of what it
-        reads as there are microbatches.
-        """
+        """Place a node that only a microbatch's graph has: it multiplies its operand by the number
+        of microbatches."""
         own = node.meta["key"].endswith(TIMES) and node.target is _MULTIPLY
         if not own or len(reads) != 1 or node.args[1] != self.how.num:
             return []
@@ -260,7 +260,7 @@ class _InTime:
                 "mean": (TimePlacement("term", power=1), WHOLE),
             }
             own = next(w.node for w in self.whole.trace.outputs if w.path == o.path)
-            yield from self._judged(
+            yield from self._compare_returned(
                 self.part.nodes[o.node],
                 self.whole.nodes[own],
                 due[kind],
@@ -283,16 +283,16 @@ class _InTime:
                 )
             if p.gradient is not None and w.gradient is not None:
                 own = self.whole.results[w.gradient]
-                yield from self._judged(
+                yield from self._compare_returned(
                     self.part.results[p.gradient], own, due, f"the gradient of {p.name!r}"
                 )
 
-    def _judged(
+    def _compare_returned(
         self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str
     ) -> Iterator[str]:
-        """Compare what is returned of a microbatch with `own`, which is returned of the batch."""
+        """Compare a result of a microbatch with `own`, the batch's result."""
         ref = self.part.ref(node)
-        missing = self.matching.between(self.whole.ref(own), self.matching.whole_ref(ref))
+        missing = self.matching.missing_between(self.whole.ref(own), self.matching.whole_ref(ref))
         found = self.placed[ref]
         if missing is None and found.is_known:
             raise self._error(

@@ -1,6 +1,5 @@
-"""What communication steps, casts and buckets make of states: one rule each, from the arguments of
-the node alone.
-"""
+"""The effect of communication steps, casts and buckets on states: one rule each, from the arguments
+of the node alone."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _JOINING = ("all_gather", "all_to_all")
 
 
 class MoveError(Exception):
-    """Why a step does not make what it should."""
+    """Raised if a step does not result in what it should."""
 
 
 def move(
@@ -46,14 +45,17 @@ def move(
     length: int | None,
     mesh_shape: Sequence[int],
 ) -> Any:
-    """The state that a step makes of another.
+    """Return the state that results from a step.
 
     Args:
-        settings: of the step, the axis last. length: how long the dim is that it joins, where its
-            parts differ.
+        traced: the model. state: of the operand. kind: the step. settings: of the step, the axis
+            last.
+        length: the whole length of the dim that it joins, if its parts differ. mesh_shape: the
+            sizes of the mesh axes.
 
     Raises:
-        MoveError: where it makes no part of the traced value, or reduces it in too narrow a dtype.
+        MoveError: if the result is no part of the traced value, or is reduced in too narrow a
+            dtype.
     """
     if isinstance(state, Packed):
         return _move_bucket(traced, state, kind, settings, mesh_shape)
@@ -89,9 +91,8 @@ def _check_reduction(traced: Traced, state: State) -> None:
 
 
 def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collective, Layout]:
-    """A step by its settings, and the layout that says which halo is meant and which way a swap
-    goes.
-    """
+    """Return a step by its settings, and the layout that says which halo is meant and which way a
+    swap goes."""
     if kind in ("fetch", "store"):
         return Collective(kind, -1, -1, -1, "", "", 0), layout  # type: ignore[arg-type]
     *rest, axis = settings
@@ -112,9 +113,8 @@ def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collec
 def _move_bucket(
     traced: Traced, packed: Packed, kind: str, settings: Sequence[Any], mesh_shape: Sequence[int]
 ) -> Packed:
-    """Each member goes as it would alone: what is gathered or scattered has a row for each rank of
-    the axis.
-    """
+    """Return the state of a moved bucket: each member moves as it would alone. A bucket that is
+    gathered or scattered has a row for each rank of the axis."""
     *_, axis = settings
     size, rows = (
         mesh_shape[axis],
@@ -150,7 +150,7 @@ def _move_bucket(
 
 
 def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
-    """The bucket that a node makes of tensors."""
+    """Return the bucket that a node packs."""
     _, dims, parts, count, dtype = node.args
     members = tuple(s for s in states if isinstance(s, State))
     if len(members) != len(states) or len(dims) != len(members):  # type: ignore[arg-type]
@@ -163,7 +163,15 @@ def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
 
 
 def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
-    """The tensors that a node takes out of a bucket."""
+    """Return the tensors that a node takes out of a bucket.
+
+    Args:
+        traced: the model. node: the unpack. packed: the bucket. mesh_shape: the sizes of the mesh
+            axes.
+
+    Raises:
+        MoveError: if the bucket was packed differently.
+    """
     _, sizes, dims, parts, dtypes = node.args
     if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):  # type: ignore[arg-type]
         raise MoveError("it unpacks what was packed otherwise")
@@ -182,10 +190,13 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
 
 
 def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
-    """A tensor in another dtype.
+    """Return the state of a tensor in another dtype.
+
+    Args:
+        traced: the model. state: of the tensor. dtype: the new one.
 
     Raises:
-        MoveError: where that would round partial sums, or digits away that the traced value has.
+        MoveError: if the cast rounds partial sums, or drops digits that the traced value has.
     """
     if not isinstance(state, State):
         raise MoveError("it casts what is no tensor of the model")

@@ -1,10 +1,10 @@
-"""`validate_program`: every value of an emitted program is the stated part of a traced value, up to
-the outputs and every gradient.
+"""`validate_program`: check that every value of an emitted program is the stated part of a traced
+value, up to the outputs and every gradient.
 
-What is taken as given: the trace, the plan's strategies, and the layouts in which the program says
-that tensors go in and out (these are held against the plan's). What is not: anything that
-emission says of a node but its key. One walk goes over each graph (`walk`), and one over the
-memory that its nodes share (`storage`).
+The trace, the plan's strategies, and the layouts of the program's operands and results are taken as
+given; these layouts are compared with the plan's. Nothing that emission says of a node is taken as
+given except its key. One pass goes over each graph (`walk`), and one over the memory that its nodes
+share (`storage`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from autopar.validation.traced import Traced
 from autopar.validation.walk import Walk
 
 # --------------------------------------------------------------------------------------------------
-# What a program says of the tensors at its border, against the trace: the runtime goes by that.
-#
-# A tensor's layout is held against the plan's where states are (`autopar.validation.program`).
+# The program's tensors at its border, which the runtime relies on, against the trace. Their layouts
+# are compared with the plan's in `_Program`.
 
 Facts = Mapping[str, object]
 
 
 def check_borders(trace: Trace, plan: Plan, program: Program) -> None:
-    """Compare names, shapes, dtypes and flags of parameters, buffers, inputs and outputs.
+    """Compare names, shapes, dtypes and flags of parameters, buffers, inputs and outputs with the
+    trace's.
+
+    Args:
+        trace: the model. plan: its plan. program: what the plan was emitted into.
 
     Raises:
-        ValidationError: naming the first tensor that is not the trace's, and in what.
+        ValidationError: for the first tensor that differs, with the difference.
     """
     if program.mesh != plan.mesh:
         raise invalid(f"the program is for mesh {program.mesh}, the plan for {plan.mesh}")
@@ -99,19 +102,17 @@ def validate_program(trace: Trace, plan: Plan, program: Program) -> Validation:
     """Justify every node of the graphs of one program.
 
     Args:
-        trace: what the program was made of: the whole batch's, or of one microbatch that of a
-            stage.
-        plan: the decisions on that trace.
+        trace: that the program was made of: the whole batch's, or a stage's for one microbatch.
+        plan: the decisions on that trace. program: what the plan was emitted into.
 
     Raises:
-        ValidationError: naming the first node, result or border that does not follow from the
-            trace.
+        ValidationError: for the first node, result or border that does not follow from the trace.
     """
     return _Program(trace, plan, program).validation()
 
 
 class _Program:
-    """One validation in the making."""
+    """One validation while it runs."""
 
     def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
         self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
@@ -121,7 +122,7 @@ class _Program:
         self.gradients = {p.name: self.traced.gradient_of(p.gradient) for p in with_gradient}  # type: ignore[arg-type]
 
     def validation(self) -> Validation:
-        """The report, where everything is justified."""
+        """Return the report if everything is justified."""
         check_draws(self.trace)
         check_borders(self.trace, self.plan, self.program)
         self._check_borders()
@@ -130,9 +131,9 @@ class _Program:
             Memory(self.program.forward.graph, self.program.mesh.shape),
         )
         parameters = (
-            self._walk("step").run(program.begin.graph, self._resting())
+            self._walk("step").run(program.begin.graph, self._states_at_rest())
             if program.begin is not None
-            else self._resting()
+            else self._states_at_rest()
         )
         made = self._walk("forward").run(
             program.forward.graph, [*parameters, *self._buffers(), *self._inputs()]
@@ -162,7 +163,7 @@ class _Program:
 
     # What goes in.
 
-    def _resting(self) -> list[State]:
+    def _states_at_rest(self) -> list[State]:
         pairs = zip(self.trace.parameters, self.program.parameters, strict=True)
         return [State((p.node, 0), tensor.layout, p.dtype) for p, tensor in pairs]
 
@@ -175,7 +176,8 @@ class _Program:
         return [State((i.node, 0), tensor.layout, tensor.dtype) for i, tensor in pairs]
 
     def _tangents(self) -> list[State]:
-        """That of the loss is whole on every rank; the others come as the outputs left."""
+        """Return the states of tangents. That of the loss is whole on every rank; the others have
+        the outputs' layouts."""
         ends = {t.name: t for t in self.program.outputs}
         whole = Layout.replicated(len(self.program.mesh.axes))
         return [
@@ -260,7 +262,8 @@ class _Program:
             )
 
     def _check_resting(self, made: Sequence[Any]) -> None:
-        """Gradients at the end of a step: as parameters rest, in their dtypes."""
+        """Check gradients at the end of a step: in the layouts and dtypes in which parameters
+        rest."""
         layouts = {t.name: t.layout for t in self.program.parameters}
         trained = [p for p in self.trace.parameters if p.gradient is not None]
         for p, state in zip(trained, made, strict=True):
@@ -278,7 +281,8 @@ class _Program:
     # Borders and memory.
 
     def _check_borders(self) -> None:
-        """The layouts of what goes in and out are the plan's, and have no partial sums."""
+        """Check that the layouts of operands and results are the plan's, and have no partial
+        sums."""
         for kind, tensors in (
             ("parameter", self.program.parameters),
             ("buffer", self.program.buffers),
@@ -319,9 +323,8 @@ class _Program:
             check_apart(program.end.graph, "step", memory, names, own)
 
     def _given_up(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
-        """The saved values into whose memory backward may write: forward made it, and returns
-        nothing else of it.
-        """
+        """Return the saved values into whose memory backward may write: forward allocated it, and
+        returns nothing else that lies in it."""
         results = next(iter(reversed(self.program.forward.graph.nodes))).args[0]
         owners = [memory.owners.get(node) for node in results]
         of_saved = owners[len(owners) - self.program.num_saved :]

@@ -1,6 +1,5 @@
-"""Small calls of ops whose operands belong together, so that numbers of any kind would mean nothing
-to them.
-"""
+"""Small calls of ops whose operands must fit each other, so that arbitrary numbers make no valid
+call."""
 
 from __future__ import annotations
 
@@ -26,10 +25,11 @@ def _numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64
 
 
 def _attention(call: Call, first: int) -> list[Trial]:
-    """Attention of small heads, in the ratio of query heads to those of key and value.
+    """Return a small attention call, with the large call's ratio of query heads to key and value
+    heads.
 
     Args:
-        first: the number of the operand that is the query.
+        call: the large call. first: the number of the operand that is the query.
     """
     query, key = call.inputs[first : first + 2]
     (batch, heads, queries, width), (_, shared, keys, _) = query.shape, key.shape
@@ -65,7 +65,7 @@ def _attention(call: Call, first: int) -> list[Trial]:
 
 
 def _mask(info: TensorInfo, full: Sequence[int]) -> torch.Tensor:
-    """A mask of which each row sees something."""
+    """Return a mask with at least one visible key per row."""
     shape = [1 if size == 1 else full[dim - len(info.shape)] for dim, size in enumerate(info.shape)]
     numbers = _numbers(shape, 7)
     if info.dtype == torch.bool:

@@ -1,9 +1,9 @@
-"""What a device holds in a layout, and where a collective leads: the layouts' own arithmetic once
-more.
+"""The part of a tensor that a device holds in a layout, and the layout that a collective leads to:
+the layouts' own arithmetic, written a second time.
 
 A dim is split by its axes from the outermost to the innermost, each time into parts of
-``ceil(length / devices)``; the first device has the largest part. An axis can be gathered only
-where it is the innermost splitter, and becomes that where it splits.
+``ceil(length / devices)``; the first device has the largest part. An axis can be gathered only if
+it is the innermost splitter, and becomes the innermost where it splits.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def check_stages(part: Trace, stages: Sequence[Trace]) -> None:
 
 
 def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
-    """Each node of a stage does what the node of its name does in the whole trace."""
+    """Check that each node of a stage makes the same call as the node of its name in the whole
+    trace."""
     for node in stage.graph.nodes:
         if node.op != "call_function":
             continue
@@ -54,7 +55,7 @@ def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
 
 
 def _named(node: fx.Node) -> object:
-    """Arguments of a call, with the names of nodes in place of the nodes."""
+    """Return the arguments of a call, with nodes replaced by their names."""
     return fx.map_arg((node.args, dict(node.kwargs)), lambda operand: ("node", operand.name))
 
 
@@ -63,9 +64,8 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
-    """What a stage is given: tensors of the model and of the batch, and what its neighbours hand
-    over under the same name.
-    """
+    """Check a stage's placeholders: tensors of the model and of the batch, and what its neighbours
+    pass under the same name."""
     stage = stages[number]
     known = {p.node for p in (*part.parameters, *part.buffers)} | {i.node for i in part.inputs}
     known |= {o.tangent for o in part.differentiable}
@@ -101,16 +101,14 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
 
 
 def _gradients_handed(stage: Trace) -> dict[str, str]:
-    """Names of what a stage hands to the next → the gradients that come back, ``""`` where none
-    does.
-    """
+    """Return the values that a stage passes to the next → the gradients that come back, ``""`` for
+    none."""
     return {o.node: o.tangent for o in stage.outputs if o.crosses}
 
 
 def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
-    """Outputs, new values of buffers and gradients: all of the model's, from whichever stage has
-    them.
-    """
+    """Check that the stages together return all of the model's outputs, new buffers and
+    gradients."""
     returned = {(o.path, o.node) for stage in stages for o in stage.outputs if not o.crosses}
     for o in part.outputs:
         if (o.path, o.node) not in returned:
@@ -140,7 +138,7 @@ def _stage_terms(stage: Trace, parameter: str) -> Iterator[str]:
 
 
 def _terms(node: fx.Node) -> Iterator[str]:
-    """Names of the values of which a node is the sum."""
+    """Iterate over the names of the values that a node is the sum of."""
     if node.op == "call_function" and _is_sum(node):
         for operand in node.args:
             yield from _terms(operand)  # type: ignore[arg-type]

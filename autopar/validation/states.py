@@ -1,9 +1,8 @@
-"""The vocabulary of validation: what a node of an emitted graph holds, in terms of the traced
-model.
+"""States: what a node of an emitted graph holds, in terms of the traced model.
 
-A *state* says of a local value: it is the part, in this layout and dtype, of that traced value. A
-node that holds something else than one tensor (a bucket, a step on its way, a rank's first
-index) has one of the other classes as its state.
+A *state* of a local value names the traced value, layout and dtype of which it is the part. A node
+that holds something other than one tensor (a bucket, a step that was started, a rank's first index)
+has one of the other classes as its state. `Validation` is the result of a validation.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What the gradients of a parameter are added to over microbatches; `is_added` once this
-    microbatch's is.
+    """The sum over microbatches of a parameter's gradients.
+
+    Attributes:
+        is_added: whether this microbatch's gradient was added.
     """
 
     parameter: str
@@ -55,7 +56,11 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step between its start and its finish: what it will make, and its settings."""
+    """A step between its start and its finish.
+
+    Attributes:
+        made: the state that it results in. settings: of the step.
+    """
 
     made: Any
     settings: tuple[Any, ...]
@@ -63,8 +68,12 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A bucket: the states of its members, of which `count` of `parts` equal parts along `dims` lie
-    in it, in `dtype`.
+    """A bucket.
+
+    Attributes:
+        members: the states of its tensors. count: how many of `parts` equal parts along `dims` it
+            holds.
+        dtype: its dtype.
     """
 
     members: tuple[State, ...]
@@ -76,8 +85,12 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A number of a rank: the first index (``start``), less `before`, or the length of its part of
-    a dim.
+    """An index that depends on the rank.
+
+    Attributes:
+        kind: ``start`` for the first index of the rank's part of a dim, less `before`; ``length``
+            for the part's length.
+        size: of the dim. splitters: (axis, axis size) of the axes that split it.
     """
 
     kind: str
@@ -87,9 +100,8 @@ class Place:
 
 
 def invalid(what: str, where: Where | None = None) -> ValidationError:
-    """The error of an emitted program that is not what its plan says: a fault of emission, or of
-    whoever changed the program.
-    """
+    """Return the error for a program that does not follow from its plan, because emission has a
+    fault or the program was changed."""
     remedy = (
         "if the program was changed by hand, validate it as `emit` makes it of the plan; "
         "if not, report the model and the plan"
@@ -98,13 +110,17 @@ def invalid(what: str, where: Where | None = None) -> ValidationError:
 
 
 def unjustified_error(node: fx.Node, phase: str, why: str) -> ValidationError:
-    """The error that names a node of an emitted graph and says why its value does not follow."""
+    """Return the error for a node whose value does not follow.
+
+    Args:
+        node: of the emitted graph. phase: the graph's name. why: the reason.
+    """
     name = str(node.meta.get("key") or node.name)
     return invalid(f"{name} in the {phase} graph is not justified: {why}", where_of(node))
 
 
 def shown(state: object) -> str:
-    """A state in words."""
+    """Return a state in words."""
     if isinstance(state, State):
         name, result = state.ref
         return (
@@ -145,11 +161,11 @@ class Validation:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes of all graphs were justified."""
+        """The number of justified nodes of all graphs."""
         return sum(self.how.values())
 
-    def joined(self, other: Validation) -> Validation:
-        """Both together, each name once."""
+    def join(self, other: Validation) -> Validation:
+        """Return both results together, each name once."""
         return Validation(
             self.how + other.how,
             tuple(dict.fromkeys((*self.open, *other.open))),

@@ -1,9 +1,8 @@
-"""Memory that nodes of an emitted graph share, and what is written into it.
+"""Memory that nodes of an emitted graph share, and the writes into it.
 
-Two nodes share memory where one is a view of the other, hands it on, or writes its result into it.
-A node may write only into memory that
-no other value needs from then on: none that is read later, none that the graph returns, and none
-that the graph was given, but the sum that it is there to add to, and a saved value of which
+Two nodes share memory if one is a view of the other, returns it, or writes its result into it. A
+node may write only into memory that no other value needs later: no value that is read later or
+returned, and no operand of the graph, except the sum that it adds to, and a saved value of which
 nothing else is left.
 """
 
@@ -28,10 +27,11 @@ Owner = tuple[fx.Node, int]
 
 
 class Memory:
-    """Which memory each node of a graph lies in.
+    """The memory that each node of a graph lies in.
 
     Args:
-        mesh_shape: a step along an axis of one device hands on what it reads.
+        graph: the emitted graph. mesh_shape: the sizes of the mesh axes; a step along an axis of
+            one device returns its operand.
     """
 
     def __init__(self, graph: fx.Graph, mesh_shape: Sequence[int]) -> None:
@@ -46,7 +46,8 @@ class Memory:
         return (node, 0) if shared is None else shared
 
     def _shares_with(self, node: fx.Node) -> Owner | None:
-        """The memory of the operand that a node's result lies in, or None where it has its own."""
+        """Return the memory of the operand that a node's result lies in, or None if it has its
+        own."""
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
@@ -75,7 +76,7 @@ class Memory:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result may lie in its operand's memory, by the schema of its op."""
+    """Return whether a node's result may lie in its operand's memory, by the schema of its op."""
     schema = getattr(node.target, "_schema", None)
     if node.target in _MAY_ALIAS:
         return True
@@ -87,7 +88,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def written_in(node: fx.Node) -> fx.Node | None:
-    """The operand into which a node writes, if any."""
+    """Return the operand into which a node writes, if any."""
     if node.op != "call_function":
         return None
     if node.target in (add_to, write_to):
@@ -98,14 +99,15 @@ def written_in(node: fx.Node) -> fx.Node | None:
 def check_writes(
     graph: fx.Graph, phase: str, mesh_shape: Sequence[int], owned: Collection[fx.Node]
 ) -> Memory:
-    """Every write of a graph.
+    """Check every write of a graph.
 
     Args:
-        owned: the placeholders into which it may write: sums, and saved values whose memory nothing
+        graph: the emitted graph. phase: its name. mesh_shape: the sizes of the mesh axes. owned:
+            the placeholders into which it may write: sums, and saved values whose memory nothing
             else has.
 
     Raises:
-        ValidationError: naming the first node that writes what another value needs.
+        ValidationError: for the first node that overwrites what another value needs.
     """
     memory = Memory(graph, mesh_shape)
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -137,9 +139,8 @@ def check_writes(
 
 
 def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node | None:
-    """What reads a value of the same memory after it was written; nothing of what was made by the
-    writer, or of that.
-    """
+    """Return a reader of a value that runs after the value's memory was overwritten. Values that
+    the writer computes, or that follow from it, do not count."""
     if places[value] >= places[writer]:
         return None
     for user in value.users:
@@ -154,14 +155,15 @@ def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) 
 def check_apart(
     graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str], owned: Collection[fx.Node]
 ) -> None:
-    """That results which are written to after the graph has run lie each in memory of its own.
+    """Check that results which are written to after the graph has run have memory of their own.
 
     Args:
-        names: of the first results, which have to. owned: placeholders whose memory nothing but
-            this graph has.
+        graph: the emitted graph. phase: its name. memory: of its nodes. names: of the first
+            results, which are checked.
+        owned: placeholders whose memory only this graph has.
 
     Raises:
-        ValidationError: naming two that share it.
+        ValidationError: for two results that share memory.
     """
     output = next(iter(reversed(graph.nodes)))
     seen: dict[Owner, str] = {}
@@ -183,12 +185,12 @@ def check_apart(
 
 
 def _lies_over_itself(node: fx.Node, memory: Memory) -> bool:
-    """Whether several elements of a tensor may lie at one place of its memory."""
+    """Return whether several elements of a tensor may share one place in memory."""
     return any(x.target is aten.expand.default for x in _views_from(node, memory))
 
 
 def _views_from(node: fx.Node, memory: Memory) -> list[fx.Node]:
-    """The views that lead from the owner of a node's memory to it."""
+    """Return the views that lead from the owner of a node's memory to the node."""
     found = []
     while is_view(node) and node.target is not aten.reshape.default:
         found.append(node)

@@ -57,11 +57,13 @@ _CONSTANTS = frozenset(
 def placements_in_time(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """What a node of one of `num` microbatches makes of what it reads; of kind ``open`` where
+    """Return the placements of a node's results in one of `num` microbatches; of kind ``open`` if
     nothing can be said.
 
     Args:
-        whole, part: the calls in the graphs of the batch and of one microbatch.
+        whole, part: the calls in the graphs of the batch and of one microbatch. reads: the
+            operands' placements.
+        num: of microbatches.
     """
     found = _place_results(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
     return found if found else tuple(TimePlacement("open") for _ in whole.outputs)
@@ -93,10 +95,10 @@ def _place_results(
 def _by_rule(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """What the op's rule says of an axis of so many ranks, where no small call can be made:
-    microbatches are like ranks.
+    """Return the placements that follow from the op's rule on an axis of `num` ranks, if there is
+    no small call: microbatches are like ranks.
 
-    A power of one operand goes through where the rule has the op linear in that operand alone.
+    A power of one operand is passed on if the rule has the op linear in that operand alone.
     """
     scaled = [number for number, r in enumerate(reads) if r.power]
     if len(scaled) > 1 or any(r.kind == "place" for r in reads):
@@ -121,7 +123,7 @@ def _by_rule(
 
 
 def _may_lie(read: TimePlacement, placement: Placement) -> bool:
-    """Whether a tensor is placed so, on an axis of ranks that stand for microbatches."""
+    """Return whether a tensor is placed so, on an axis of ranks that stand for microbatches."""
     if read.dim >= 0:
         return placement == Shard(read.dim)
     return placement in {"term": (PARTIAL,), "zero": (PARTIAL, REPLICATE)}.get(
@@ -130,7 +132,7 @@ def _may_lie(read: TimePlacement, placement: Placement) -> bool:
 
 
 def _is_called(whole: Call, part: Call, option: AxisOption, num: int) -> bool:
-    """Whether a microbatch calls what a rank would call."""
+    """Return whether a microbatch makes the call that a rank would make."""
     strategy = Strategy(
         tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs)
     )
@@ -159,7 +161,7 @@ def _drawn(
 
 
 def _constant(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
-    """Tensors of one value: by their shapes, if the value is the same."""
+    """Place a tensor of one value by its shapes, if the value is the same."""
     values = [
         [a for a in call.args if isinstance(a, int | float) and not isinstance(a, bool)]
         for call in (whole, part)

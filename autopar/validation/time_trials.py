@@ -30,7 +30,8 @@ Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
 
 @dataclass(frozen=True, slots=True)
 class TimePlacement:
-    """What a microbatch's tensor is of the batch's (see `autopar.validation.time_placements`).
+    """The placement of a microbatch's tensor in the batch's (see
+    `autopar.validation.time_placements`).
 
     Attributes:
         origin: key of the node from which a ``wrong`` or an ``open`` one follows.
@@ -43,7 +44,7 @@ class TimePlacement:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is one of the four."""
+        """Whether it is neither ``wrong`` nor ``open``."""
         return self.kind not in ("wrong", "open")
 
     def __str__(self) -> str:
@@ -55,7 +56,11 @@ WHOLE, TERM = TimePlacement("whole"), TimePlacement("term")
 
 
 def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
-    """The one dim along which a shape is `num` times shorter, else −1."""
+    """Return the one dim along which a shape is `num` times shorter, else −1.
+
+    Args:
+        whole, part: the shapes. num: of microbatches.
+    """
     differs = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
     cut = (
         len(whole) == len(part)
@@ -75,7 +80,13 @@ Tensors = list[torch.Tensor]
 def try_on_numbers(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """By numbers, for M = 2 and M = 3."""
+    """Find the placements of a call's results by trials with two and three microbatches.
+
+    Args:
+        whole, part: the calls in the graphs of the batch and of one microbatch. reads: the
+            operands' placements.
+        num: of microbatches.
+    """
     found: list[tuple[TimePlacement, ...]] = []
     for many in (2, 3):
         for small, tensors in _small(whole, many):
@@ -91,8 +102,7 @@ def try_on_numbers(
 def _agree_on_trials(
     found: Sequence[tuple[TimePlacement, ...]], num: int
 ) -> tuple[TimePlacement, ...]:
-    """What all trials say; numbers that say less than others (all zeros) say nothing against
-    them."""
+    """Return the placements on which all trials agree. All zeros agree with every placement."""
     results = []
     for place in range(num):
         said = {made[place] for made in found} - {TimePlacement("open")}
@@ -124,9 +134,8 @@ def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
 
 
 def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[Call, Tensors]]:
-    """A small call with the numbers of each recipe that it accepts; conditions also the other way
-    round.
-    """
+    """Iterate over a small call with the numbers of each recipe that it accepts, conditions also
+    inverted."""
     for recipe in recipes:
         tensors = tensors_for(small.inputs, recipe, bound)
         made = [tensors]
@@ -141,9 +150,8 @@ def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[C
 def _part_settings(
     whole: Call, part: Call, small: Call, num: int, many: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The settings of a microbatch's small call: those of the batch's, changed as the large ones
-    are; None where that is unclear.
-    """
+    """Return the settings of a microbatch's small call: those of the batch's, changed as in the
+    large calls; None if that is unclear."""
     if len(whole.args) != len(part.args) or whole.kwargs.keys() != part.kwargs.keys():
         return None
     try:
@@ -161,9 +169,8 @@ def _part_settings(
 
 
 class _UnclearError(Exception):
-    """A setting that is neither the same nor as many times smaller or larger as there are
-    microbatches.
-    """
+    """Raised for a setting that is neither equal nor a multiple or fraction by the number of
+    microbatches."""
 
 
 def _change_sizes(whole: Any, part: Any, small: Any, num: int, many: int) -> Any:
@@ -203,9 +210,7 @@ def _answer(
     reads: Sequence[TimePlacement],
     many: int,
 ) -> tuple[TimePlacement, ...]:
-    """What the results of microbatches are of the batch's; nothing where microbatches cannot be
-    run.
-    """
+    """Return the placements of the results; empty if the microbatches cannot be run."""
     tensors = [_made_for(x, r) for x, r in zip(tensors, reads, strict=True)]
     expected = run(small.target, small.args, small.kwargs, tensors, (), ())
     parts = [
@@ -225,7 +230,7 @@ def _answer(
 
 
 def _made_for(x: torch.Tensor, read: TimePlacement) -> torch.Tensor:
-    """Numbers of the kind that a label says."""
+    """Return numbers that fit a placement."""
     if read.kind == "zero":
         return torch.zeros_like(x)
     if read.kind == "place":
@@ -235,7 +240,7 @@ def _made_for(x: torch.Tensor, read: TimePlacement) -> torch.Tensor:
 
 
 def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tensors:
-    """What M microbatches have of a tensor."""
+    """Return the tensors of M microbatches."""
     times = float(many) ** read.power
     scaled = x * times if read.power and (x.is_floating_point() or x.is_complex()) else x
     if read.kind == "whole" or (read.kind == "zero" and read.dim < 0):
@@ -256,7 +261,7 @@ def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tens
 
 
 def _placement(whole: torch.Tensor, parts: Tensors, many: int, *, zeros: bool) -> TimePlacement:
-    """What parts are of a whole."""
+    """Return the placement of parts in a whole."""
     for kind, dim, joined in _readings(whole, parts, many):
         if not whole.is_floating_point() and not whole.is_complex():
             if torch.equal(joined, whole):
@@ -285,7 +290,7 @@ def _tolerance(x: torch.Tensor) -> float:
 def _readings(
     whole: torch.Tensor, parts: Tensors, many: int
 ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
-    """What parts may be of a whole, with what they would join to."""
+    """Iterate over the placements that parts may have, each with what they would join to."""
     shape, first = tuple(whole.shape), parts[0]
     if tuple(first.shape) == shape:
         if all(torch.equal(first, part) for part in parts):

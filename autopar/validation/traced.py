@@ -1,6 +1,5 @@
-"""The traced model as validation looks at it: nodes by key, the value behind every name, and what
-gradients are reduced in.
-"""
+"""The traced model as validation sees it: nodes by key, the value of every name, and the dtypes in
+which gradients must be reduced."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _VIEWS = (
 
 
 class Nodes:
-    """A graph of traced ops and what was looked up in it.
+    """A graph of traced ops, with look-ups.
 
     Attributes:
         graph: the graph. nodes: by name. by_key: the compute nodes by key.
@@ -47,39 +46,39 @@ class Nodes:
         self._calls: dict[str, Call] = {}
 
     def ref(self, node: fx.Node) -> Ref:
-        """The value that a node makes; of a getitem the result that it picks."""
+        """Return the value that a node computes; for a getitem the result that it picks."""
         result = 0
         while node.target is operator.getitem:
             node, result = node.args  # type: ignore[assignment]
         return node.name, result
 
     def reads(self, node: fx.Node) -> list[Ref]:
-        """The values that a node reads, in the order of its operands."""
+        """Return the values that a node reads, in the order of its operands."""
         return [self.ref(operand) for operand in operands_of(node)]
 
     def call(self, node: fx.Node) -> Call:
-        """The call that a node makes."""
+        """Return the call that a node makes."""
         if node.name not in self._calls:
             self._calls[node.name] = call_of(node)
         return self._calls[node.name]
 
     def value(self, ref: Ref) -> torch.Tensor:
-        """The traced value, a fake tensor."""
+        """Return the traced value, a fake tensor."""
         found = self.nodes[ref[0]].meta["val"]
         return found[ref[1]] if isinstance(found, tuple | list) else found
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
-        """The global shape of a value."""
+        """Return the global shape of a value."""
         return tuple(int(size) for size in self.value(ref).shape)
 
 
 class Traced(Nodes):
-    """A trace and what was looked up in it.
+    """A trace, with look-ups.
 
     Attributes:
         trace: the trace. results: the nodes that the graph returns, in order.
-        widest: per traced value the dtype in which its partial sums have to be reduced, where that
-            is wider than its own.
+        widest: traced value → the dtype in which its partial sums must be reduced, if that is wider
+            than its own.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -89,9 +88,8 @@ class Traced(Nodes):
         self.widest: Mapping[Ref, torch.dtype] = self._widest()
 
     def gradient_of(self, position: int) -> tuple[Ref, tuple[Ref, ...]]:
-        """A result that is a gradient, and the values of which it is nothing but a cast: one of
-        these may be added in its place.
-        """
+        """Return a result that is a gradient, and the values of which it is only a cast: one of
+        these may be added instead."""
         node = self.results[position]
         before, casts = node, list[Ref]()
         while before.target is _CAST and not before.kwargs.keys() - {"dtype"}:
@@ -100,13 +98,12 @@ class Traced(Nodes):
         return self.ref(node), tuple(casts)
 
     def reduced_in(self, ref: Ref) -> torch.dtype:
-        """The narrowest dtype in which partial sums of a value may be reduced."""
+        """Return the narrowest dtype in which partial sums of a value may be reduced."""
         return self.widest.get(ref, self.value(ref).dtype)
 
     def _widest(self) -> dict[Ref, torch.dtype]:
-        """Gradients of parameters in fp32 at least, and what is only cast to one in the dtype of
-        the cast.
-        """
+        """Compute `widest`: gradients of parameters in fp32 at least, and a value that is only cast
+        to a gradient in the dtype of the cast."""
         found: dict[Ref, torch.dtype] = {}
         for p in self.trace.parameters:
             if p.gradient is None:
@@ -132,7 +129,7 @@ class Traced(Nodes):
         return found
 
     def _is_passed_on(self, node: fx.Node) -> bool:
-        """Whether a node hands on what it reads, cast or seen otherwise."""
+        """Return whether a node returns its operand, cast or as a view."""
         source = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
             return False

@@ -1,8 +1,8 @@
-"""One pass over an emitted graph: each node's state from those of the nodes that it reads.
+"""One pass over an emitted graph that derives each node's state from those of its operands.
 
-A node that computes has to call what a rank calls of the traced node that its key names, on the
-parts of what that node reads, in the layouts of a strategy of which `law` knows no counterexample.
-All other nodes move, cast, pack or add, and have a rule each.
+A node that computes must make the call that one rank makes for the traced node of its key, on the
+right parts of that node's operands, with a strategy of which `law` finds no counterexample. All
+other nodes move, cast, pack or add, and have a rule each.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class Walk:
     """The states of one emitted graph.
 
     Attributes:
-        phase: its name. chosen, again: per key the strategy that the plan has, and the one with
-            which backward runs it again.
-        how: how many nodes were justified in which way. open: keys of nodes of whose strategy only
-            the op's rule says that it is right.
+        phase: its name. chosen, again: key → the plan's strategy, and the one with which backward
+            runs the node again.
+        gradients: parameter → its gradient, and the values that the gradient is a cast of. env: the
+            states so far.
+        how: number of nodes by the way in which they were justified. open: keys of nodes whose
+            strategy only the op's rule supports.
     """
 
     traced: Traced
@@ -55,13 +57,13 @@ class Walk:
     open: dict[str, None] = field(default_factory=dict)
 
     def run(self, graph: fx.Graph, given: Sequence[Any]) -> list[Any]:
-        """The states of what the graph returns.
+        """Return the states of the graph's results.
 
         Args:
-            given: those of its placeholders, in order.
+            graph: the emitted graph. given: the states of its placeholders, in order.
 
         Raises:
-            ValidationError: naming the first node that is not justified.
+            ValidationError: for the first node that is not justified.
         """
         remaining = iter(given)
         for node in graph.nodes:
@@ -95,41 +97,41 @@ class Walk:
                 return rule(node)
         if node.target in KINDS:
             x, *settings = steps.positional(node)
-            return self._moved(self.env[x], KINDS[node.target], settings, node)
+            return self._move(self.env[x], KINDS[node.target], settings, node)
         if node.target in KERNELS:
             return product_states(self, node)
-        return self._computed(node)
+        return self._compute(node)
 
     def _rules(self) -> dict[Callable[..., Any], Callable[[fx.Node], Any]]:
         return {
-            operator.getitem: self._picked,
-            steps.start: self._started,
-            steps.finish: self._finished,
-            add_to: self._added,
+            operator.getitem: self._pick,
+            steps.start: self._start,
+            steps.finish: self._finish,
+            add_to: self._add,
             into_bucket: lambda node: pack(node, [self.env[x] for x in node.args[0]]),
             from_bucket: lambda node: unpack(
                 self.traced, node, self.env[node.args[0]], self.mesh_shape
             ),
         }
 
-    def _moved(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
+    def _move(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
         self.how["step"] += 1
         return move(self.traced, state, kind, settings, node.kwargs.get("length"), self.mesh_shape)  # type: ignore[arg-type]
 
-    def _picked(self, node: fx.Node) -> Any:
+    def _pick(self, node: fx.Node) -> Any:
         source, number = self.env[node.args[0]], int(node.args[1])  # type: ignore[index, arg-type]
         if not isinstance(source, Several) or not 0 <= number < len(source.parts):
             raise MoveError("it picks a result of what has one")
         return source.parts[number]
 
-    def _started(self, node: fx.Node) -> InFlight:
+    def _start(self, node: fx.Node) -> InFlight:
         x, kind, *settings = node.args
         return InFlight(
-            self._moved(self.env[x], str(kind), settings, node),
+            self._move(self.env[x], str(kind), settings, node),
             (kind, *settings, node.kwargs.get("length")),
         )  # type: ignore[index]
 
-    def _finished(self, node: fx.Node) -> Any:
+    def _finish(self, node: fx.Node) -> Any:
         source, *settings = node.args
         flying = self.env[source]  # type: ignore[index]
         if not isinstance(flying, InFlight) or flying.settings != (
@@ -141,7 +143,7 @@ class Walk:
             raise MoveError("what it started is read by others as well")
         return flying.made
 
-    def _added(self, node: fx.Node) -> Sum:
+    def _add(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)  # type: ignore[index]
         if not isinstance(total, Sum) or total.is_added:
             raise MoveError(
@@ -154,7 +156,7 @@ class Walk:
             raise MoveError(f"it adds {shown(gradient)} to a sum in {total.layout}")
         return replace(total, is_added=True)
 
-    def _computed(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> Any:
         key = str(node.meta.get("key"))
         origin = self.traced.by_key.get(key)
         if origin is None or (self._passes_on(node) and not self._reads_as(node, origin)):
@@ -168,7 +170,8 @@ class Walk:
         return node.target in (aten._to_copy.default, aten.clone.default)
 
     def _reads_as(self, node: fx.Node, origin: fx.Node) -> bool:
-        """Whether a cast or a copy is that of the trace, and no other under its key."""
+        """Return whether a cast or a copy is that of the trace, and not another one under its
+        key."""
         state = self.env[node.args[0]]  # type: ignore[index]
         return (
             origin.target is node.target
@@ -177,7 +180,7 @@ class Walk:
         )
 
     def _passed_on(self, node: fx.Node) -> State:
-        """A cast or a copy that the trace has not: the same value."""
+        """Return the state of a cast or a copy that the trace does not have: the same value."""
         if not self._passes_on(node):
             raise MoveError("the model has no such op")
         state = self.env[node.args[0]]  # type: ignore[index]
@@ -186,7 +189,14 @@ class Walk:
         return cast(self.traced, state, dtype)  # type: ignore[arg-type]
 
     def result_of(self, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State | Several:
-        """The state of a node that computes what `origin` does."""
+        """Return the state of a node that computes what a traced node does.
+
+        Args:
+            node: the emitted node. origin: the traced node. strategy: the plan's.
+
+        Raises:
+            MoveError: if the node makes another call, or has other operands.
+        """
         local = expected_call(self.traced.call(origin), strategy, self.mesh_shape)
         for difference in differences(node, local, self.env, self.mesh_shape):
             raise MoveError(difference)
@@ -196,7 +206,15 @@ class Walk:
     def check_operands(
         self, origin: fx.Node, strategy: Strategy, operands: Mapping[int, fx.Node]
     ) -> None:
-        """Whether each operand is the part of what the traced node reads there."""
+        """Check that each operand is the right part of the traced node's operand.
+
+        Args:
+            origin: the traced node. strategy: the plan's. operands: operand's number → the emitted
+                node that it is.
+
+        Raises:
+            MoveError: if one is not.
+        """
         for number, (ref, layout) in enumerate(
             zip(self.traced.reads(origin), strategy.inputs, strict=True)
         ):
@@ -208,7 +226,7 @@ class Walk:
                 )
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
-        """What a traced node makes at a strategy that is right."""
+        """Return the state of a traced node's results, after checking its strategy."""
         self.check_strategy(origin, strategy)
         value = origin.meta["val"]
         if not isinstance(value, tuple | list):
@@ -222,7 +240,11 @@ class Walk:
         )
 
     def check_strategy(self, origin: fx.Node, strategy: Strategy) -> None:
-        """Whether the op makes of such operands such results."""
+        """Check that the op turns such operands into such results.
+
+        Raises:
+            MoveError: if it does not, or no rule of the op has this strategy.
+        """
         call = self.traced.call(origin)
         try:
             verdict, why = judge(call, strategy, self.mesh_shape)

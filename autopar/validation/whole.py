@@ -1,6 +1,5 @@
-"""`validate`: everything that a plan is emitted into, with or without stages, against the trace of
-the whole batch.
-"""
+"""`validate`: check everything that a plan is emitted into, with or without stages, against the
+trace of the whole batch."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from autopar.validation.states import Validation, invalid
 
 @collected_seldom()
 def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Validation:
-    """Show that what is about to run computes the traced model.
+    """Show that a program computes the traced model, before it runs.
 
     Args:
-        trace: of the whole batch, as the plan is for it. program: what the plan was emitted into.
+        trace: of the whole batch, for which the plan was made. plan: the plan. program: what the
+            plan was emitted into.
 
     Returns:
-        what was justified, and how.
+        What was justified, and how.
 
     Raises:
-        ValidationError: naming the first node, output or gradient that does not follow from the
-            trace.
+        ValidationError: for the first node, output or gradient that does not follow from the trace.
     """
     if isinstance(program, Program):
         return validate_program(trace, plan, program)
@@ -50,7 +49,7 @@ def _validate_staged(
     stages = cut_trace(part, pipeline.positions).stages if pipeline.positions else (part,)
     check_stages(part, stages)
     for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
-        found = found.joined(validate_program(stage, staged, made))
+        found = found.join(validate_program(stage, staged, made))
     _check_sums(program)
     _check_crossings(program)
     _check_shared(stages, program)
@@ -62,9 +61,8 @@ def _validate_staged(
 
 
 def _check_sums(program: StagedProgram) -> None:
-    """Gradients of several microbatches are added to sums: what a backward returns would replace
-    those of the microbatch before.
-    """
+    """Check that gradients of several microbatches are added to sums. Else each backward would
+    replace those of the microbatch before."""
     for number, stage in enumerate(program.stages):
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
@@ -76,7 +74,7 @@ def _check_sums(program: StagedProgram) -> None:
 
 
 def _check_crossings(program: StagedProgram) -> None:
-    """What leaves a stage arrives at the next as it left."""
+    """Check that what leaves a stage arrives at the next in the same layout and dtype."""
     for number, (before, after) in enumerate(zip(program.stages, program.stages[1:], strict=False)):
         leaving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in before.outputs if t.crosses}
         arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
@@ -90,9 +88,8 @@ def _check_crossings(program: StagedProgram) -> None:
 
 
 def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
-    """Gradients of a parameter that several stages hold are added over these stages, and its copies
-    rest alike.
-    """
+    """Check that gradients of a parameter that several stages hold are added over these stages, and
+    that its copies rest in one layout."""
     holders: dict[str, tuple[int, ...]] = {}
     for number, stage in enumerate(stages):
         for p in stage.parameters:

@@ -1,6 +1,5 @@
-"""Small calls of convolutions and poolings: few samples and channels, and space that windows fit
-into as into the large one.
-"""
+"""Small calls of convolutions and poolings: few samples and channels, and spatial dims that windows
+fit into as into the large ones."""
 
 from __future__ import annotations
 
@@ -35,9 +34,8 @@ def _space(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def _channels(groups: int, channels: int, made: int) -> tuple[int, int, int]:
-    """Small numbers of groups and of channels before and behind, or those that there are where
-    groups have several.
-    """
+    """Return small numbers of groups, and of channels before and behind. Groups of several channels
+    keep their numbers."""
     if groups == 1:
         return 1, min(channels, _CHANNELS), min(made, _CHANNELS + 2)
     if groups == channels:
@@ -69,7 +67,7 @@ def _convolution(call: Call, *, backward: bool) -> list[Trial]:
 
 
 def _pool(call: Call, num: int) -> list[Trial]:
-    """Of a pooling over the last `num` dims, or of its backward."""
+    """Return small calls of a pooling over the last `num` dims, or of its backward."""
     shape = call.inputs[argument(call, "self").index].shape
     kernel = argument(call, "kernel_size")
     stride = each(argument(call, "stride", ()) or kernel, num)

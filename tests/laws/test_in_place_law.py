@@ -45,7 +45,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
     """The nodes of programs that are rehearsed and write into an operand, each of which is
     looked at."""
     found: list[fx.Node] = []
-    called = abstract_executor._Run._called
+    called = abstract_executor._Run._call_node
 
     def looked_at(
         run: abstract_executor._Run, node: fx.Node, env: Mapping[fx.Node, Any]
@@ -61,7 +61,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
             found.append(node)
         return called(run, node, env)
 
-    monkeypatch.setattr(abstract_executor._Run, "_called", looked_at)
+    monkeypatch.setattr(abstract_executor._Run, "_call_node", looked_at)
     yield found
 
 

@@ -25,7 +25,11 @@ from autopar.program.stage_work import StageWork
 from autopar.rules import localization
 
 _bits = random._bits
-_begin, _arriving, _leaving = StageWork.begin, StageWork.arriving_back, StageWork.leaving
+_begin, _arriving, _leaving = (
+    StageWork.begin,
+    StageWork.arriving_gradients,
+    StageWork.leaving_outputs,
+)
 
 
 def bits_of(change: Callable[..., tuple[Any, ...]]) -> Callable[[Patch], Any]:
@@ -74,21 +78,21 @@ ORDER = {
         "stages",
         "backward gets .* where .* is due",
         plant=lambda p: p.setattr(
-            StageWork, "arriving_back", lambda self, number: _arriving(self, number)[::-1]
+            StageWork, "arriving_gradients", lambda self, number: _arriving(self, number)[::-1]
         ),
     ),
     "a stage sends one tensor twice": Fault(
         "stages",
         "forward gets .* where .* is due",
         plant=lambda p: p.setattr(
-            StageWork, "leaving", lambda self, number: _leaving(self, number)[:1] * 2
+            StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[:1] * 2
         ),
     ),
     "a stage sends less": Fault(
         "stages",
         "1 tensors come, and it takes 2",
         plant=lambda p: p.setattr(
-            StageWork, "leaving", lambda self, number: _leaving(self, number)[:1]
+            StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[:1]
         ),
     ),
     "a loss weighs nothing": Fault(

@@ -34,7 +34,7 @@ _interleaved, _peer, _act, _begin = (
     _Chunk.act,
     Interleaving.__init__,
 )
-_each, _leaving = ForwardsFirst._each, StageWork.leaving
+_each, _leaving = ForwardsFirst._each, StageWork.leaving_outputs
 
 
 def order_of_rank(rank: int, change: Callable[[Actions], Any]) -> Callable[[Patch], Any]:
@@ -172,7 +172,7 @@ INTERLEAVED = {
         "interleaved",
         "forward gets .* where .* is due",
         plant=lambda p: p.setattr(
-            StageWork, "leaving", lambda self, number: _leaving(self, number)[::-1]
+            StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[::-1]
         ),
     ),
 }
