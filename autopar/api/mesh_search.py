@@ -137,8 +137,8 @@ def best_shape(
     ):
         tried.add(further)
     if tried.best is None:
-        raise _telling(tried.refusals, holds)
-    return tried.best if len(tried.told) == 1 else _told(tried.best, tried.told)
+        raise _most_informative(tried.refusals, holds)
+    return tried.best if len(tried.told) == 1 else _note_tried_shapes(tried.best, tried.told)
 
 
 @dataclass
@@ -178,7 +178,7 @@ class _Tried:
                 self.best = found
 
 
-def _telling(
+def _most_informative(
     refusals: list[tuple[Mesh, AutoparError]], holds: Callable[[Mesh], bool]
 ) -> AutoparError:
     """The refusal that says most; `best_shape` states the order."""
@@ -192,7 +192,7 @@ def _telling(
     return min(refusals, key=rank)[1]
 
 
-def _told(best: Planned, told: list[str]) -> Planned:
+def _note_tried_shapes(best: Planned, told: list[str]) -> Planned:
     """The plan with what its bound covers: its own shape, and which others were tried."""
     tried = f"this mesh shape alone; tried, with the step found for each: {'; '.join(told)}"
     proof = replace(best.plan.proof, covers=(*best.plan.proof.covers, tried))

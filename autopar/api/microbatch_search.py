@@ -109,12 +109,12 @@ class Tries:
         """Infinite where there is no plan."""
         return math.inf if self.best is None else self.best.plan.prediction.step_s
 
-    def too_slow(self, axis: str, num: int, error: TooSlow) -> float:
+    def add_too_slow(self, axis: str, num: int, error: TooSlow) -> float:
         """What is no faster, by what bounds it; that bound."""
         self.told.append(f"{_named(axis, num)} (at least {seconds(error.args[0])})")
         return float(error.args[0])
 
-    def refused(self, axis: str, num: int) -> float:
+    def add_refused(self, axis: str, num: int) -> float:
         """What has no plan."""
         self.told.append(f"{_named(axis, num)} (none)")
         return math.inf
@@ -128,10 +128,10 @@ class Tries:
             "this number of microbatches and these stages alone; tried, with the step found for"
             f" each: {'; '.join(self.told)}"
         )
-        return covering(self.best, line)
+        return add_coverage(self.best, line)
 
 
-def covering(found: Planned, line: str) -> Planned:
+def add_coverage(found: Planned, line: str) -> Planned:
     """The plan with a further line of what its proof is about."""
     plan = replace(
         found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line))
@@ -190,7 +190,7 @@ class CapturedCall:
         Args:
             elsewhere: as of `autopar.planner.candidates.Elsewhere`.
         """
-        options = self.unpiped()
+        options = self.options_without_stages()
         name = type(self.model).__name__
         trace = by_rows(self.trace, self.rows)
         found = make_plan(
@@ -203,9 +203,9 @@ class CapturedCall:
             limit_s=limit_s,
             elsewhere=elsewhere,
         )
-        return self.marked(found)
+        return self.note_loss_rows(found)
 
-    def unpiped(self) -> PlanOptions:
+    def options_without_stages(self) -> PlanOptions:
         """The options of a plan without stages."""
         kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
         return (
@@ -214,12 +214,12 @@ class CapturedCall:
             else replace(self.options, constraints=kept)
         )
 
-    def marked(self, found: Planned) -> Planned:
+    def note_loss_rows(self, found: Planned) -> Planned:
         """The plan says that its loss goes by rows."""
         if not self.rows:
             return found
         found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
-        return covering(
+        return add_coverage(
             found,
             f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is"
             " slower",
@@ -248,7 +248,7 @@ class CapturedCall:
             limit_s=limit_s,
             progress=self.progress,
         )
-        return self.marked(found)
+        return self.note_loss_rows(found)
 
     def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
         """As `trace_part`."""

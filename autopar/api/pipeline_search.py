@@ -14,7 +14,7 @@ from autopar.api.microbatch_search import (
     WITHOUT_ASKING,
     CapturedCall,
     Tries,
-    covering,
+    add_coverage,
     numbers_of,
     walk,
 )
@@ -64,7 +64,7 @@ class Staging(CapturedCall):
                     "the time was over before %d microbatches along %r were tried", num, axis
                 )
                 return refusal or TooSlow(0.0)
-            limit = self.beating(tries.best, limit_s)
+            limit = self.limit_to_beat(tries.best, limit_s)
             if alone_s >= limit and num > min(found_s):
                 log.info(
                     "more microbatches along %r are not tried: with nothing to wait for they take"
@@ -74,10 +74,10 @@ class Staging(CapturedCall):
                 )
                 continue
             try:
-                found_s[num] = tries.add(axis, num, self._scheduled(wish, num, limit))
+                found_s[num] = tries.add(axis, num, self._plan_schedules(wish, num, limit))
             except TooSlow as error:
                 refusal = refusal or error
-                found_s[num], bound_s = math.inf, tries.too_slow(axis, num, error)
+                found_s[num], bound_s = math.inf, tries.add_too_slow(axis, num, error)
                 log.info(
                     "no plan of %d microbatches along %r is faster: at least %.4g s",
                     num,
@@ -90,11 +90,11 @@ class Staging(CapturedCall):
                     alone_s = max(alone_s, bound_s * num / (num + self.num_ranks(wish) - 1))
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
-                refusal, found_s[num] = error, tries.refused(axis, num)
+                refusal, found_s[num] = error, tries.add_refused(axis, num)
                 self.coupled.extend([error] if isinstance(error, CoupledError) else [])
         return refusal
 
-    def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
+    def _plan_schedules(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
         """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more
         stages a device.
 
@@ -182,7 +182,7 @@ class Staging(CapturedCall):
             else None
         )
 
-    def beating(self, best: Planned | None, limit_s: float) -> float:
+    def limit_to_beat(self, best: Planned | None, limit_s: float) -> float:
         """What a plan is to take at most that is looked for beside the best, if there is one."""
         return (
             limit_s
@@ -241,7 +241,7 @@ class Chooser(Staging):
                 break
             here = replace(self, rows=rows)
             try:
-                found = here._pipelines(self.beating(best, limit_s))
+                found = here._pipelines(self.limit_to_beat(best, limit_s))
             except (TooSlow, InfeasibleError, ConstraintError) as error:
                 log.info("no better plan with a loss by %d rows: %s", rows, error)
                 continue
@@ -345,11 +345,11 @@ class Chooser(Staging):
         try:
             tries.add("", 0, self.in_one_piece(limit_s, elsewhere))
         except TooSlow as error:
-            tries.too_slow("", 0, error)
+            tries.add_too_slow("", 0, error)
             refusal = error
         except (InfeasibleError, ConstraintError) as error:
             log.info("no plan without stages: %s", error.what)
-            tries.refused("", 0)
+            tries.add_refused("", 0)
             refusal = error
         if not isinstance(refusal, TooSlow) and (not unasked or self._may_be_cut(tries)):
             self._one_after_another(min(limit_s, self.options.worth_s(in_stages.best_s)), tries)
@@ -407,7 +407,7 @@ class Chooser(Staging):
         ):
             return found
         log.info(_NO_STAGES)
-        return covering(found, _NO_STAGES)
+        return add_coverage(found, _NO_STAGES)
 
     def _one_after_another(self, limit_s: float, tries: Tries) -> None:
         """Try microbatches without stages, as long as much is run again for lack of memory, and
@@ -417,13 +417,13 @@ class Chooser(Staging):
             if best is not None and (self.options.is_late or _run_again(best.plan) < _AGAIN):
                 return
             try:
-                limit = self.beating(best, limit_s)
+                limit = self.limit_to_beat(best, limit_s)
                 tries.add("", num, self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit))
             except TooSlow as error:
-                tries.too_slow("", num, error)
+                tries.add_too_slow("", num, error)
             except InfeasibleError as error:
                 log.info("no plan of %d microbatches, one after another: %s", num, error.what)
-                tries.refused("", num)
+                tries.add_refused("", num)
             except ConstraintError as error:
                 log.info("the batch is not cut into microbatches: %s", error.what)
                 return
@@ -437,7 +437,7 @@ class Chooser(Staging):
         log.warning(
             "one microbatch, on which one stage works after another: %s", self.coupled[0].what
         )
-        return covering(
+        return add_coverage(
             found,
             f"one microbatch alone, since samples depend on each other: {self.coupled[0].what}",
         )

@@ -29,14 +29,14 @@ def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> Plan
     Raises:
         ConstraintError: where a constraint cannot be read.
     """
-    options = recorded(plan)
+    options = recorded_options(plan)
     return replace(
         options,
         memory_bytes=memory_bytes or (options.memory_bytes if _is_asked(plan, hardware) else None),
     )
 
 
-def recorded(plan: Plan) -> PlanOptions:
+def recorded_options(plan: Plan) -> PlanOptions:
     """The same on the hardware that the plan was made for: with its budget; where stages'
     devices have their own, with none."""
     known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
@@ -110,7 +110,11 @@ def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[st
         if name and plan.fingerprint.model_name not in ("", name):
             yield f"model: the plan is for a {plan.fingerprint.model_name}, this is a {name}"
         other = plan.fingerprint.other_batch(trace.batch_in_words)
-        named = [*([other] if other else []), *_asked(plan, trace), *_of_model(plan, trace)]
+        named = [
+            *([other] if other else []),
+            *_gradient_differences(plan, trace),
+            *_of_model(plan, trace),
+        ]
         yield from named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]
 
 
@@ -156,7 +160,7 @@ def _first(names: Collection[str]) -> str:
     return f"{', '.join(told)}{f' and {num_more} more' if num_more else ''}"
 
 
-def _asked(plan: Plan, trace: Trace) -> Iterator[str]:
+def _gradient_differences(plan: Plan, trace: Trace) -> Iterator[str]:
     """Inputs that have a gradient in one of the two; none has in stages and microbatches."""
     chosen = (
         () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]

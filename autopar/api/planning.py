@@ -26,7 +26,7 @@ from autopar.api.arguments import (
 from autopar.api.mesh_search import best_shape, shapes, shapes_in_three
 from autopar.api.options import PlanRequest, takes_options
 from autopar.api.pipeline_search import Chooser
-from autopar.api.plan_options import check_fits, recorded
+from autopar.api.plan_options import check_fits, recorded_options
 from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,
@@ -111,7 +111,7 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
         or stages == hardware.axis
     ):
         return found
-    options, trace = recorded(plan), part(plan)
+    options, trace = recorded_options(plan), part(plan)
     times = {
         profile: reprice_plan(plan, trace, plan.mesh, profile, options)
         for profile in dict.fromkeys(hardware.profiles)

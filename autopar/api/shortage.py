@@ -122,7 +122,7 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
         tried = (
             f"; {error.what}" if stages is not None and stages.axis else ""
         )  # says which stage needs most
-        what = between + shortage.asking(proven) + tried if between else error.what
+        what = between + shortage.describe_conflict(proven) + tried if between else error.what
     untried = "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
     trained = chooser.trace.loss is not None and bool(chooser.trace.differentiable)
     untried = (
@@ -169,7 +169,7 @@ class _Shortage:
     _proven: dict[tuple[Constraint, ...], Need | None] = field(default_factory=dict)
 
     @property
-    def asked(self) -> tuple[Constraint, ...]:
+    def requests(self) -> tuple[Constraint, ...]:
         """The constraints, and a number of microbatches that is asked for beside them."""
         num, constraints = self.chooser.options.num_microbatches, self.chooser.options.constraints
         return (
@@ -180,12 +180,12 @@ class _Shortage:
         """What is proven of all plans under what is asked for, None where nothing is known, and
         one that needs little."""
         kinds = sorted(
-            self._kinds(self.asked), key=lambda kind: kind.proven.share
+            self._kinds(self.requests), key=lambda kind: kind.proven.share
         )  # ties as they were tried
         if not kinds:
             return None, None
         proven = kinds[0].proven
-        self._proven[self.asked] = proven
+        self._proven[self.requests] = proven
         found = [
             planned
             for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1])
@@ -193,10 +193,10 @@ class _Shortage:
         ]
         return proven, prefer_fastest(found, needs)
 
-    def asking(self, proven: Need | None) -> str:
+    def describe_conflict(self, proven: Need | None) -> str:
         """What asks for more than there is; nothing where that is not proven, or where no plan
         at all needs less."""
-        asked = self.asked
+        asked = self.requests
         if not asked or proven is None or proven.fits or not self._fits(()):
             return ""
 
@@ -287,7 +287,7 @@ def _known(
 
 def _plan_with_marks(chooser: Chooser, kind: Kind) -> Planned | None:
     found = kind.lightest()
-    return None if found is None else chooser.marked(found)
+    return None if found is None else chooser.note_loss_rows(found)
 
 
 def _of_one_piece(chooser: Chooser) -> Kind:
@@ -296,7 +296,7 @@ def _of_one_piece(chooser: Chooser) -> Kind:
         trace,
         chooser.mesh,
         chooser.hardware,
-        chooser.unpiped(),
+        chooser.options_without_stages(),
         type(chooser.model).__name__,
         clock,
     )

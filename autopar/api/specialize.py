@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autopar.api.plan_options import recorded
+from autopar.api.plan_options import recorded_options
 from autopar.constraints import (
     Constraint,
     Megatron,
@@ -106,7 +106,7 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
     Args:
         storage: how every parameter rests.
     """
-    options = recorded(plan)
+    options = recorded_options(plan)
     kept = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
     stages = _stages(plan)
     kept = [replace(c, microbatches=None) if isinstance(c, Megatron) else c for c in kept]

@@ -324,7 +324,7 @@ def trace_part(
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
 
-    def captured(call: Call) -> Trace:
+    def capture_part(call: Call) -> Trace:
         samples = batch_size(*call)
         if samples not in known:
             known[samples] = _of_parts(model, *call, precision, inference)
@@ -335,14 +335,14 @@ def trace_part(
         return as_wanted(known[samples], "full" if everywhere else "loss" if alone else "dtensor")
 
     if num > 1 and batch_size(args, kwargs) == num:
-        four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
+        four, two = (capture_part(_of_samples(args, kwargs, samples)) for samples in (4, 2))
         like = find_microbatching(
             four, two, 2, independent=independent
         )  # before one sample is captured: coupled ones may need others
-        part = captured(microbatch_of(args, kwargs, num))
+        part = capture_part(microbatch_of(args, kwargs, num))
         part, how = ready(part, for_single_samples(like, two, part, num))
     else:
-        part = captured(microbatch_of(args, kwargs, num))
+        part = capture_part(microbatch_of(args, kwargs, num))
         part, how = ready(part, find_microbatching(whole, part, num, independent=independent))
     refuse_unproven(whole, part, microbatches_of(part, how), promised=independent)
     return part, how

@@ -22,7 +22,7 @@ from autopar.api.arguments import (
     planned_for,
 )
 from autopar.api.options import PlanRequest
-from autopar.api.plan_options import check_fits, options_of, recorded
+from autopar.api.plan_options import check_fits, options_of, recorded_options
 from autopar.api.planning import plan_told
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
@@ -64,7 +64,7 @@ class Change:
         return ", ".join(f"{word} {' and '.join(said)}" for word, said in parts if said)
 
 
-def changed(
+def change_options(
     options: PlanOptions, without: Iterable[str | Constraint], more: Iterable[Constraint]
 ) -> Change:
     """Leave out and add.
@@ -182,7 +182,7 @@ class WhatIf:
             else f"{self.hardware} and mesh {self.best.mesh}"
         )
         before, made = self.plan.prediction.step_s, self.best.prediction
-        forced = ", ".join(obeyed_by(recorded(self.best)))
+        forced = ", ".join(obeyed_by(recorded_options(self.best)))
         under = (
             f", {forced} forced{'' if self.change else ' as well'},"
             if forced
@@ -266,7 +266,7 @@ def what_if(
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
     options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
-    change = changed(
+    change = change_options(
         options,
         (without,) if isinstance(without, str | Constraint) else without,
         as_constraints(constraints),

@@ -180,7 +180,7 @@ class Parallel(Protocol):
     def sharded(self) -> tuple[str, ...]: ...
 
     @property
-    def offloaded(self) -> bool: ...
+    def has_offloaded_weight(self) -> bool: ...
 
 
 def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
@@ -214,7 +214,7 @@ def label(part: Parallel, names: Sequence[str]) -> str:
     if set(part.parallelism) == {"replicated"}:
         said = "replicated"
     sharded = over(part.sharded, names, ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
-    rest = ", ".join(filter(None, (sharded, "on the hosts" if part.offloaded else "")))
+    rest = ", ".join(filter(None, (sharded, "on the hosts" if part.has_offloaded_weight else "")))
     return f"{said}; weights {rest}" if rest else said
 
 
@@ -341,7 +341,7 @@ class Part:
     pattern: str = ""
 
     @property
-    def offloaded(self) -> bool:
+    def has_offloaded_weight(self) -> bool:
         """Whether a weight rests on the hosts."""
         return any(weight.storage.host for weight in self.weights)
 

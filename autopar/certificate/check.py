@@ -347,9 +347,13 @@ class _Job:
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
             report = replace(report, step_s=seconds.step_s)
             found += times(plan, seconds)
-        return self._emitted(report, found, sum((*kernels.shared.values(), *own.shared.values())))
+        return self._check_program(
+            report, found, sum((*kernels.shared.values(), *own.shared.values()))
+        )
 
-    def _emitted(self, report: Certificate, found: list[Finding], shared_bytes: int) -> Certificate:
+    def _check_program(
+        self, report: Certificate, found: list[Finding], shared_bytes: int
+    ) -> Certificate:
         """What follows from the emitted program, beside which kernels share so much."""
         try:
             serial = emit(

@@ -42,7 +42,7 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
                 "model", f"stage {number} begins with {places[position][0]!r}, not {module!r}"
             )
     for number, said in enumerate(pipeline.crossings):
-        yield from _differences(number, said, _crossed(part, made, pipeline, number))
+        yield from _differences(number, said, _crossed_values(part, made, pipeline, number))
 
 
 def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         )
 
 
-def _crossed(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
+def _crossed_values(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
     """What goes from a stage to the next, by its key."""
     stage, boundary = pipeline.stages[number], made.boundaries[number]
     chosen, found = stage.node_choices(), dict[str, Crossed]()

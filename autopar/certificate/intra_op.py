@@ -178,7 +178,7 @@ class OwnWalk:
     def _node(
         self, node: fx.Node, phase: str, strategy: Strategy, said: Sequence[Communication]
     ) -> Iterator[Finding]:
-        expected, key = self._expected(node, strategy), node.meta["key"]
+        expected, key = self._expected_collectives(node, strategy), node.meta["key"]
         if expected != [c.collective for c in said]:
             shown = (
                 ", ".join(f"{c.kind} of {c.bytes} bytes of {c.dtype}" for c in expected)
@@ -220,7 +220,7 @@ class OwnWalk:
                 count_shared(node, strategy, self.mesh.shape, said[0].collective.axis)
             )
 
-    def _expected(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
+    def _expected_collectives(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
         call, sizes = call_of(node), self.mesh.shape
         axis = dispatched_along(call, strategy)
         if axis is None:

@@ -82,7 +82,7 @@ class NormWalk:
         return None
 
     @property
-    def chosen(self) -> list[Strategy | None]:
+    def strategies(self) -> list[Strategy | None]:
         """How each of them runs."""
         return [self.claims.chosen.get(node.meta["key"]) for node in self.nodes]
 
@@ -123,7 +123,7 @@ class NormWalk:
         return has_weight and is_of_total and is_in_dtypes and n == made.shape[-1]
 
     def _check_layouts(self, layout: Layout) -> Iterator[str]:
-        summing, squaring, norming = self.chosen
+        summing, squaring, norming = self.strategies
         if summing is None or {*summing.inputs, *summing.outputs} != {layout}:
             yield "the sum does not lie as what is scattered"
         if squaring is None or norming is None or squaring.inputs != (layout,):
@@ -141,7 +141,7 @@ class NormWalk:
         """What the kernel does as well."""
         return tuple(
             (call_of(node), how)
-            for node, how in zip(self.nodes, self.chosen, strict=True)
+            for node, how in zip(self.nodes, self.strategies, strict=True)
             if how is not None
         )
 
@@ -409,9 +409,9 @@ class KernelWalk:
             dim = terms[2].index(letter)
         self._note_shared(step, kernel, info)
         rates = Rates(self.mesh, self.profile)
-        saved_s, chunks = Product(call, chosen, rates, c.kind, sizes[c.axis], dim, adds).saved(
-            step.time_s, normed
-        )
+        saved_s, chunks = Product(
+            call, chosen, rates, c.kind, sizes[c.axis], dim, adds
+        ).find_saving(step.time_s, normed)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
             yield (
                 f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in"

@@ -146,7 +146,7 @@ class Moments:
         if node is None or node.meta["phase"] != "backward":
             return None
         row = (
-            self._widening(node, worth_s)
+            self._row_at_widening(node, worth_s)
             if place.endswith(_WIDENED)
             else self._while(node, worth_s)
         )
@@ -205,7 +205,7 @@ class Moments:
         ]
         _add(live, op, [ops.cross_entropy_backward_scratch(part, logits.dtype) for part in parts])
 
-    def _widening(self, node: fx.Node, worth_s: float) -> MemoryRow:
+    def _row_at_widening(self, node: fx.Node, worth_s: float) -> MemoryRow:
         """Just after a node, whose result is about to be reduced."""
         problem, now = self.priced.problem, self._position[node.name]
         held: dict[int, int] = {}
@@ -272,12 +272,12 @@ class Moments:
         return found
 
     def _count_returned(self, live: dict[int, list[int]], now: float) -> None:
-        for name, op in () if self.priced.problem.accumulates else self._returned().items():
+        for name, op in () if self.priced.problem.accumulates else self._returned_nodes().items():
             if self._last[name] < now:
                 layouts = [s.layouts.inputs[0] for s in self.priced.problem.ops[op].strategies]
                 self._count(live, op, (self.facts.names[name], 0), layouts)
 
-    def _returned(self) -> dict[str, int]:
+    def _returned_nodes(self) -> dict[str, int]:
         """Nodes whose results the model returns, in memory of their own, and for each an op that
         stands for the output."""
         paths = {o.path for o in self.trace.outputs if not o.crosses}
@@ -386,7 +386,10 @@ class Stored:
             {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)},
         )
         return dict(
-            filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials))
+            filter(
+                None,
+                (self._read_potential(p, tensors, readers) for p in self.plan.proof.potentials),
+            )
         )
 
     def versions(self) -> dict[int, Versions]:
@@ -416,7 +419,7 @@ class Stored:
             (self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)
         }
 
-    def _found(
+    def _read_potential(
         self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]
     ) -> tuple[tuple[int, int, bool], dict[int, float]] | None:
         v, problem = tensors.get((potential.node, potential.result), -1), self.priced.problem

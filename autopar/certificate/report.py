@@ -365,11 +365,14 @@ class Certificate:
         return "\n".join(
             [
                 f"{verdict}: {self.title}",
-                *(f"  {line}" for line in (*self._figures(), *self._found(), *self._noted())),
+                *(
+                    f"  {line}"
+                    for line in (*self._figure_lines(), *self._finding_lines(), *self._note_lines())
+                ),
             ]
         )
 
-    def _figures(self) -> Iterator[str]:
+    def _figure_lines(self) -> Iterator[str]:
         if self.num_nodes:
             yield (
                 f"layouts   {self.num_decisions} decisions over {self.num_nodes} nodes,"
@@ -402,14 +405,14 @@ class Certificate:
             yield f"program   {first}"
             yield from (f"          {line}" for line in further)
 
-    def _found(self) -> Iterator[str]:
+    def _finding_lines(self) -> Iterator[str]:
         for claim in dict.fromkeys(f.claim for f in self.findings):
             found = [f for f in self.findings if f.claim == claim]
             yield from map(str, found[:_SHOWN])
             if len(found) > _SHOWN:
                 yield f"{claim}: and {len(found) - _SHOWN} more"
 
-    def _noted(self) -> Iterable[str]:
+    def _note_lines(self) -> Iterable[str]:
         noted = (f"note: {note}" for note in self.notes)
         return (*noted, *(f"not verified: {each}" for each in self.unverified))
 

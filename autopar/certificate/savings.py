@@ -40,7 +40,7 @@ class Product:
     dim: int
     adds: bool
 
-    def saved(self, moved_s: float, normed: Normed) -> tuple[float, int]:
+    def find_saving(self, moved_s: float, normed: Normed) -> tuple[float, int]:
         """Seconds, and in how many chunks a rank's part goes.
 
         Args:
@@ -48,7 +48,7 @@ class Product:
         """
         kernels = self.rates.profile.kernels
         reached = kernels.get(_NAMES[self.kind], 0.0)
-        hidden = list(self._hidden(moved_s)) if reached else []
+        hidden = list(self._hidden_seconds(moved_s)) if reached else []
         most, chunks = max(hidden, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 1))
         most, chunks = (most, chunks) if most > 0.0 else (0.0, 1)
         if not normed:
@@ -59,9 +59,9 @@ class Product:
             further_s = self._pass_s(1) + apart_s - self._pass_s(3) / tail
         return (min(reached * most + further_s, moved_s) if further_s > 0.0 else 0.0), chunks
 
-    def _hidden(self, moved_s: float) -> Iterator[tuple[float, int]]:
+    def _hidden_seconds(self, moved_s: float) -> Iterator[tuple[float, int]]:
         """Of each number of chunks that the parts are cut into evenly."""
-        length, product_s = self._made(1).shape[self.dim], self._product_s(1)
+        length, product_s = self._result_chunk(1).shape[self.dim], self._product_s(1)
         for chunks in _CHUNKS:
             if length % (self.num * chunks) == 0:
                 both_s = product_s + moved_s - self._together_s(moved_s, chunks)
@@ -89,10 +89,10 @@ class Product:
         factors, made = self._terms()
         letter = made[self.dim]
         reads = local_infos(self.call.inputs, self.strategy.inputs, sizes)
-        cut = [_cut(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
+        cut = [_cut_dim(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
         bias = reads[len(cut) :]  # along the last dims of the result, as far as it has any
-        cut += [_cut(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
-        result = self._made(num)
+        cut += [_cut_dim(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
+        result = self._result_chunk(num)
         work = count_work(self.call, cut, [result], mirrored=False)
         seconds = self.rates.op_s("matmul", *work, product_dtype(cut))
         if self.adds:
@@ -100,11 +100,11 @@ class Product:
             seconds += self.rates.op_s("elementwise", 0, 3 * size, result.dtype)
         return seconds
 
-    def _made(self, num: int) -> TensorInfo:
+    def _result_chunk(self, num: int) -> TensorInfo:
         """What one of `num` chunks makes."""
         (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
         _, made = self._terms()
-        return _cut(whole, made, made[self.dim], num)
+        return _cut_dim(whole, made, made[self.dim], num)
 
     def _terms(self) -> tuple[list[str], str]:
         left, made = str(self.call.args[0]).replace(" ", "").split("->")
@@ -112,12 +112,12 @@ class Product:
 
     def _pass_s(self, further: int) -> float:
         """Over as many parts as there are ranks, and some further ones."""
-        made = self._made(1)
+        made = self._result_chunk(1)
         part = made.dtype.itemsize * math.prod(made.shape) // self.num
         return self.rates.op_s("elementwise", 0, (self.num + further) * part, made.dtype)
 
 
-def _cut(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
+def _cut_dim(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
     """A tensor of which one letter's dim is cut into `num` chunks."""
     pairs = zip(term, info.shape, strict=True)
     return TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in pairs), info.dtype)

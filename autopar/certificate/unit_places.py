@@ -119,7 +119,7 @@ class Places:
                 self.hidden |= {*cluster.operands, *cluster.results}
                 loose += [(op, number, cluster.results)] if first in self.placing.copied else []
                 continue
-            place = self._put(
+            place = self._add_place(
                 op, number, self.placing.stage[first], cluster.operands, cluster.results
             )
             read = {
@@ -153,12 +153,12 @@ class Places:
                 return [(op, number, ((node, 0),))]
             self.hidden.add((node, 0))
         elif kind == "output":
-            self._put(op, number, self.placing.stage[node], ((node, 0),), ())
+            self._add_place(op, number, self.placing.stage[node], ((node, 0),), ())
         else:
-            self._put(op, number, self.placing.stage[node], (), ((node, 0),))
+            self._add_place(op, number, self.placing.stage[node], (), ((node, 0),))
         return []
 
-    def _put(
+    def _add_place(
         self,
         op: int,
         number: int,
@@ -182,7 +182,7 @@ class Places:
     ) -> None:
         held = self.placing.holders[name]
         if len(held) == 1:
-            self._put(op, number, held[0], gradient, (here,))
+            self._add_place(op, number, held[0], gradient, (here,))
             return
         self.hidden |= {*gradient}
         training = {self.placing.stage[term.name] for term in self.placing.terms.get(name, ())} or {
@@ -191,7 +191,7 @@ class Places:
         # each with a part of the gradient, and of the time: a stage that holds it for several has
         # it once
         for unit in held:
-            self._put(
+            self._add_place(
                 op, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0
             )
 
@@ -203,7 +203,7 @@ class Places:
             units = sorted({unit for ref in refs for unit in read.get(ref, ())})
             self.everywhere |= {*refs}
             for unit in units:
-                self.alone.add(self._put(op, number, unit, (), refs, 1.0 / len(units)))
+                self.alone.add(self._add_place(op, number, unit, (), refs, 1.0 / len(units)))
 
     def _find_layers(self) -> dict[Ref, set[tuple[int, ...]]]:
         """Tensor → the layers that read it in forward, where they are ops."""

@@ -231,7 +231,7 @@ class Explanation(Readable):
                 for f in self.flips
             ]
             yield from table(title, columns, rows)
-        yield from self._replicated()
+        yield from self._replicated_ops()
 
     def header(self) -> Iterator[str]:
         """What was planned, its time, memory and proof, one line each."""
@@ -356,7 +356,7 @@ class Explanation(Readable):
             longer.append(longer_step_s(*self.stage_of, runner_up.delta_s))
         return runner_up.strategy, *(seconds(delta_s, signed=True) for delta_s in longer)
 
-    def _replicated(self) -> Iterator[RenderableType]:
+    def _replicated_ops(self) -> Iterator[RenderableType]:
         entries = [entry for part in self.parts for entry in part.entries]
         columns = ("op", "module", f">share of the {self.of}'s work", "line")
         if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:

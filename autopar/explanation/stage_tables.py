@@ -114,7 +114,7 @@ class StagedExplanation(Readable):
                 ">sent per device and microbatch",
                 "gradient",
             )
-            if rows := list(self._crossing()):
+            if rows := list(self._crossing_rows()):
                 yield from table("Between stages", columns, rows)
             yield from self.worth.renderables()
         for section in self.sections:
@@ -145,7 +145,7 @@ class StagedExplanation(Readable):
             yield (
                 f"step {step} = {num - 1} ×"
                 f" {self._waves() if pipeline.schedule == 'gpipe' and num > 1 else longest} +"
-                f" {seconds(sum(times))} (one microbatch through all stages){self._handing()};"
+                f" {seconds(sum(times))} (one microbatch through all stages){self._output_time()};"
                 f" devices wait {share(waiting)} of it on average"
             )
         else:
@@ -189,7 +189,7 @@ class StagedExplanation(Readable):
         }
         return f"({' + '.join(f'{seconds(max(s))} (stage {s.index(max(s))}, the slowest in {phase})' for phase, s in waves.items())})"  # noqa: E501
 
-    def _handing(self) -> str:
+    def _output_time(self) -> str:
         """What outputs that every rank gets take; nothing where there are none."""
         handed = self.pipeline.handed_bytes
         return (
@@ -285,7 +285,7 @@ class StagedExplanation(Readable):
             )
         return rows
 
-    def _crossing(self) -> Iterator[tuple[str, ...]]:
+    def _crossing_rows(self) -> Iterator[tuple[str, ...]]:
         for number, crossings in enumerate(self.pipeline.crossings):
             names = self.pipeline.stages[number].mesh.names
             for crossed in crossings:

@@ -105,12 +105,12 @@ def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[
         raise RuntimeStateError("the data has no batch", remedy=remedy)
     batch = prepared(tree_map_only(Tensor, Tensor.clone, batch))
 
-    def tried(stand_in: nn.Module) -> None:
+    def try_step(stand_in: nn.Module) -> None:
         run = getattr(_trial(module, name, stand_in), step)
         run(batch, *_indices(run))
 
     try:
-        found = first_call(getattr(module, name), tried)
+        found = first_call(getattr(module, name), try_step)
     except Exception as error:  # a step may raise anything where it stands alone
         what = (
             f"{step}, tried on the first batch, ended before it called {name}:"

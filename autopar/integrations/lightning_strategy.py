@@ -212,7 +212,7 @@ class LightningStrategy(WholeBatches):
             self._take_back(module)
         self.model_to_device()
         if not is_compiled(getattr(module, self._name)):
-            setattr(module, self._name, self._compiled(trainer, module, trains))
+            setattr(module, self._name, self._compile_model(trainer, module, trains))
         count_once()
         # Lightning takes a process group for one of DistributedDataParallel, and would have
         # everything logged averaged over it.
@@ -227,7 +227,7 @@ class LightningStrategy(WholeBatches):
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
-    def _compiled(self, trainer: Any, module: Any, trains: bool) -> nn.Module:
+    def _compile_model(self, trainer: Any, module: Any, trains: bool) -> nn.Module:
         """In the modes that its parts have, as Lightning trains it; for inference in eval mode,
         with the plain one kept, in case it is trained later."""
         step, loop = _STEPS[trainer.state.fn]
@@ -254,10 +254,10 @@ class LightningStrategy(WholeBatches):
         return compiled
 
     def _first_call(self, module: Any, step: str, loop: Any) -> Any:
-        def prepared(batch: Any) -> Any:
+        def prepare_batch(batch: Any) -> Any:
             return self.batch_to_device(self.precision_plugin.convert_input(batch))
 
-        return call_of(module, self._name, step, loop._data_source.dataloader(), prepared)
+        return call_of(module, self._name, step, loop._data_source.dataloader(), prepare_batch)
 
     def _take_back(self, module: Any) -> None:
         """The plain child in the place of what was compiled of it for inference, with its

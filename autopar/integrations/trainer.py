@@ -191,7 +191,7 @@ class PlainModel:
     parameters: tuple[Noted, ...]
 
     @staticmethod
-    def left(model: nn.Module) -> PlainModel:
+    def release_weights(model: nn.Module) -> PlainModel:
         """Let go of its weights; those that modules share stay shared."""
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
@@ -334,7 +334,7 @@ class Trainer(transformers.Trainer):
                     **{**options, **self._compile_options},
                 )
             self.accelerator.plain = {self._compiled: self.model}
-            self._left = PlainModel.left(self.model)
+            self._left = PlainModel.release_weights(self.model)
             if rank() == 0 and num_ranks() > 1:
                 size = self._train_batch_size if trains else self.args.eval_batch_size
                 log.warning(

@@ -239,7 +239,9 @@ class Case:
             self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe
         )
         return Results(
-            self._returned({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}),
+            self._returned_outputs(
+                {o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}
+            ),
             buffers,
             gradients,
         )
@@ -264,7 +266,7 @@ class Case:
             by_sample = PositionalDraws(state)
         if by_sample is not None:
             step, lower = self._run_plain(self.args, self.kwargs, by_sample, {})
-            return replace(step, outputs=self._returned(step.outputs)), lower
+            return replace(step, outputs=self._returned_outputs(step.outputs)), lower
         assert isinstance(self.program, StagedProgram), (
             "only programs with stages have microbatches"
         )
@@ -286,7 +288,7 @@ class Case:
             )
             found |= lower
             steps.append(step)
-        made = self._returned(steps[0].outputs)
+        made = self._returned_outputs(steps[0].outputs)
         outputs = {path: how.join(path, [step.outputs[path] for step in steps]) for path in made}
         gradients = {
             name: torch.stack([step.gradients[name] * how.weight for step in steps]).sum(0)
@@ -294,7 +296,7 @@ class Case:
         }
         return Results(outputs, steps[-1].buffers, gradients), found
 
-    def _returned(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _returned_outputs(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that calls of the program may return: of several microbatches the ones that can
         be put together."""
         made = (
@@ -328,11 +330,11 @@ class Case:
         answers: Mapping[str, Tensor],
     ) -> tuple[Results, dict[str, torch.dtype]]:
         plain = _copy_model(self.model)._apply(
-            self._promoted
+            self._promote
         )  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
         for parameter in plain.parameters():
-            parameter.data = self._narrowed(parameter.data)
+            parameter.data = self._narrow(parameter.data)
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._input, (args, dict(kwargs)))
         own_eps = OwnEps(self.own)  # made before anything is watched: it norms a number to know
@@ -426,7 +428,7 @@ class Case:
 
     def _input(self, x: Any) -> Any:
         """A leaf of the call, which gets a gradient of its own where the user's has one."""
-        given = self._narrowed(self._promoted(x))
+        given = self._narrow(self._promote(x))
         return (
             given.detach().requires_grad_()
             if isinstance(x, Tensor) and x.requires_grad and self.trace.differentiable
@@ -438,7 +440,7 @@ class Case:
         leaves = dict(flatten_call(args, dict(kwargs))[0])
         return {i.gradient_name: _gradient(leaves[i.path]) for i in self.trace.given_back}
 
-    def _narrowed(self, x: Any) -> Any:
+    def _narrow(self, x: Any) -> Any:
         """A parameter or an input in the precision that was asked for, unless all is computed in
         another dtype."""
         return (
@@ -447,7 +449,7 @@ class Case:
             else x
         )
 
-    def _promoted(self, x: Any) -> Any:
+    def _promote(self, x: Any) -> Any:
         return promote(x, self.dtype)
 
 
