@@ -11,11 +11,11 @@ from autopar.plans import Plan
 from autopar.validation import Validation
 
 # --------------------------------------------------------------------------------------------------
-# What a certificate says of each field of a plan: derived anew, compared, or not verified.
+# What a certificate does with each field of a plan: derived and compared, or not verified.
 #
-# Paths are relative to a plan; those of a stage are the same below ``pipeline.stages``. A field
-# of a list's entries has the path of the list in front. Options and other mappings are looked up
-# by key.
+# Paths are relative to a plan; those of a stage are the same below ``pipeline.stages``. The path of
+# a field within a list's entries begins with the path of the list. Options and other mappings are
+# looked up by key.
 
 DERIVED: tuple[str, ...] = (
     "entries.key",

@@ -1,10 +1,10 @@
-"""What a kernel that does a product and the collective at its border saves: both streams, run chunk
-by chunk.
+"""The seconds that a kernel saves by overlapping a product with the collective next to it: both
+streams are simulated chunk by chunk.
 
-With n ranks and q chunks of each rank's part, (n−1)·q chunks move. Where they are gathered, a rank
-multiplies its own part while the first chunk comes, and each other chunk once it is there. Where
-they are scattered, it makes the others' chunks first, sends each once it is made and the one before
-is sent, makes its own part last, and adds up what came.
+With n ranks and q chunks of each rank's part, (n−1)·q chunks move. In an all_gather, a rank
+multiplies its own part while the first chunk arrives, and each other chunk as soon as it has
+arrived. In a reduce_scatter, it computes the others' chunks first, sends each once it is computed
+and the previous one is sent, computes its own part last, and adds up what it received.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Normed = Sequence[tuple[Call, Strategy]]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product at a border.
+    """A product whose operand or result is moved by a collective.
 
     Attributes:
-        kind, num: of the collective, over so many ranks. dim: of the product's result, along which
-            chunks are cut. adds: whether something like the result is added to it.
+        kind, num: kind of the collective, and the number of its ranks.
+        dim: dim of the product's result along which chunks are cut.
+        adds: whether another tensor of the result's shape is added to it.
     """
 
     call: Call
@@ -41,10 +42,11 @@ class Product:
     adds: bool
 
     def find_saving(self, moved_s: float, normed: Normed) -> tuple[float, int]:
-        """Seconds, and in how many chunks a rank's part goes.
+        """Return the seconds that a kernel saves, and the number of chunks of a rank's part.
 
         Args:
-            moved_s: of the collective alone. normed: calls that the kernel does after its product.
+            moved_s: seconds of the collective alone.
+            normed: calls that the kernel computes after its product.
         """
         kernels = self.rates.profile.kernels
         reached = kernels.get(_NAMES[self.kind], 0.0)
@@ -60,7 +62,8 @@ class Product:
         return (min(reached * most + further_s, moved_s) if further_s > 0.0 else 0.0), chunks
 
     def _hidden_seconds(self, moved_s: float) -> Iterator[tuple[float, int]]:
-        """Of each number of chunks that the parts are cut into evenly."""
+        """Yield (seconds that overlap, number of chunks) for each number of chunks that divides the
+        parts evenly."""
         length, product_s = self._result_chunk(1).shape[self.dim], self._product_s(1)
         for chunks in _CHUNKS:
             if length % (self.num * chunks) == 0:
@@ -84,7 +87,7 @@ class Product:
         return max(computed + own_s, moved) + self._pass_s(1)
 
     def _product_s(self, num: int) -> float:
-        """Of one of `num` chunks of the product."""
+        """Return the seconds of one of `num` chunks of the product."""
         sizes = self.rates.mesh.shape
         factors, made = self._terms()
         letter = made[self.dim]
@@ -101,7 +104,7 @@ class Product:
         return seconds
 
     def _result_chunk(self, num: int) -> TensorInfo:
-        """What one of `num` chunks makes."""
+        """Return shape and dtype of one of `num` chunks of the local result."""
         (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
         _, made = self._terms()
         return _cut_dim(whole, made, made[self.dim], num)
@@ -111,13 +114,14 @@ class Product:
         return left.split(","), made
 
     def _pass_s(self, further: int) -> float:
-        """Over as many parts as there are ranks, and some further ones."""
+        """Return the seconds of a pass over as many parts as there are ranks, and some further
+        ones."""
         made = self._result_chunk(1)
         part = made.dtype.itemsize * math.prod(made.shape) // self.num
         return self.rates.op_s("elementwise", 0, (self.num + further) * part, made.dtype)
 
 
 def _cut_dim(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
-    """A tensor of which one letter's dim is cut into `num` chunks."""
+    """Return a tensor's shape and dtype after one letter's dim is cut into `num` chunks."""
     pairs = zip(term, info.shape, strict=True)
     return TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in pairs), info.dtype)
