@@ -49,16 +49,16 @@ from autopar.verification.comparison import (
 from autopar.verification.rounding import noise_of_rounding, scale_of_zeros, scales_of_sums
 
 # --------------------------------------------------------------------------------------------------
-# Which node is wrong: every emitted node is joined to a full tensor and compared with the traced
-# node it stands for.
+# Find the node that is wrong: every emitted node is joined to a full tensor and compared with the
+# traced node that it stands for.
 
 
 def diagnose(case: Case, summary: str) -> None:
-    """Run the program again beside the traced graph.
+    """Run the program again and compare each emitted node with the node of the traced graph that it
+    stands for. Returns if none differs.
 
     Raises:
-        VerificationError: naming the first emitted node that differs from what it stands for;
-            nothing where none does.
+        VerificationError: naming the first emitted node that differs.
     """
     values: dict[str, tuple[Any, ...]] = {}
 
@@ -112,8 +112,8 @@ _REMEDY = (
 
 
 def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trace:
-    """Run the traced graph, of the first microbatch where there are several; the graph that was
-    run."""
+    """Run the traced graph, with several microbatches that of the first one, and return its
+    trace."""
     if not isinstance(case.program, StagedProgram):
         case.run_traced(remember)
         return case.trace
@@ -133,8 +133,11 @@ def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trac
 def _floors(
     trace: Trace, values: dict[str, tuple[Any, ...]], dtype: torch.dtype
 ) -> dict[str, float]:
-    """What cancels is only as precise as what went in: a share of the largest magnitude that a
-    node reads."""
+    """Return the magnitude below which errors of a node do not count, by node name.
+
+    A difference of large numbers is only as precise as its operands: the floor is a share of the
+    largest magnitude that a node reads.
+    """
 
     def largest(parts: Iterable[Any]) -> float:
         return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
@@ -202,7 +205,7 @@ def verify_program(
 
 @contextmanager
 def _exact_on_a_gpu() -> Iterator[None]:
-    """Replicas convolve alike, and float32 is not rounded to TF32."""
+    """Let convolutions be deterministic, and float32 not be rounded to TF32."""
     kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
     deterministic, precisions = (
         torch.backends.cudnn.deterministic,
