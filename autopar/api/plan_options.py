@@ -1,4 +1,4 @@
-"""What a plan was asked for, read back from it."""
+"""Read the options of a plan back from it, and check that it fits a model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> Plan
 
 
 def recorded_options(plan: Plan) -> PlanOptions:
-    """The same on the hardware that the plan was made for: with its budget; where stages'
-    devices have their own, with none."""
+    """Return the options of a plan on the hardware that it was made for, with its budget.
+
+    If the devices of stages have budgets of their own, the options have none.
+    """
     known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
     asked = {
         name: known[name]
@@ -53,8 +55,8 @@ def recorded_options(plan: Plan) -> PlanOptions:
 
 
 def _is_asked(plan: Plan, hardware: Hardware) -> bool:
-    """Whether the plan's budget goes with it: it is for this hardware, or its own would have
-    given another one."""
+    """Return whether the plan's budget applies: the hardware is the same, or the budget is not the
+    one that the plan's hardware has by default."""
     mark = plan.fingerprint
     if mark.profile_hash == hardware.hash:
         return True
@@ -71,7 +73,7 @@ def _is_asked(plan: Plan, hardware: Hardware) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether a plan is for the model, batch and mesh at hand, and what differs where it is not.
+# Check that a plan is for a model, batch and mesh, and list what differs.
 
 log = logging.getLogger("autopar")
 _SHOWN = 3  # of what is in one of both alone
@@ -79,10 +81,16 @@ _INDEX = re.compile(r"(?<![^.])\d+(?=[./]|$)")  # of a repeated module, in a pat
 
 
 def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
-    """That a plan is for this model and mesh; `name` is that of the model's class, for the refusal.
+    """Check that a plan is for this model and mesh.
+
+    Args:
+        plan: the plan to check.
+        trace: the captured call of the model.
+        mesh: the mesh to run on.
+        name: name of the model's class, for the error text.
 
     Raises:
-        PlanError: saying what differs, a line each.
+        PlanError: with one line per difference.
     """
     differs = list(_differences(plan, trace, mesh, name))
     if plan.fingerprint.torch != torch.__version__.split("+")[0]:
@@ -103,7 +111,7 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
 
 
 def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[str]:
-    """A line each."""
+    """Yield one line per difference."""
     if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
         yield f"mesh: the plan is for {plan.mesh}, this is {mesh}"
     if plan.fingerprint.model != trace.fingerprint:
@@ -119,7 +127,7 @@ def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[st
 
 
 def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Parameters and ops that only one of both has."""
+    """Yield the parameters and ops that only one of plan and model has."""
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
     planned = {
         key.removesuffix("/parameter")
@@ -147,7 +155,8 @@ def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _first(names: Collection[str]) -> str:
-    """Some of the names, those of repeated modules as one, and how many there are beside them."""
+    """Return some of the names, equal ones of repeated modules as one, and the number of the
+    others."""
     alike: dict[str, list[str]] = {}
     for name in sorted(names):
         path, slash, rest = name.partition("/")
@@ -161,7 +170,8 @@ def _first(names: Collection[str]) -> str:
 
 
 def _gradient_differences(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Inputs that have a gradient in one of the two; none has in stages and microbatches."""
+    """Yield the inputs that have a gradient in only one of plan and call. In stages and
+    microbatches no input has one."""
     chosen = (
         () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]
     )

@@ -156,7 +156,7 @@ def check_named(
 
 
 # --------------------------------------------------------------------------------------------------
-# What errors and plans advise in Python, as flags of the command line.
+# Translate the Python advice of errors and plans into flags of the command line.
 
 _CONSTRAINT = re.compile(r"constraints=[\[(]+autopar\.constraints\.(\w+\([^()]*\)),?[\])]+")
 _FLAGS = (

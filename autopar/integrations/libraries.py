@@ -9,7 +9,7 @@ from types import ModuleType
 
 from autopar.errors import AutoparError
 
-# The oldest that this was run with.
+# The oldest versions that were tested.
 LEAST = {"transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "lightning": "2.6"}
 
 

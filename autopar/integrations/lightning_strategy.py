@@ -43,10 +43,9 @@ from autopar.runtime.parameter_module import holder_of
 from autopar.runtime.rank_comm import by_first, local_rank, num_ranks, of_all, rank
 
 # --------------------------------------------------------------------------------------------------
-# What Lightning is told of the processes: each rank runs the loop of one process over the same
-# whole batches, and the compiled module alone knows of the others. So there is one process for
-# all that is computed, and this process' rank for what one rank alone does: logging, progress,
-# files.
+# The processes as Lightning sees them. Each rank runs the loop of one process over the same whole
+# batches, and only the compiled module uses the others. So Lightning sees one process for
+# computation, and the rank of this process for what a single rank does: logging, progress, files.
 
 
 class WholeBatches(Strategy):

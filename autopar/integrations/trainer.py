@@ -42,8 +42,8 @@ from autopar.runtime.plain_model import Noted, note_tensors
 from autopar.runtime.rank_comm import by_first, num_ranks, rank
 
 # --------------------------------------------------------------------------------------------------
-# What transformers' `TrainingArguments` may ask for that a compiled module does in another way,
-# or not: refused, with what to do.
+# Settings of transformers' `TrainingArguments` that a compiled module does in another way, or not at
+# all. They are refused, with a remedy.
 
 # Their state per parameter, as planning has it: torch's optimizers that were checked on distributed
 # parameters (`autopar.runtime.optimizers`).
@@ -175,8 +175,8 @@ def check_optimizer(args: Any, given: dict[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The plain model once a compiled module has its weights: it is asked for its class, configuration
-# and signature, and what is done to its parameters would reach nothing, so that it is refused.
+# The plain model after a compiled module has taken its weights. It is asked for its class,
+# configuration and signature. Changes of its parameters would have no effect, so they are refused.
 
 
 @dataclass(frozen=True, slots=True)
