@@ -159,25 +159,27 @@ class Staging(CapturedCall):
         Once samples are known to be coupled, numbers above one are skipped. One alone is then tried
         if a constraint asks for stages.
         """
-        asked, samples, stages = (
-            self.number(wish),
-            batch_size(self.args, self.kwargs),
-            self.num_ranks(wish),
-        )
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
-        free = numbers_of(divisors or [samples], stages) if wish.axis else (1,)
-        for num in walk((asked,) if asked is not None else free, found_s):
-            if asked is not None or not self.coupled:
+        samples = batch_size(self.args, self.kwargs)
+        if (asked := self.number(wish)) is not None:
+            yield from walk((asked,), found_s)
+            return
+        for num in walk(self._free_numbers(wish, samples), found_s):
+            if not self.coupled:
                 yield num
-        if (
-            self.coupled
-            and asked is None
-            and wish.chunks == 1
-            and 1 not in found_s
-            and self.options.constraints
-        ):
+        needs_one = bool(self.coupled) and bool(self.options.constraints)
+        if needs_one and wish.chunks == 1 and 1 not in found_s:
             yield 1
+
+    def _free_numbers(self, wish: Pipelined, samples: int) -> tuple[int, ...]:
+        """Return the numbers of microbatches that may be tried along an axis if none is requested,
+        rising."""
+        if not wish.axis:
+            return (1,)
+        stages = self.num_ranks(wish)
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        if wish.chunks > 1:
+            divisors = [n for n in divisors if num_rounds(stages, n)]
+        return numbers_of(divisors or [samples], stages)
 
     def axes(self, wish: Pipelined) -> tuple[str, ...]:
         """Return the axes along which stages may lie: the requested one, else all with several

@@ -139,19 +139,18 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
             f"; {error.what}" if stages is not None and stages.axis else ""
         )  # says which stage needs most
         what = between + shortage.describe_conflict(proven) + tried if between else error.what
-    untried = "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
-    trained = chooser.trace.loss is not None and bool(chooser.trace.differentiable)
-    untried = (
-        untried
-        if trained
-        else "; let forward return the loss: then microbatches and stages may help"
-    )
-    may_help = (
-        stages is None and chooser.mesh.num_devices > 1 and bool(chooser.trace.differentiable)
-    )
-    remedy = error.remedy + (untried if may_help else "")
+    remedy = error.remedy + ("" if stages is not None else _advise_stages(chooser))
     needed = error.needed_bytes if smallest is None else smallest.num_bytes
     raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=needed) from error
+
+
+def _advise_stages(chooser: Chooser) -> str:
+    """Return how stages may be tried that were not, as text; empty if the call can have none."""
+    if chooser.mesh.num_devices == 1 or not chooser.trace.differentiable:
+        return ""
+    if chooser.trace.loss is None:
+        return "; let forward return the loss: then microbatches and stages may help"
+    return "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
 
 
 def _describe_need(proven: Need | None, smallest: Need | None) -> str:

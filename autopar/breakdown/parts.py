@@ -101,15 +101,7 @@ def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
 
 
 def _decides(group: Group, node: str) -> bool:
-    """Tell whether one of a group's decisions is about a node.
-
-    Args:
-        group: of the plan.
-        node: pattern of the node.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether one of a group's decisions is about the node of this pattern."""
     return any(choice.node == node for entry in group.entries for choice in entry.nodes)
 
 
@@ -188,17 +180,21 @@ def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
     if weight is not None and (of_weight := _dim(strategy.inputs[weight], axis)) is not None:
         return "experts" if op == "experts" and of_weight == 0 else "tensor"
     if activation is not None:
-        dim = _dim(strategy.inputs[activation], axis)
-        if op in ("attention", "flex_attention"):
-            return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
-        if op == "convolution" and dim is not None and dim >= 2:
-            return "space"
-        return "replicated" if dim is None else "data" if dim == 0 else "sequence"
+        return _split_by_activation(op, _dim(strategy.inputs[activation], axis))
     for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
         dim = _dim(layout, axis)
         if dim is not None:
             return {0: "data", 1: "sequence"}.get(dim, "tensor")
     return "replicated"
+
+
+def _split_by_activation(op: str, dim: int | None) -> str:
+    """Return the parallelism of an op whose activation is sharded on `dim`, None for no dim."""
+    if op in ("attention", "flex_attention"):
+        return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
+    if op == "convolution" and dim is not None and dim >= 2:
+        return "space"
+    return {None: "replicated", 0: "data"}.get(dim, "sequence")
 
 
 def _dim(layout: Layout, axis: int) -> int | None:

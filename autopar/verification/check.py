@@ -36,6 +36,7 @@ from autopar.program.splitting import join
 from autopar.rules import where_of
 from autopar.verification.case import Case, PlainModelError
 from autopar.verification.comparison import (
+    Errors,
     Results,
     Verification,
     compare,
@@ -382,6 +383,11 @@ def _compare_magnified(
     return own if own.max_error <= max(result.tolerance, result.max_error / _MAGNIFIED) else None
 
 
+def _worst_value(errors: Errors) -> float:
+    """Return the largest error of outputs and buffers."""
+    return max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
+
+
 def _judge(
     case: Case,
     ran: Lockstep,
@@ -393,21 +399,13 @@ def _judge(
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
     wide = max(share, floor_share_with(lower.values()))
-    errors, scale = compare(ours, plain, wide), 0.0
-    summed, noise = dict[str, float](), dict[str, float]()
+    errors, noise = compare(ours, plain, wide), dict[str, float]()
+    may_be_zero = max(errors.gradients.values(), default=0.0) > limit
+    scale = scale_of_zeros(case, plain, limit * wide) if may_be_zero else 0.0
+    summed = scales_of_sums(case) if _worst_value(errors) > limit else {}
     if errors.worst > limit:
-        scale = (
-            scale_of_zeros(case, plain, limit * wide)
-            if max(errors.gradients.values(), default=0.0) > limit
-            else 0.0
-        )
-        summed = (
-            scales_of_sums(case)
-            if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) > limit
-            else {}
-        )
         errors = compare(ours, plain, wide, scale, summed)
-    others = max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
+    others = _worst_value(errors)
     # In a smaller dtype noise may hide an error; there `_exactly` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
         noise = {name: _NOISES * size / limit for name, size in noise_of_rounding(case).items()}
